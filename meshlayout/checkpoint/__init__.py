@@ -14,7 +14,7 @@ from meshlayout.checkpoint.inspection import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
-from meshlayout.checkpoint.preemption import (
+from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
     Preemption as Preemption,

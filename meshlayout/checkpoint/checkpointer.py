@@ -36,11 +36,12 @@ from meshlayout.checkpoint.positions import (
     move_to_position,
     position_of,
 )
-from meshlayout.checkpoint.preemption import Preempted, Preemption
+from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.checkpoint.save import Save, failures_told
-from meshlayout.checkpoint.saved_step import Agreement, GoneError, SavedStep
+from meshlayout.checkpoint.saved_step import GoneError, SavedStep
 from meshlayout.checkpoint.tree import replica_sums, saved_leaves
 from meshlayout.cluster import activity
+from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import (
     CheckpointError,
@@ -65,12 +66,6 @@ _TIMEOUT_S, _WARN_AFTER_S = 1200.0, 10.0
 
 # Other runs may delete the step that is read, with `keep=1` several in a row.
 _ATTEMPTS = 20
-
-# What the processes have to agree on at each save, by the names in their messages.
-_AGREED = {
-    "tree": "paths, shapes or dtypes",
-    "replicas": "the values of replicated arrays, NumPy arrays or numbers",
-}
 
 
 class Checkpointer:
@@ -218,6 +213,8 @@ class Checkpointer:
         self.wait()
         self._take_lock(step)
         facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
+        facts["processes"] = jax.process_count()
+        facts["data"] = None
         with failures_told(self._main, step, self.directory), orbax.undisturbed():
             if jax.process_index() == 0:
                 steps.recover(self.directory)  # what a save that failed left
@@ -232,15 +229,24 @@ class Checkpointer:
                 with _checks.noted("in the function that save(metadata=...) was given"):
                     metadata = metadata()
             facts["metadata"] = as_json(metadata, "metadata")
-            message = {
-                "place": f"step {step} in {self.directory}",
-                "tree": hashlib.sha256(repr(facts["items"]).encode()).hexdigest(),
-                "replicas": replica_sums(arrays),
-                "data": None if data is None else position_of(data),
+            paths = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
+            own = {
+                "the step": str(step),
+                "the directory": str(self.directory),
+                "the digest of paths, shapes and dtypes": paths[:8],
+                "the sum of the replicated arrays and numbers": replica_sums(arrays),
             }
-        messages = list(self._main.exchange(message).values())
-        _check_agreement(messages)
-        facts["data"] = None if data is None else joined([x["data"] for x in messages])
+            position = None if data is None else position_of(data)
+        messages = self._main.exchange((own, position))
+        unlike = difference({p: other for p, (other, _) in messages.items()})
+        if unlike:
+            msg = (
+                f"step {step} is not saved, as the processes differ: {unlike}. All of "
+                "them have to save the same state as the same step."
+            )
+            raise CheckpointError(msg)
+        if data is not None:
+            facts["data"] = joined([other for _, other in messages.values()])
         after = functools.partial(self._delete_old, step)
         self._saving = Save(
             self.directory, step, arrays, facts, self._background, after
@@ -327,7 +333,7 @@ class Checkpointer:
 
     def _delete_old(self, step: int) -> None:
         """Deletes the steps that are not kept; on process 0, after a save."""
-        paths = {n: p for n, p in self._paths().items() if steps.has_seal(p)}
+        paths = {n: p for n, p in self._paths().items() if steps.is_whole(p)}
         for old in steps_to_delete(
             list(paths),
             keep=self._keep,
@@ -378,7 +384,7 @@ class Checkpointer:
             CheckpointError: If the step does not exist.
         """
         self.wait()
-        path = self._paths()[self._candidates(step, fallback=False)[0]]
+        path = self._paths()[self._candidate(step, {})]
         return Inspection.of(steps.read_facts(path), steps.num_bytes(path))
 
     def _raise_pending(self) -> None:
@@ -402,39 +408,33 @@ class Checkpointer:
                 metrics[step] = steps.read_facts(path)["metrics"]
         return best_of(self.best, metrics)
 
-    def _candidates(self, step: int | str, *, fallback: bool) -> list[int]:
-        """Returns the steps to try, the best choice first; asked of process 0."""
+    def _candidate(self, step: int | str, damaged: Mapping[int, str]) -> int:
+        """Returns the step to try next, which is none of the damaged ones."""
         paths = self._paths()
-        if not paths:
-            why = "nothing was saved there yet"
-            if not self.directory.exists():
-                why = "the directory does not exist, at least not on this machine"
-            raise CheckpointError(f"{self.directory} has no checkpoints: {why}.")
-        first = step
-        if step == "latest":
-            first = max(paths)
-        elif step == "best":
-            first = self._best_of(paths)
-        elif isinstance(step, str):
-            msg = f"step must be a number, 'latest' or 'best', got {step!r}."
-            raise CheckpointError(msg)
+        left = [number for number in paths if number not in damaged]
         listed = ", ".join(map(str, list(paths)[-10:]))
-        if first is None:
-            name = (self.best or "")[0]
-            msg = (
-                f"no step in {self.directory} has the metric {name!r}, so none is the "
-                "best. Give it to save(..., metrics={...})."
-            )
-            raise CheckpointError(msg)
-        hint = f"{self.directory} has the steps {listed}."
-        number = _checks.count(
-            "step", first, at_least=0, error=CheckpointError, hint=hint
-        )
-        if number not in paths:
-            msg = f"{self.directory} has no step {number}; it has {listed}."
-            raise CheckpointError(msg)
-        older = [x for x in paths if x < number or (step == "best" and x != number)]
-        return [number, *reversed(older)] if fallback else [number]
+        number, problem = step, ""
+        if not paths:
+            problem = "has no checkpoints: nothing was saved there yet"
+            if not self.directory.exists():
+                problem = "does not exist, at least not on this machine"
+        elif damaged:
+            number = max((x for x in left if x < min(damaged)), default=None)
+            facts = "; ".join(damaged.values())
+            problem = f"has no intact step that is older. Damaged: {facts}"
+        elif step == "latest":
+            number = max(left)
+        elif step == "best":
+            number = self._best_of(paths)
+            problem = "has no step whose metrics hold the one of best="
+        elif step not in paths:
+            hint = f"{self.directory} has the steps {listed}."
+            _checks.count("step", step, at_least=0, error=CheckpointError, hint=hint)
+            number, problem = None, f"has no step {step}; it has {listed}"
+        if not paths or number is None:
+            kind = DamagedCheckpointError if damaged else CheckpointError
+            raise kind(f"{self.directory} {problem}.")
+        return int(number)
 
     # Restoring.
 
@@ -525,7 +525,7 @@ class Checkpointer:
         """
         return self._read(
             step,
-            lambda saved: to_numpy(saved.source("state")),
+            lambda saved: to_numpy(saved.source()),
             verify=verify,
             fallback=fallback,
         )
@@ -582,66 +582,56 @@ class Checkpointer:
         self.wait()
         _checks.flag("verify", verify, where="restore", error=CheckpointError)
         _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
-        damaged: dict[int, DamagedCheckpointError] = {}
-        agreement, attempts = Agreement(self._main), itertools.count(1)
-        candidates = functools.partial(self._candidates, step, fallback=fallback)
-        queue = self._main.on_first(candidates)
-        while queue:
-            number = queue.pop(0)
-            try:
-                with activity.during(f"restoring step {number} of {self.directory}"):
-                    with agreement:
-                        saved = SavedStep.open(
-                            self.directory, number, agreement.confirm, verify=verify
-                        )
-                    with agreement, orbax.undisturbed():
-                        result = read(saved)
-                        saved.check_unchanged()
-            except GoneError:
-                if next(attempts) == _ATTEMPTS:
-                    raise
-                queue = self._main.on_first(candidates)
-                continue
-            except DamagedCheckpointError as error:
-                if not fallback:
-                    raise
-                logger.warning("step %d is damaged: %s", number, error)
-                damaged[number] = error
-                continue
-            if damaged:
-                facts = "; ".join(f"step {n}: {error}" for n, error in damaged.items())
-                msg = (
-                    f"restored step {number}, the newest that is intact. Damaged: "
-                    f"{facts}"
-                )
-                warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
-            self._last = number  # the next save is due `every` steps after it
-            activity.now.checkpoint = f"step {number} in {self.directory}"
-            logger.info("restored step %d of %s", number, self.directory)
-            return result
-        number, error = next(iter(damaged.items()))
-        msg = (
-            f"no intact step is left in {self.directory}: all {len(damaged)} are "
-            f"damaged. Step {number}: {error}"
-        )
-        raise DamagedCheckpointError(msg) from error
-
-
-def _check_agreement(messages: list[dict[str, Any]]) -> None:
-    """Raises, on all processes, if they do not save the same state as the same step."""
-    first = messages[0]
-    for index, other in enumerate(messages):
-        if other["place"] != first["place"]:
-            msg = (
-                f"process 0 saves {first['place']}, and process {index} saves "
-                f"{other['place']}. All processes have to save the same step in the "
-                "same directory."
+        damaged: dict[int, str] = {}
+        num_gone = 0
+        while True:
+            number = self._main.on_first(
+                lambda: self._candidate(step, damaged if fallback else {})
             )
-            raise CheckpointError(msg)
-        for name, what in _AGREED.items():
-            if first[name] != other[name]:
-                msg = (
-                    f"process 0 and process {index} save {first['place']} with states "
-                    f"that differ in {what}. All processes have to save the same state."
-                )
-                raise CheckpointError(msg)
+            confirm = functools.partial(self._main.exchange, None)
+            open_step = functools.partial(
+                SavedStep.open, self.directory, number, confirm, verify=verify
+            )
+            saved, damage = self._agreed(open_step)
+            if saved is not None:
+                result, damage = self._agreed(functools.partial(_read, saved, read))
+            if isinstance(damage, GoneError) and num_gone < _ATTEMPTS:
+                num_gone += 1
+            elif damage is None:
+                break
+            elif not fallback:
+                raise damage
+            else:
+                logger.warning("step %d is damaged: %s", number, damage)
+                damaged[number] = str(damage)
+        if damaged:
+            msg = (
+                f"restored step {number}, the newest that is intact. Damaged: "
+                f"{'; '.join(damaged.values())}"
+            )
+            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+        self._last = number  # the next save is due `every` steps after it
+        activity.now.checkpoint = f"step {number} in {self.directory}"
+        logger.info("restored step %d of %s", number, self.directory)
+        return result
+
+    def _agreed(
+        self, work: Callable[[], T]
+    ) -> tuple[T, None] | tuple[None, DamagedCheckpointError]:
+        """Returns what `work` returns, or the damage that any process has found."""
+        result, damage = None, None
+        name = f"restoring from {self.directory}"
+        with self._main.failure_told(), activity.during(name), orbax.undisturbed():
+            try:
+                result = work()
+            except DamagedCheckpointError as error:
+                damage = error
+        damages = self._main.exchange(damage).values()
+        first = next((other for other in damages if other is not None), None)
+        return (result, None) if first is None else (None, first)
+
+
+def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
+    result = read(saved)
+    saved.check_unchanged()
+    return result

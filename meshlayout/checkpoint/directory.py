@@ -10,9 +10,9 @@ A save writes beside what is there, and a step takes its name by renames. So at 
 call is there a moment without an intact copy of a step: readers take a sealed `5.new`
 for step 5 if there is no `5`, and whoever takes the lock finishes what was cut off.
 
-In Google Cloud Storage nothing can be renamed. There Orbax writes the step under its
-own name, and commits it by a file that is written last and deleted first; the store has
-its own checksums, so that there are no seals.
+In Google Cloud Storage nothing can be renamed. There Orbax writes a step under its own
+name, and commits it by a file that is written last and deleted first. The store has its
+own checksums, so that there are no seals.
 """
 
 import errno
@@ -39,62 +39,39 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 logger = logging.getLogger("meshlayout.checkpoint")
 
 _REMOTE = "gs://"
-
-# The sizes and hashes of a step's files, which are written before it takes its name.
-SEAL = "files.json"
-# Orbax's: the facts of a step that we give it, and what it writes last in a store.
-FACTS, COMMIT = "_CHECKPOINT_METADATA", "commit_success.txt"
+# What declares a step whole: here the sizes and hashes of its files, in a store a file
+# of Orbax. Orbax's metadata hold the facts of a step that we give it; a manifest was in
+# the place of a seal before this format.
+_SEAL, _COMMIT = "files.json", "commit_success.txt"
+_FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
 # How long what another machine wrote may take to appear here.
 _SHARED_S = 5.0
-# What the formats before this one had in the place of a seal.
-_OLD = "manifest.json"
+
 
 # Paths.
 
 
 def path_text(name: str, path: object, hint: str = "") -> str:
-    """Returns a user's path as a string.
-
-    Args:
-        name: The parameter, for messages.
-        path: What the user gave.
-        hint: A sentence that ends the message.
-
-    Raises:
-        CheckpointError: If it is not a path.
-    """
+    """Returns a user's path as a string, or raises CheckpointError."""
     text = path.__fspath__() if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str) or not text or "\0" in text:
         msg = f"{name} must be a path, got {_checks.shown(path)}. {hint}"
         raise CheckpointError(msg.rstrip())
-    if "\0" in text:
-        msg = f"{text!r} contains a null byte, which no path may have."
-        raise CheckpointError(msg)
     return text
 
 
 def as_directory(path: object) -> Path:
-    """Returns a directory as an absolute path; in a store, as Orbax's kind of path.
-
-    Raises:
-        CheckpointError: If it is not a path, or is in an unsupported kind of store.
-    """
+    """Returns an absolute path; in a store, Orbax's kind of path."""
     hint = "Write Checkpointer('/data/run') or 'gs://...'."
     text = path_text("a checkpoint directory", path, hint)
     if text.startswith(_REMOTE):
         require("gcsfs", extra="gcs", purpose=f"A directory in {_REMOTE}")
         epath = require("etils.epath", extra="checkpoint", purpose="Checkpointing")
         return epath.Path(text.rstrip("/"))
-    if text.startswith("gs:/"):
+    if "://" in text or text.startswith("gs:/"):
         msg = (
-            f"{text!r} has lost a slash, as pathlib.Path takes it for a local path. "
-            f"Give the string {'gs://' + text[4:]!r}."
-        )
-        raise CheckpointError(msg)
-    if "://" in text:
-        msg = (
-            f"{text!r} is in a store that checkpoints cannot be written to. Give a "
-            "local path, or 'gs://bucket/run' in Google Cloud Storage."
+            f"{text!r} is neither a local path nor 'gs://bucket/run' in Google Cloud "
+            "Storage. (pathlib.Path makes one slash of two: give a string.)"
         )
         raise CheckpointError(msg)
     return Path(text).expanduser().absolute()
@@ -105,11 +82,11 @@ def is_remote(path: Path) -> bool:
     return str(path).startswith(_REMOTE)
 
 
-def refresh(path: Path) -> None:
+def _refresh(path: Path) -> None:
     """Has listings of a store see what other machines wrote."""
     if is_remote(path):
-        # Without it, a step that another machine saved or deleted goes unnoticed;
-        # `test_checkpoint_store` notices. etils has no public way to reach the client.
+        # `test_checkpoint_store` notices if this is left out. etils has no public way
+        # to reach its client.
         backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
         backend.fsspec_backend.fs(_REMOTE).invalidate_cache()
 
@@ -119,36 +96,22 @@ def refresh(path: Path) -> None:
 
 def step_paths(directory: Path) -> dict[int, Path]:
     """Returns the directories of the steps that exist, in ascending order."""
-    refresh(directory)
+    _refresh(directory)
     try:
         names = [path.name for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return {}
     paths: dict[int, Path] = {}
     for name in sorted(names, key=len, reverse=True):  # `5.new` before `5`, which wins
-        match = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", name)
-        path = directory / name
-        if match and (has_seal(path) or not match[2] and _is_step(path)):
+        match, path = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", name), directory / name
+        if match and (is_whole(path) or not match[2] and _is_unsealed_step(path)):
             paths[int(match[1])] = path
     return dict(sorted(paths.items()))
 
 
-def has_seal(path: Path) -> bool:
-    """Returns whether a directory is a whole step that this format wrote."""
-    return (path / (COMMIT if is_remote(path) else SEAL)).exists()
-
-
-def _is_step(path: Path) -> bool:
-    """Returns whether a directory without a seal is a step: damaged, or an old one."""
-    if is_remote(path) or not (path / FACTS).exists():
-        return (path / _OLD).exists()
-    try:
-        read_facts(path)
-    except DamagedCheckpointError:
-        return True
-    except CheckpointError:
-        return False
-    return True
+def is_whole(path: Path) -> bool:
+    """Returns whether a directory is a step that this format wrote to its end."""
+    return _seal_of(path).exists()
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -158,7 +121,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: If it cannot be read.
         CheckpointError: If this format did not write it.
     """
-    if (path / _OLD).exists():
+    if (path / _MANIFEST).exists():
         msg = (
             f"{path} is a checkpoint of an older format, which this version does not "
             "read. The last commit of meshlayout that reads it is bb727a3: there, "
@@ -167,112 +130,38 @@ def read_facts(path: Path) -> dict[str, Any]:
         )
         raise CheckpointError(msg)
     try:
-        content = json.loads((path / FACTS).read_bytes())["custom_metadata"]
-    except FileNotFoundError:
-        content = None
+        facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path / FACTS, f"cannot be read: {error}") from error
-    if not isinstance(content, Mapping) or content.get("format") != 4:
+        raise _damaged(path / _FACTS, f"cannot be read: {error}") from error
+    if not isinstance(facts, Mapping) or facts.get("format") != 4:
         msg = (
             f"{path} was not written by a Checkpointer of this version. "
             "ml.checkpoint.load_orbax loads what plain Orbax wrote."
         )
         raise CheckpointError(msg)
-    return dict(content)
-
-
-# A step that is written.
-
-
-def clear(directory: Path, step: int) -> None:
-    """Makes room for a step that is to be written.
-
-    Raises:
-        CheckpointError: If its name is taken by what no Checkpointer wrote.
-    """
-    path = directory / str(step)
-    if path.exists() and not has_seal(path):
-        names = sorted(x.name for x in path.iterdir()) if path.is_dir() else ["a file"]
-        if is_remote(path) and (path / FACTS).exists():
-            names = []  # a save or deletion that was cut off
-        if names and not ((path / FACTS).exists() and _is_step(path)):
-            msg = (
-                f"{path} is or holds {', '.join(names[:5])}, which no Checkpointer of "
-                "this version wrote. Save in another directory, or remove that one"
-            )
-            raise CheckpointError(msg)
-    if is_remote(path):
-        delete(path)
-    elif (directory / f"{step}.new").exists():
-        msg = f"{path}.new is in the way, which no Checkpointer wrote. Remove it"
-        raise CheckpointError(msg)
-
-
-def digests(path: Path, *, shared: bool = True) -> dict[str, list[Any]]:
-    """Returns the sizes and hashes of a step's files, which become durable.
-
-    Args:
-        path: The directory of the step.
-        shared: Whether each process takes its share of the files.
-    """
-    names = sorted(str(file.relative_to(path)) for file in _files_below(path))
-    if shared:
-        names = names[jax.process_index() :: jax.process_count()]
-    return {name: _digest(path / name) for name in names}
-
-
-def seal(path: Path, files: Mapping[str, list[Any]]) -> None:
-    """Declares a step whole, by the sizes and hashes of all of its files."""
-    for where, _, _ in os.walk(path):
-        _sync(Path(where))
-    temporary = path / f"{SEAL}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(files, file, separators=(",", ":"))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path / SEAL)
-    _sync(path)
-
-
-def take_name(directory: Path, step: int) -> None:
-    """Gives a sealed `5.new` its name, in the place of a `5` that is there."""
-    path, old = directory / str(step), None
-    if path.exists():
-        old = _deleting(path)
-        path.rename(old)
-    (directory / f"{step}.new").rename(path)
-    _sync(directory)
-    if old is not None:
-        _remove(old)
+    return dict(facts)
 
 
 def read_seal(path: Path) -> bytes:
     """Returns what declares a step whole; another save of it would change this."""
-    return (path / (COMMIT if is_remote(path) else SEAL)).read_bytes()
+    return _seal_of(path).read_bytes()
 
 
 def check(path: Path, *, verify: bool) -> bytes:
-    """Compares a step's files with what was saved, each process its share of them.
+    """Compares this process's share of a step's files with what was saved.
 
-    Args:
-        path: The directory of the step.
-        verify: Whether to compare their hashes, and not only their sizes.
-
-    Returns:
-        The seal.
-
-    Raises:
-        DamagedCheckpointError: If they differ; names the file.
+    Returns the seal; raises DamagedCheckpointError, which names the file. Without
+    `verify`, only sizes are compared.
     """
-    if (path / _OLD).exists():
+    if (path / _MANIFEST).exists():
         read_facts(path)  # says that it is of an older format
     try:
         content = read_seal(path)
-        files = [] if is_remote(path) else sorted(json.loads(content).items())
-        files = [(path / name, *facts) for name, facts in files]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path / SEAL, f"is not as it was saved: {error}") from error
-    for file, size, digest in files[jax.process_index() :: jax.process_count()]:
+        files = {} if is_remote(path) else json.loads(content)
+        share = [(path / name, *files[name]) for name in _share(files)]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _damaged(_seal_of(path), f"is not as it was saved: {error}") from error
+    for file, size, digest in share:
         try:
             found = [file.stat().st_size]
             if found == [size] and verify:
@@ -286,6 +175,30 @@ def check(path: Path, *, verify: bool) -> bytes:
     return content
 
 
+def num_bytes(path: Path) -> int:
+    """Returns the size of a step's files."""
+    # Orbax's kind of path has another name for it.
+    size = "length" if is_remote(path) else "st_size"
+    return sum(getattr(file.stat(), size) for file in _files_below(path))
+
+
+def _seal_of(path: Path) -> Path:
+    return path / (_COMMIT if is_remote(path) else _SEAL)
+
+
+def _is_unsealed_step(path: Path) -> bool:
+    """Returns whether it is a step of an older format, or one whose seal was lost."""
+    if is_remote(path) or not (path / _FACTS).exists():
+        return (path / _MANIFEST).exists()
+    try:
+        read_facts(path)
+    except DamagedCheckpointError:
+        return True
+    except CheckpointError:
+        return False
+    return True
+
+
 def _damaged(path: Path, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"{path} {what}. Restore another step, or the newest intact one with "
@@ -293,63 +206,76 @@ def _damaged(path: Path, what: str) -> DamagedCheckpointError:
     )
 
 
-def num_bytes(path: Path) -> int:
-    """Returns the size of a step's files, without the seal."""
-    status = [file.stat() for file in _files_below(path)]
-    # Orbax's kind of path has names of its own.
-    return sum(getattr(x, "st_size", None) or getattr(x, "length", 0) for x in status)
+# A step that is written.
+
+
+def clear(directory: Path, step: int) -> None:
+    """Makes room for a step, or raises CheckpointError if something else is there."""
+    path, new = directory / str(step), directory / f"{step}.new"
+    is_cut_off = is_remote(path) and (path / _FACTS).exists()
+    is_ours = is_whole(path) or is_cut_off or _is_unsealed_step(path)
+    is_foreign = path.exists() and not (is_ours and not (path / _MANIFEST).exists())
+    if is_foreign or (new.exists() and not is_remote(path)):
+        msg = (
+            f"{path if is_foreign else new} is in the way, which no Checkpointer of "
+            "this version wrote. Save to another directory, or remove it."
+        )
+        raise CheckpointError(msg)
+    if is_remote(path):
+        delete(path)
+
+
+def digests(path: Path) -> dict[str, list[Any]]:
+    """Returns sizes and hashes of this process's share of a step's files."""
+    names = _share(str(file.relative_to(path)) for file in _files_below(path))
+    return {name: _digest(path / name) for name in names}
+
+
+def seal(path: Path, files: Mapping[str, list[Any]]) -> None:
+    """Declares a step whole, by the sizes and hashes of all of its files."""
+    for where, _, _ in os.walk(path):
+        _sync(Path(where))
+    temporary = path / f"{_SEAL}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(files, file, separators=(",", ":"))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path / _SEAL)
+    _sync(path)
+
+
+def take_name(directory: Path, step: int) -> None:
+    """Gives a sealed `5.new` its name, in the place of a `5` that is there."""
+    path = directory / str(step)
+    old = _hidden(path) if path.exists() else None
+    (directory / f"{step}.new").rename(path)
+    _sync(directory)
+    if old is not None:
+        _remove(old)
 
 
 def delete(path: Path) -> None:
     """Removes a step, which is no step any more before any of its files goes."""
-    if is_remote(path):
-        if path.exists():
-            (path / COMMIT).unlink(missing_ok=True)
-            path.rmtree()  # type: ignore[attr-defined]
-        refresh(path)
-        return
-    hidden = _deleting(path)
-    path.rename(hidden)
-    _remove(hidden)
-
-
-def write_token(directory: Path) -> Path | None:
-    """Writes a file that the other processes have to see, if there are any."""
-    if jax.process_count() == 1 or is_remote(directory):
-        return None
-    token = directory / f".shared-{secrets.token_hex(8)}"
-    token.touch()
-    return token
-
-
-def await_token(token: Path) -> None:
-    """Waits for the file that process 0 has written, or raises CheckpointError."""
-    end_s = time.monotonic() + _SHARED_S
-    while not token.exists():
-        if time.monotonic() > end_s:
-            msg = (
-                f"process {jax.process_index()} does not see what process 0 wrote to "
-                f"{token.parent}: the processes do not share this directory. Give one "
-                "that all machines share."
-            )
-            raise CheckpointError(msg)
-        time.sleep(0.02)
+    if not is_remote(path):
+        _remove(_hidden(path))
+    elif path.exists():
+        _seal_of(path).unlink(missing_ok=True)
+        path.rmtree()  # type: ignore[attr-defined]
+        _refresh(path)
 
 
 def recover(directory: Path) -> None:
     """Finishes what a save that was cut off has begun; the lock must be held."""
     if is_remote(directory):
         return
-    news = [
-        path for path in directory.iterdir() if re.fullmatch(r"\d+\.new", path.name)
-    ]
-    for path in news:
-        # First, as what is being deleted may be the only other copy.
-        if has_seal(path):
-            take_name(directory, int(path.stem))
-        elif (path / FACTS).exists():
-            delete(path)
-    for path in directory.iterdir():
+    for path in list(directory.iterdir()):
+        if re.fullmatch(r"\d+\.new", path.name):
+            # First, as what is being deleted may be the only other copy.
+            if is_whole(path):
+                take_name(directory, int(path.stem))
+            elif (path / _FACTS).exists():
+                delete(path)
+    for path in list(directory.iterdir()):
         if re.fullmatch(r"\d+\.(new\.orbax-checkpoint-tmp.*|deleting-\d+)", path.name):
             _remove(path)
         elif re.fullmatch(r"\.shared-\w{16}", path.name):
@@ -360,11 +286,16 @@ def _files_below(path: Path) -> Iterator[Path]:
     for child in path.iterdir():
         if child.is_dir():
             yield from _files_below(child)
-        elif not child.name.startswith(SEAL):
+        elif not child.name.startswith(_SEAL):
             yield child
 
 
+def _share(names: Iterator[str] | Mapping[str, Any]) -> list[str]:
+    return sorted(names)[jax.process_index() :: jax.process_count()]
+
+
 def _digest(path: Path) -> list[Any]:
+    """Returns the size and the hash of a file, which becomes durable."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if os.name == "posix":
@@ -372,15 +303,16 @@ def _digest(path: Path) -> list[Any]:
         return [file.tell(), digest]
 
 
-def _deleting(path: Path) -> Path:
-    return path.with_name(f"{path.name.split('.')[0]}.deleting-{time.time_ns()}")
+def _hidden(path: Path) -> Path:
+    """Renames a directory that is to be removed."""
+    name = f"{path.name.partition('.')[0]}.deleting-{time.time_ns()}"
+    return path.rename(path.with_name(name))
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory; what cannot be removed is left to the next save."""
     try:
         shutil.rmtree(path)
-    except OSError as error:
+    except OSError as error:  # the next save tries again
         logger.warning("%s, which is no step any more, stays: %s", path, error)
 
 
@@ -407,26 +339,20 @@ _held: dict[tuple[int, int], int] = {}
 def lock(directory: Path, owner: object) -> Callable[[], Any]:
     """Takes the lock of a directory, and returns a function that frees it.
 
-    The system frees it when the process closes any descriptor of the file, and with the
-    process. So nothing else may open the file, and `_held` says whether this process
-    has the lock already.
-
-    Args:
-        directory: The directory, which exists.
-        owner: The lock is also freed when this object is collected.
-
-    Raises:
-        CheckpointError: If somebody else holds it.
+    The system frees it with the process, and when the process closes any descriptor of
+    the file: nothing else may open it, and `_held` says whether this process has it.
     """
     if is_remote(directory):
         logger.warning("%s has no locks: nobody guards it from other runs", directory)
         return lambda: None
-    status = directory.stat()
+    status, pid = directory.stat(), os.getpid()
     key = status.st_dev, status.st_ino
-    way_out = "Save in another directory, or end that one first."
-    if _held.get(key) == os.getpid():
+    refusal = (
+        "{} saves to {}. Save to another directory, or end that one first."
+    ).format
+    if _held.get(key) == pid:
         who = "another Checkpointer of this process"
-        raise CheckpointError(f"{directory}: {who} saves there. {way_out}")
+        raise CheckpointError(refusal(who, directory))
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -434,14 +360,13 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        msg = f"{directory}: another run saves there. {way_out}"
-        raise CheckpointError(msg) from None
+        raise CheckpointError(refusal("another run", directory)) from None
     except (ImportError, OSError) as error:
         logger.warning(
             "%s cannot be locked (%s): nobody guards it from other runs",
             *(directory, error),
         )
-    _held[key] = pid = os.getpid()
+    _held[key] = pid
 
     def unlock() -> None:
         if os.getpid() == pid:
@@ -449,3 +374,26 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
             file.close()
 
     return weakref.finalize(owner, unlock)
+
+
+def write_token(directory: Path) -> Path | None:
+    """Writes a file that the other processes have to see, if there are any."""
+    if jax.process_count() == 1 or is_remote(directory):
+        return None
+    token = directory / f".shared-{secrets.token_hex(8)}"
+    token.touch()
+    return token
+
+
+def await_token(token: Path) -> None:
+    """Waits for the file that process 0 has written, or raises CheckpointError."""
+    end_s = time.monotonic() + _SHARED_S
+    while not token.exists():
+        if time.monotonic() > end_s:
+            msg = (
+                f"process {jax.process_index()} does not see what process 0 wrote to "
+                f"{token.parent}: the processes do not share this directory. Give one "
+                "that all machines share."
+            )
+            raise CheckpointError(msg)
+        time.sleep(0.02)

@@ -315,7 +315,9 @@ def _words(value: Any) -> Any:
     return jax.random.key_data(value) if is_key else value
 
 
-def _spec(keys: Sequence[Any], entry: Any, impls: Mapping[str, str]) -> ArraySpec | None:
+def _spec(
+    keys: Sequence[Any], entry: Any, impls: Mapping[str, str]
+) -> ArraySpec | None:
     """Returns the spec of a leaf from Orbax's metadata; None for text."""
     if not hasattr(entry, "dtype"):
         return None

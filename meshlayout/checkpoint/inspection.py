@@ -103,7 +103,9 @@ class Inspection:
         meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}
         on = f" on {', '.join(meshes)}" if meshes else ""
         many = "" if self.num_processes == 1 else f" by {self.num_processes} processes"
-        return f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
+        return (
+            f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
+        )
 
     def _rows(self) -> list[list[str]]:
         return [

@@ -1,8 +1,7 @@
 """The only module that writes and reads steps with Orbax, by its v1 API.
 
-A leaf's keys are nested dicts to Orbax, which joins them with dots in its files: a key
-that contains one is escaped. The API is public but called experimental; pyproject names
-the versions that the tests ran with.
+The API is public but called experimental; pyproject names the versions that the tests
+ran with.
 """
 
 import concurrent.futures.thread
@@ -24,7 +23,8 @@ from jax.sharding import Sharding
 from meshlayout import _jax
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.tree import Keys, nested, number_of, specs_of
+from meshlayout.checkpoint.tree import Keys, nested, specs_of
+from meshlayout.errors import DamagedCheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -39,12 +39,8 @@ def start_writing(
 ) -> Any:
     """Starts to write arrays, and returns Orbax's response when they may be donated.
 
-    All processes call this with the same arrays; each writes its own shards.
-
-    Args:
-        path: A directory that does not exist yet.
-        trees: JAX or NumPy arrays by their keys, in trees by name.
-        facts: What the step is, as JSON.
+    All processes call this with the same arrays, and each writes its own shards. The
+    facts are JSON. The directory does not exist yet.
     """
     items = {
         name: nested((_escaped(keys), array) for keys, array in arrays.items())
@@ -53,6 +49,8 @@ def start_writing(
     }
     ocp = quiet()
     with _context(ocp):
+        # Orbax refuses to write nothing.
+        items = items or {"state": {"%": np.zeros(1)}}
         return ocp.save_checkpointables_async(str(path), items, custom_metadata=facts)
 
 
@@ -64,7 +62,7 @@ class OrbaxTree:
         item: The tree's name.
         leaves: What JSON holds of its leaves.
         name: The step, for messages.
-        before_read: Called before Orbax reads, which does not go on alone.
+        confirm: Called before Orbax reads, which waits for the other processes.
     """
 
     is_foreign = False
@@ -75,53 +73,63 @@ class OrbaxTree:
         item: str,
         leaves: Sequence[Mapping[str, Any]],
         name: str,
-        before_read: Callable[[], None],
+        confirm: Callable[[], Any],
     ) -> None:
         self.name, self.leaves = name, specs_of(leaves)
-        self._path, self._item, self._before_read = path, item, before_read
-        self._numbers = {
-            tuple(leaf["keys"]): number_of(leaf)
-            for leaf in leaves
-            if leaf["kind"] == "python"
-        }
+        self._path, self._item, self._confirm = path, item, confirm
+        numbers = (leaf for leaf in leaves if leaf["kind"] == "python")
+        self._numbers = {tuple(leaf["keys"]): leaf["value"] for leaf in numbers}
 
     def read(
         self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
     ) -> Iterator[Any]:
-        """Yields arrays as they were saved, in their new places.
-
-        Args:
-            wanted: Leaves with the shardings of the results; None for NumPy.
-        """
+        """Yields arrays as they were saved, where they are wanted; None for NumPy."""
         abstract = {
-            _escaped(spec.parts): _abstract(spec.host_shape, spec.host_dtype, sharding)
+            _escaped(spec.parts): _abstract(spec, sharding)
             for spec, sharding in wanted
             if spec.parts not in self._numbers and 0 not in spec.shape
         }
-        self._before_read()
-        values: dict[Keys, Any] = {}
+        self._confirm()
+        tree: Any = {}
         if abstract:
-            ocp = quiet()
-            with _context(ocp):
-                items = {self._item: nested(abstract.items())}
-                tree = ocp.load_checkpointables(str(self._path), items)[self._item]
-            values = {keys: _value_at(tree, keys) for keys in abstract}
+            ocp, items = quiet(), {self._item: nested(abstract.items())}
+            try:
+                with _context(ocp):
+                    tree = ocp.load_checkpointables(str(self._path), items)[self._item]
+            except Exception as error:
+                msg = f"{self._path} cannot be read: {reason(error)}."
+                raise DamagedCheckpointError(msg) from error
         for spec, sharding in wanted:
             if spec.parts in self._numbers:
-                yield self._numbers[spec.parts]
+                number = self._numbers[spec.parts]
+                yield complex(*number) if spec.dtype is complex else number
             elif 0 in spec.shape:
                 empty = np.zeros(spec.host_shape, spec.host_dtype)
-                yield empty if sharding is None else _placed(empty, sharding)
+                yield empty if sharding is None else jax.device_put(empty, sharding)
             else:
-                yield values.pop(_escaped(spec.parts))
+                yield functools.reduce(
+                    lambda x, key: x[key], _escaped(spec.parts), tree
+                )
+
+
+def _abstract(spec: ArraySpec, sharding: Sharding | None) -> Any:
+    shape, dtype = spec.host_shape, spec.host_dtype
+    if sharding is None:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _escaped(keys: Keys) -> Keys:
+    """Returns keys as names in Orbax's files, which joins them with dots."""
+    escapes = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
+    return tuple(key.translate(escapes) or "%" for key in keys) or ("%",)
 
 
 def reason(error: BaseException) -> str:
     """Returns the first cause of an Orbax error in one line.
 
     TensorStore writes its whole state into a message, including names of hidden files.
-    If the system refused an operation, the system's message is enough. The full text
-    stays in the error's chain of causes.
+    If the system refused an operation, the system's message is enough.
     """
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
@@ -130,28 +138,24 @@ def reason(error: BaseException) -> str:
         return f"[Errno {of_system[2]}] {of_system[1].strip()}"
     text = re.split(r"\n| \[(?:tensorstore_spec|http_response)", str(error).strip())[0]
     text = re.sub(r'Error \w+ "[^"]*" in OCDBT database at [^:]*: ', "", text)
-    text = text.rstrip(".")
-    if isinstance(error, OSError):
-        return text
-    return text if " " in text else f"{type(error).__name__} {text}".strip()
+    name = "" if isinstance(error, OSError) or " " in text else type(error).__name__
+    return f"{name} {text.rstrip('.')}".strip()
 
 
 def quiet() -> ModuleType:
-    """Returns Orbax's v1 API, which keeps what goes well to itself.
-
-    It logs every step of a save and restore as a warning or below, and the tracebacks
-    of its threads, whose errors we raise. Its class `_SignalingThread` is private; if
-    it is renamed, tracebacks appear in the log next to our errors.
-    """
+    """Returns Orbax's v1 API, which keeps what goes well to itself."""
     logging.getLogger("absl").addFilter(_is_news)  # adding it again does nothing
     name = "orbax.checkpoint.experimental.v1"
     return require(name, extra="checkpoint", purpose="Checkpointing")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    if "orbax" not in record.pathname:
-        return True
-    return record.levelno >= logging.ERROR and "_SignalingThread" not in str(record.msg)
+    # Orbax logs each part of a save and restore as a warning or below, and tracebacks
+    # of its threads, whose errors we raise. Its class `_SignalingThread` is private; if
+    # it is renamed, tracebacks appear in the log next to our errors.
+    is_error = record.levelno >= logging.ERROR
+    is_ours = is_error and "_SignalingThread" not in str(record.msg)
+    return is_ours or "orbax" not in record.pathname
 
 
 def _context(ocp: ModuleType) -> Any:
@@ -168,24 +172,15 @@ def _context(ocp: ModuleType) -> Any:
     return context
 
 
-def _escaped(keys: Keys) -> Keys:
-    """Returns keys as names in Orbax's files, where dots separate them."""
-    escapes = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
-    return tuple(key.translate(escapes) or "%" for key in keys) or ("%",)
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Suspends the caller's active mesh and transfer guards.
 
-
-def _value_at(tree: Any, keys: Keys) -> Any:
-    return functools.reduce(lambda node, key: node[key], keys, tree)
-
-
-def _abstract(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
-    if sharding is None:
-        return np.broadcast_to(np.zeros((), dtype), shape)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _placed(x: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
+    JAX would refuse programs on the arrays of the state.
+    """
+    with _jax.no_mesh(), jax.transfer_guard("allow"):
+        yield
 
 
 # The end of the process.
@@ -194,22 +189,16 @@ def _placed(x: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
 unfinished: dict[object, Callable[[], None]] = {}
 
 
-def finish_at_exit(save: object, finish: Callable[[], None]) -> None:
-    """Has the interpreter finish a save before it shuts thread pools down.
+@functools.cache
+def finish_at_exit() -> None:
+    """Has the interpreter finish `unfinished` saves before it shuts thread pools down.
 
     At exit Python first shuts down the pools that Orbax writes with, and only then
     waits for threads: a running save would hang for minutes, and be lost. Functions
     registered so run in reverse order, so ours, registered after that of
     `concurrent.futures`, runs before it. The API is private (in Python 3.9 to 3.14);
-    without it running saves are lost at exit, and
-    `test_a_process_that_ends_finishes_its_save` fails.
+    without it `test_a_process_that_ends_finishes_its_save` fails.
     """
-    unfinished[save] = finish
-    _register_at_exit()
-
-
-@functools.cache
-def _register_at_exit() -> None:
     assert concurrent.futures.thread  # its import registers its function first
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
@@ -224,16 +213,5 @@ def _finish_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has not the threads: a data loader's worker would never end.
+    # A forked child does not have the threads: a data loader's worker would never end.
     os.register_at_fork(after_in_child=unfinished.clear)
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Suspends the caller's active mesh and transfer guards.
-
-    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
-    JAX would refuse programs on the arrays of the state.
-    """
-    with _jax.no_mesh(), jax.transfer_guard("allow"):
-        yield

@@ -1,24 +1,15 @@
-"""When a checkpointer saves and which steps it keeps, by the options of `Checkpointer`.
-
-These are decisions about numbers: the list of steps is handed in, and no file is opened
-here.
-"""
+"""When a checkpointer saves and which steps it keeps: decisions about numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshlayout import _checks
-from meshlayout.errors import CheckpointError, did_you_mean
+from meshlayout.errors import CheckpointError
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
-    """Returns whether a step is to be saved.
-
-    Args:
-        step: The step.
-        every: Save when this many steps have passed; None for every step.
-        last: The step that was saved or restored last.
+    """Returns whether a step is to be saved, after the one saved or restored last.
 
     Example:
         >>> [is_due(step, 10, 12) for step in (19, 20, 25)]
@@ -38,13 +29,8 @@ def steps_to_delete(
 ) -> list[int]:
     """Returns the steps to delete, oldest first.
 
-    Args:
-        steps: The existing steps.
-        keep: How many of the last steps to keep; None for all.
-        keep_every: Multiples of this number are kept as well.
-        best: The best step, which is kept as well.
-        newest: The step that was saved last, which is kept; its number is not the
-            highest if a run went back to an earlier step.
+    `newest` was saved last, and stays; its number is not the highest if a run went back
+    to an earlier step.
 
     Example:
         >>> steps_to_delete([1, 2, 3, 4, 5, 6], keep=2, keep_every=3)
@@ -63,10 +49,6 @@ def best_of(
 ) -> int | None:
     """Returns the step with the best metric, the latest of a tie, or None.
 
-    Args:
-        best: A metric's name and `"max"` or `"min"`.
-        metrics: The metrics by step.
-
     Example:
         >>> best_of(("loss", "min"), {1: {"loss": 0.5}, 2: {"loss": 0.3}, 3: {}})
         2
@@ -80,9 +62,6 @@ def best_of(
         if not math.isnan(found.get(name, math.nan))
     }
     return max(values, key=lambda step: (values[step], step), default=None)
-
-
-# Arguments.
 
 
 def check_count(name: str, count: object) -> int | None:
@@ -110,29 +89,22 @@ def check_best(best: object) -> tuple[str, str] | None:
 def metric_values(
     metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
 ) -> dict[str, float]:
-    """Returns metrics as floats; NaN is allowed, and is never the best.
-
-    Raises:
-        CheckpointError: If they are not numbers by name, or lack the one of `best`.
-    """
-    is_named = metrics is None or isinstance(metrics, Mapping)
-    if not is_named or not all(isinstance(name, str) for name in metrics or {}):
+    """Returns metrics as floats, with that of `best` if there are any."""
+    wanted = {best[0]} if best and metrics else set()
+    if metrics is not None and not (
+        isinstance(metrics, Mapping)
+        and all(isinstance(name, str) for name in metrics)
+        and wanted <= metrics.keys()
+    ):
+        which = "".join(f", with {name!r} for best=" for name in wanted)
         msg = (
-            f"metrics must be numbers by name, got {_checks.shown(metrics)}. Write "
-            "metrics={'val_accuracy': 0.9}."
+            f"metrics must be numbers by name{which}, got {_checks.shown(metrics)}. "
+            "Write metrics={'val_accuracy': 0.9}."
         )
         raise CheckpointError(msg)
-    numbers = {
+    return {
         name: _checks.number(
             f"metrics[{name!r}]", value, finite=False, error=CheckpointError
         )
         for name, value in (metrics or {}).items()
     }
-    if numbers and best is not None and best[0] not in numbers:
-        name = best[0]
-        msg = (
-            f"best={best!r} needs the metric {name!r}, and metrics= holds "
-            f"{', '.join(map(repr, numbers))}.{did_you_mean(name, numbers)}"
-        )
-        raise CheckpointError(msg)
-    return numbers

@@ -6,7 +6,6 @@ processes may change between a save and a restore.
 
 import base64
 import inspect
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -40,12 +39,7 @@ class Continues(Protocol):
 def as_json(value: Any, where: str) -> Any:
     """Returns a value as JSON gives it back: tuples as lists, NumPy's numbers as plain.
 
-    Args:
-        value: Numbers, strings, and lists and dicts of them.
-        where: What the user calls it, for messages.
-
-    Raises:
-        CheckpointError: If it holds anything else; names it.
+    Raises CheckpointError if it holds anything else, with its place in `where`.
     """
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
@@ -63,11 +57,7 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def position_of(data: object) -> Any:
-    """Returns the position of this process's iterator, as JSON.
-
-    Raises:
-        CheckpointError: If it has none.
-    """
+    """Returns the position of this process's iterator, as JSON."""
     state = _checked(data).get_state()
     if isinstance(state, bytes):
         state = {_BYTES: base64.b64encode(state).decode()}
@@ -76,23 +66,15 @@ def position_of(data: object) -> Any:
 
 def joined(positions: Sequence[Any]) -> list[Any]:
     """Returns the positions of all processes, or the one that all have."""
-    texts = {json.dumps(position, sort_keys=True) for position in positions}
-    return list(positions[:1] if len(texts) == 1 else positions)
+    is_one = all(position == positions[0] for position in positions)
+    return list(positions[:1] if is_one else positions)
 
 
 def move_to_position(data: object, positions: Sequence[Any]) -> None:
-    """Moves this process's iterator to its saved position.
+    """Moves this process's iterator to its position among those of all processes.
 
     One that cannot go there directly but takes `skip=True` reads up to it; the log says
     so.
-
-    Args:
-        data: The iterator.
-        positions: The positions of all processes that saved.
-
-    Raises:
-        CheckpointError: If the processes had different positions, and their number has
-            changed.
     """
     if len(positions) > 1 and len(positions) != jax.process_count():
         msg = (
@@ -112,10 +94,7 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
         if "skip" not in inspect.signature(set_state).parameters:
             raise
         set_state(state, skip=True)
-        logger.info(
-            "the data cannot seek to its position: batches up to it are read and "
-            "dropped"
-        )
+        logger.info("the data cannot seek: batches up to its position are dropped")
 
 
 def _checked(data: object) -> Continues:

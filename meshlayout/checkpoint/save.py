@@ -31,19 +31,12 @@ _PEEK_S = 1.0
 
 
 class Save:
-    """One running save.
+    """One running save, of trees by name of arrays by keys; see `orbax.start_writing`.
 
-    The end is told by a Future: `Thread.join` cannot be trusted, as in Python 3.11 and
-    3.12 an exception inside it, such as Ctrl-C, marks a running thread as stopped. The
-    Future also tells whether the thread or an interrupted caller was first.
-
-    Args:
-        directory: The directory of all steps.
-        step: The step.
-        trees: The arrays to write, by their keys, in trees by name.
-        facts: What the step is, as JSON.
-        channel: Exchanges messages between the threads of the processes.
-        after: Called on process 0 once the step exists.
+    A Future tells of its end, and whether the thread or an interrupted caller was
+    first. `Thread.join` cannot be trusted: in Python 3.11 and 3.12 an exception inside
+    it, such as Ctrl-C, marks a running thread as stopped. The channel connects the
+    threads of the processes; `after` is called on process 0 once the step exists.
     """
 
     def __init__(
@@ -71,7 +64,8 @@ class Save:
 
     def start(self) -> None:
         """Returns when the state may be donated."""
-        orbax.finish_at_exit(self, self._finish)
+        orbax.finish_at_exit()
+        orbax.unfinished[self] = self._finish
         try:
             threading.Thread(target=self._run, name=f"checkpoint-{self._step}").start()
             self._copied.wait()

@@ -1,4 +1,4 @@
-"""`SavedStep`: a step that is intact, agreed by all processes before any reads arrays."""
+"""`SavedStep`: a step that is intact on all processes, from which states are read."""
 
 import contextlib
 import logging
@@ -11,38 +11,33 @@ from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.orbax import OrbaxTree
-from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
 
-class GoneError(CheckpointError):
+class GoneError(DamagedCheckpointError):
     """A step was deleted or replaced by another run while it was read."""
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step that is intact.
+    """A step, by its number and directory, and what it is.
 
-    Attributes:
-        number: The step.
-        path: Its directory.
-        facts: What it is, as its save wrote it.
-        confirm: Called before arrays are read, as no process may begin alone.
-        seal: The content of its seal, which another save of the step would change.
+    `confirm` is called before arrays are read, which no process begins alone; another
+    save of the step would change the seal.
     """
 
     number: int
     path: Path
     facts: Mapping[str, Any]
-    confirm: Callable[[], None]
+    confirm: Callable[[], Any]
     seal: bytes
 
     @classmethod
     def open(
-        cls, directory: Path, number: int, confirm: Callable[[], None], *, verify: bool
+        cls, directory: Path, number: int, confirm: Callable[[], Any], *, verify: bool
     ) -> "SavedStep":
         """Opens a step, and compares its files with what was saved."""
         path = steps.step_paths(directory).get(number)
@@ -51,7 +46,7 @@ class SavedStep:
         try:
             seal = steps.check(path, verify=verify)
             facts = steps.read_facts(path)
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
             if path.exists():
                 raise
             raise GoneError(str(error)) from error
@@ -71,10 +66,11 @@ class SavedStep:
             raise CheckpointError(msg)
         return self.facts["data"]
 
-    def source(self, tree: str) -> OrbaxTree:
-        """Returns one of its trees as a source."""
+    def source(self, tree: str = "state") -> OrbaxTree:
+        """Returns one of its trees as a source to load from."""
+        leaves = self.facts["items"][tree]
         name = f"step {self.number}" + ("" if tree == "state" else f", {tree},")
-        return OrbaxTree(self.path, tree, self.facts["items"][tree], name, self.confirm)
+        return OrbaxTree(self.path, tree, leaves, name, self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
@@ -84,44 +80,9 @@ class SavedStep:
         return restored.state
 
     def check_unchanged(self) -> None:
-        """Raises if another run has deleted or replaced it meanwhile."""
+        """Raises GoneError if another run has deleted or replaced it meanwhile."""
         with contextlib.suppress(OSError):
             if steps.read_seal(self.path) == self.seal:
                 return
         msg = f"{self.path} was deleted or replaced by another run while it was read."
         raise GoneError(msg)
-
-
-class Agreement:
-    """A block that all processes leave in the same way: with the first error of any."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._told = channel, None
-
-    def confirm(self) -> None:
-        """Has all processes come here before any goes on, or raises on all of them."""
-        self._exchange(None)
-
-    def __enter__(self) -> None:
-        self._told = None
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        # What all have raised already is not told again; nor is Ctrl-C.
-        if error is None or (isinstance(error, Exception) and error is not self._told):
-            self._exchange(error)
-
-    def _exchange(self, error: Exception | None) -> None:
-        answer = None
-        if error is not None:
-            is_ours = isinstance(error, CheckpointError)
-            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-            answer = type(error).__name__, text
-        answers = self._channel.exchange(answer).values()
-        first = next((other for other in answers if other is not None), None)
-        if first is None or first == answer:
-            return  # and the block's own error goes on
-        kinds = {kind.__name__: kind for kind in (DamagedCheckpointError, GoneError)}
-        self._told = kinds.get(first[0], CheckpointError)(first[1])
-        raise self._told from error

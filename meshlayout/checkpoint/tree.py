@@ -1,9 +1,8 @@
 """Trees as named arrays: a state flattened for a save, and the leaves of one to build.
 
-A saved leaf is named by its keys, which JSON holds beside the arrays: what it was (an
-array of JAX or NumPy, PRNG keys, a Python number), its shape, dtype and layout. A
-restore compares these with the leaves of `like` before any array is read. Orbax sees
-nested dicts of the keys, so that anyone can load a step without this package.
+A saved leaf is named by its keys, which JSON holds with what it was: an array of JAX or
+NumPy, PRNG keys, a Python number. A restore compares these with the leaves of `like`
+before any array is read.
 """
 
 import zlib
@@ -45,14 +44,10 @@ MOST_KEYS = 100
 
 
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[Keys, Any]]:
-    """Flattens a state for a save.
+    """Returns what JSON holds of each leaf, and the arrays to write by their keys.
 
-    Returns:
-        For each leaf what JSON holds, and the arrays to write by their keys: PRNG keys
-        as their words, NumPy arrays as copies. Arrays without elements are not written.
-
-    Raises:
-        CheckpointError: If it holds no array or number, or anything that is neither.
+    PRNG keys are written as their words, and NumPy arrays are copies. Raises
+    CheckpointError if there is anything but arrays and numbers, or none of them.
     """
     if _jax.is_tracing():
         msg = (
@@ -60,16 +55,40 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[Keys, Any]]:
             "no values. Call it outside, with what the function returned."
         )
         raise CheckpointError(msg)
+    try:
+        flat = _paths.flatten(state, whole=True).leaves
+    except MeshLayoutError as error:
+        raise CheckpointError(f"the state cannot be saved: {error}") from None
+    tree = nnx.state(state) if _paths.holds_modules(state) else state
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
+    # Paths take a box as one leaf, and JAX goes into it where it holds a tree.
+    has_keys = len(entries) == len(flat)
     leaves: list[dict[str, Any]] = []
     arrays: dict[Keys, Any] = {}
-    for path, keys, value in _named_leaves(state):
-        leaf, array = _saved(path, value)
+    for number, (path, value, _) in enumerate(flat):
+        keys = _keys(path, entries[number][0] if has_keys else ())
+        leaf, array = _saved(path or "the state", value)
         leaves.append({"keys": keys, **leaf})
-        if array is not None and array.size:
+        if array is not None and array.size:  # Orbax refuses arrays without elements
             arrays[keys] = array
     if not leaves:
         _checks.has_arrays("state", state, where="save", error=CheckpointError)
     return leaves, arrays
+
+
+def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
+    """Returns the saved arrays and numbers, from what JSON holds of them."""
+    specs: list[ArraySpec] = []
+    for leaf in leaves:
+        keys, dtype = tuple(leaf["keys"]), leaf["dtype"]
+        if leaf["kind"] == "python":
+            dtype = _NUMBERS[dtype]
+        else:
+            dtype = key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
+        is_numpy = leaf["kind"] == "numpy"
+        shape = tuple(leaf["shape"])
+        specs.append(ArraySpec(path_of(keys), keys, shape, dtype, is_numpy))
+    return specs
 
 
 def path_of(keys: Iterable[str]) -> str:
@@ -77,55 +96,13 @@ def path_of(keys: Iterable[str]) -> str:
     return "/".join(key for key in keys if key)
 
 
-def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
-    """Returns the saved arrays and numbers, from what JSON holds of them."""
-    specs: list[ArraySpec] = []
-    for leaf in leaves:
-        keys, kind = tuple(leaf["keys"]), leaf["kind"]
-        if kind == "python":
-            dtype = _NUMBERS[leaf["dtype"]]
-        elif "impl" in leaf:
-            dtype = key_dtype(leaf["impl"])
-        else:
-            dtype = np.dtype(leaf["dtype"])
-        shape = tuple(leaf["shape"])
-        specs.append(ArraySpec(path_of(keys), keys, shape, dtype, kind == "numpy"))
-    return specs
-
-
-def number_of(leaf: Mapping[str, Any]) -> Any:
-    """Returns a saved Python number, from what JSON holds of it."""
-    value = leaf["value"]
-    return complex(*value) if leaf["dtype"] == "complex" else value
-
-
-def _named_leaves(tree: PyTree) -> list[tuple[str, Keys, Any]]:
-    try:
-        flat = _paths.flatten(tree, whole=True).leaves
-    except MeshLayoutError as error:
-        raise CheckpointError(f"the state cannot be saved: {error}") from None
-    if _paths.holds_modules(tree):
-        tree = nnx.state(tree)
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
-    if len(entries) != len(flat):
-        # Paths take a box as one leaf, and JAX goes into it where it holds a tree.
-        return [(leaf.path, tuple(leaf.path.split("/")), leaf.value) for leaf in flat]
-    return [
-        (leaf.path, _keys(leaf.path, names), leaf.value)
-        for leaf, (names, _) in zip(flat, entries, strict=True)
-    ]
-
-
 def _keys(path: str, names: tuple[Any, ...]) -> Keys:
-    """Returns the keys of a path, where a slash may be part of a key.
-
-    JAX's key of a box, such as `.value`, is not part of a path: with or without it, one
-    of the two spellings is the path.
-    """
+    """Returns the keys of a path, where a slash may be part of a key."""
     keys = tuple(map(_paths.key_name, names))
-    for stop in (len(keys), len(keys) - 1):
-        if path_of(keys[:stop]) == path:
-            return keys[:stop]
+    # JAX's key of a box, such as `.value`, is not part of a path.
+    for candidate in (keys, keys[:-1]):
+        if path_of(candidate) == path:
+            return candidate
     return tuple(path.split("/"))
 
 
@@ -138,28 +115,12 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
         leaf = {"kind": "python", "shape": (), "dtype": kind, "value": plain}
         array = np.asarray(value)  # for who loads without us; JSON has all of it
         return leaf, None if array.dtype == object else array
-    if (
-        not isinstance(value, (jax.Array, np.ndarray, np.generic))
-        or isinstance(value, Tracer)
-        or not _jax.is_array_dtype(value.dtype)
-    ):
-        raise CheckpointError(_unknown(path, value))
-    if isinstance(value, np.ma.MaskedArray):
-        msg = (
-            f"{path}: the mask of a masked array would be lost. Save x.filled(value), "
-            "and the mask as a separate array."
-        )
-        raise CheckpointError(msg)
-    _check_dtype(path, value.dtype)
+    problem = _problem(value)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
     leaf = {"kind": "numpy", "shape": value.shape, "dtype": str(value.dtype)}
     if not isinstance(value, jax.Array):
         return leaf, np.array(value)  # the caller may write to the original
-    if value.is_deleted():
-        msg = (
-            f"{path}: the array is deleted; it was donated, to a step or a relayout. "
-            "Save what the step returned."
-        )
-        raise CheckpointError(msg)
     leaf["kind"] = "array"
     if isinstance(value.sharding, NamedSharding):
         layout = Layout.of(value)
@@ -174,71 +135,69 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
     return leaf, value
 
 
-def _check_dtype(path: str, dtype: DType) -> None:
-    """Raises if files cannot hold a dtype."""
-    if _jax.is_extended(dtype):
-        return
-    if not dtype.isnative:
-        msg = (
-            f"{path}: its byte order is that of another machine ({dtype.str}). Save "
-            "x.astype(x.dtype.newbyteorder('='))."
-        )
-        raise CheckpointError(msg)
-    tensorstore = require("tensorstore", extra="checkpoint", purpose="Checkpointing")
-    if dtype.char in "gG" or not hasattr(tensorstore, dtype.name):
-        msg = (
-            f"{path}: Orbax's files cannot hold {dtype}. Cast it to a dtype that they "
-            "hold, such as int8, uint8, float32 or float64."
-        )
-        raise CheckpointError(msg)
-    if dtype.name == "int2" and jax.__version_info__ < (0, 8):
-        msg = (
-            f"{path}: jax {jax.__version__} scrambles the bits of {dtype} on devices; "
-            "jax 0.8 does not. Cast it to int8."
-        )
-        raise CheckpointError(msg)
-
-
-def _unknown(path: str, value: Leaf) -> str:
-    where = path or "the state"
+def _problem(value: Leaf) -> str:
+    """Returns why a leaf cannot be saved, and the way out; empty if it can."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return (
-            f"{where}: shapes without values, which ml.describe and jax.eval_shape "
-            "return, cannot be saved. Save the state itself."
+            "shapes without values, which ml.describe and jax.eval_shape return, "
+            "cannot be saved. Save the state itself."
         )
-    return (
-        f"{where}: {_checks.shown(value)} cannot be saved. A state holds arrays and "
-        "numbers; keep anything else in metadata=, or outside the tree."
-    )
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    if (
+        not is_array
+        or isinstance(value, Tracer)
+        or not _jax.is_array_dtype(value.dtype)
+    ):
+        return (
+            f"{_checks.shown(value)} cannot be saved. A state holds arrays and "
+            "numbers; keep anything else in metadata=, or outside the tree."
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        return (
+            "the mask of a masked array would be lost. Save x.filled(value), and the "
+            "mask as a separate array."
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return (
+            "the array is deleted; it was donated, to a step or a relayout. Save what "
+            "the step returned."
+        )
+    dtype = value.dtype
+    if _jax.is_extended(dtype):
+        return ""
+    if not dtype.isnative:
+        return (
+            f"its byte order is that of another machine ({dtype.str}). Save "
+            "x.astype(x.dtype.newbyteorder('='))."
+        )
+    tensorstore = require("tensorstore", extra="checkpoint", purpose="Checkpointing")
+    # JAX 0.7 scrambles the bits of int2 on devices.
+    is_known = dtype.name != "int2" or jax.__version_info__ >= (0, 8)
+    if dtype.char in "gG" or not is_known or not hasattr(tensorstore, dtype.name):
+        return f"files cannot hold {dtype}. Cast it, for example to int8 or float64."
+    return ""
 
 
 def nested(items: Iterable[tuple[Sequence[str], Any]]) -> PyTree:
-    """Returns nested dicts of values by their keys; a value without keys itself.
-
-    Raises:
-        CheckpointError: If one name contains another, or has too many keys.
-    """
+    """Returns nested dicts of values by their keys; a value without keys itself."""
     tree: dict[str, Any] = {}
     for keys, value in items:
         if not keys:
             return value
-        if len(keys) > MOST_KEYS:
-            msg = (
-                f"{'/'.join(keys)[:40]}...: the name has {len(keys):,} keys, and dicts "
-                f"may be nested {MOST_KEYS} deep. Shorten the name with rename=, or "
-                "give another separator=."
-            )
-            raise CheckpointError(msg)
         *parents, last = keys
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or last in node:
+        node: Any = tree
+        if len(keys) <= MOST_KEYS:
+            for key in parents:
+                node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if len(keys) > MOST_KEYS or not isinstance(node, dict) or last in node:
+            problem = (
+                f"has {len(keys):,} keys, and dicts may be nested {MOST_KEYS} deep"
+            )
+            if len(keys) <= MOST_KEYS:
+                problem = "and that of another array contain each other"
             msg = (
-                f"the name {'/'.join(keys)!r} and that of another array contain each "
-                "other. Change rename= so that no name is the beginning of another."
+                f"the name {'/'.join(keys)[:80]!r} {problem}. Change rename= so that "
+                "names are shorter, and no name is the beginning of another."
             )
             raise CheckpointError(msg)
         node[last] = value
@@ -248,17 +207,14 @@ def nested(items: Iterable[tuple[Sequence[str], Any]]) -> PyTree:
 # What the processes must have alike.
 
 
-def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> list[int]:
-    """Returns numbers that tell apart states whose replicated leaves differ.
+def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> str:
+    """Returns a text that tells apart states whose replicated leaves differ.
 
     Each process takes one copy of every array that all devices hold, or of its own; one
     program sums their bits, and nothing but the sum comes to the host.
-
-    Args:
-        trees: The arrays to write.
     """
     if jax.process_count() == 1:
-        return []
+        return ""
     on_host, copies = 0, {}
     for array in (x for arrays in trees.values() for x in arrays.values()):
         if not isinstance(array, jax.Array):
@@ -266,31 +222,30 @@ def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> list[int]:
         elif array.sharding.is_fully_replicated:
             copy = array.addressable_data(0)
             copies.setdefault(copy.device, []).append(copy)
-    return [on_host, *(int(_sum_of_bits(group)) for group in copies.values())]
-
-
-def _num_bits(dtype: DType) -> int:
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)
+    sums = [on_host, *(int(_sum_of_bits(group)) for group in copies.values())]
+    return "-".join(f"{number:x}" for number in sums)
 
 
 @jax.jit
 def _sum_of_bits(arrays: Sequence[jax.Array]) -> jax.Array:
     total = jnp.uint32(0)
-    parts = [
-        part
-        for x in arrays
-        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
-    ]
-    for index, x in enumerate(parts):
-        if x.dtype != bool:
-            width = min(32, _num_bits(x.dtype))
-            x = jax.lax.bitcast_convert_type(x, f"uint{width}")
-        words = x.astype(jnp.uint32).ravel()
-        # Odd factors and a shift: a change of any one word changes the sum.
-        words = (words + jax.lax.iota(jnp.uint32, words.size)) * jnp.uint32(2654435761)
-        total += jnp.uint32(2 * index + 1) * jnp.sum(words ^ (words >> 15))
+    is_complex = jnp.iscomplexobj
+    for index, array in enumerate(arrays):
+        for x in (array.real, array.imag) if is_complex(array) else (array,):
+            if x.dtype != bool:
+                bits = min(32, _num_bits(x.dtype))
+                x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
+            words = x.astype(jnp.uint32).ravel()
+            # Odd factors and a shift: a change of any one word changes the sum.
+            words += jax.lax.iota(jnp.uint32, words.size)
+            words *= jnp.uint32(2654435761)
+            total += jnp.uint32(2 * index + 1) * jnp.sum(words ^ (words >> 15))
     return total
+
+
+def _num_bits(dtype: DType) -> int:
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)
 
 
 # Restoring.
@@ -320,9 +275,8 @@ class Target:
     @property
     def on_host(self) -> bool:
         """Whether the result is a NumPy array or a Python number, not a `jax.Array`."""
-        if is_number(self.spec.dtype):
-            return True
-        return isinstance(self.value, (np.ndarray, np.generic)) and not self.moves
+        is_numpy = isinstance(self.value, (np.ndarray, np.generic)) and not self.moves
+        return is_numpy or is_number(self.spec.dtype)
 
     @property
     def words_sharding(self) -> Sharding | None:
@@ -330,10 +284,10 @@ class Target:
         sharding = None if self.on_host else self.sharding
         if isinstance(sharding, NamedSharding) and self.spec.is_key:
             # Keys are placed as their words, in one more dim, which is not sharded.
-            rank = len(self.spec.shape)
-            spec = [*sharding.spec, *[None] * (rank + 1 - len(sharding.spec))]
+            missing = len(self.spec.shape) + 1 - len(sharding.spec)
+            spec = PartitionSpec(*sharding.spec, *[None] * missing)
             kind = sharding.memory_kind
-            return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=kind)
+            return NamedSharding(sharding.mesh, spec, memory_kind=kind)
         return sharding
 
 
@@ -342,14 +296,7 @@ def targets_of(
 ) -> tuple[list[Target], Rebuild]:
     """Returns the arrays and numbers of a state to restore, and how to rebuild it.
 
-    Args:
-        like: Arrays or abstract arrays in any tree, or a `StateDescription`.
-        layouts: The layouts of its arrays, if not those of `like`.
-        whole: Whether paths keep the `params` at the root of Linen variables.
-
-    Raises:
-        CheckpointError: If `like` has nothing to restore, or `layouts` is not a layout
-            map.
+    With `whole`, paths keep the `params` at the root of Linen variables.
     """
     if layouts is not None and not isinstance(layouts, LayoutMap):
         msg = (
@@ -369,7 +316,11 @@ def targets_of(
     for position, (leaf, value) in enumerate(zip(named, values, strict=True)):
         spec = _spec(leaf.path, value)
         if spec is not None:
-            targets[position] = Target(spec, value, _own_sharding(value))
+            # An array that is not committed to its device must not become so: JAX
+            # would then refuse to combine it with arrays on other devices.
+            is_free = isinstance(value, jax.Array) and not _jax.is_committed(value)
+            sharding = None if is_free else getattr(value, "sharding", None)
+            targets[position] = Target(spec, value, sharding)
     if not targets:
         msg = (
             f"like= holds no arrays: {like!r} of type {type(like).__name__}. Give the "
@@ -386,13 +337,12 @@ def targets_of(
         }
 
     def rebuild(new_values: Sequence[Any]) -> PyTree:
-        rebuilt = list(values)
-        for position, value in zip(targets, new_values, strict=True):
-            rebuilt[position] = value
+        filled = dict(enumerate(values)) | dict(zip(targets, new_values, strict=True))
+        rebuilt = treedef.unflatten(filled.values())
         if graphdef is None:
-            return treedef.unflatten(rebuilt)
+            return rebuilt
         with eager_sharding_off():
-            return nnx.merge(graphdef, treedef.unflatten(rebuilt))
+            return nnx.merge(graphdef, rebuilt)
 
     return list(targets.values()), rebuild
 
@@ -406,19 +356,8 @@ def _spec(path: str, value: Leaf) -> ArraySpec | None:
         )
         raise CheckpointError(msg)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        dtype = value.dtype
-        if not _jax.is_extended(dtype):
-            dtype = np.dtype(dtype).newbyteorder("=")
+        is_extended = _jax.is_extended(value.dtype)
+        dtype = value.dtype if is_extended else np.dtype(value.dtype).newbyteorder("=")
         return ArraySpec(path, (), tuple(value.shape), dtype)
-    for kind in _NUMBERS.values():
-        if isinstance(value, kind):
-            return ArraySpec(path, (), (), kind)
-    return None
-
-
-def _own_sharding(value: Leaf) -> Sharding | None:
-    # An array that is not committed to its device must not become so: JAX would then
-    # refuse to combine it with arrays on other devices.
-    if isinstance(value, jax.Array) and not _jax.is_committed(value):
-        return None
-    return getattr(value, "sharding", None)
+    kind = next((x for x in _NUMBERS.values() if isinstance(value, x)), None)
+    return None if kind is None else ArraySpec(path, (), (), kind)

@@ -209,11 +209,15 @@ class Channel:
 
     @contextlib.contextmanager
     def failure_told(self, topic: str | None = None) -> Iterator[None]:
-        """Tells the others of an error inside, at the exchange that comes next."""
+        """Tells the others of an error inside, at the exchange that comes next.
+
+        One that came from another process inside is known to all.
+        """
         try:
             yield
         except Exception as error:
-            self.fail(error, topic)
+            if not isinstance(error.__cause__, OtherProcessError):
+                self.fail(error, topic)
             raise
 
     def fail(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from meshlayout._annotations import Batch, PyTree
-from meshlayout.checkpoint.preemption import Preempted, Preemption
+from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.errors import CheckpointError, MeshLayoutError, StepError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks import Callback, Checkpoint
