@@ -643,7 +643,7 @@ def test_names_inside_names_make_no_tree(tmp_path, mesh_2x4):
     message = error_of(checkpoint.load_safetensors, tmp_path, ml.LayoutMap(mesh_2x4))
     assert message == (
         "the name 'a/b' and that of another array contain each other. Change rename= so "
-        "that no name is the beginning of another."
+        "that names are shorter, and no name is the beginning of another."
     )
 
 
@@ -772,16 +772,12 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
             written[at] ^= 1 << bit
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "is truncated or is not Flax's msgpack: Unpack failed: incomplete input"),
-        (b"\x01", "holds no arrays by name: it is 1"),
-    ],
-)
-def test_what_is_not_msgpack_of_a_state_is_refused(data, reason):
-    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
-    assert message == f"the msgpack data {reason}."
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x80"])
+def test_what_is_not_msgpack_of_a_state_is_refused(data):
+    damaged = ml.errors.DamagedCheckpointError
+    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)}, error=damaged)
+    start = "the msgpack data is truncated or is not a state in Flax's msgpack: "
+    assert message.startswith(start)
 
 
 def test_a_missing_msgpack_file_is_named(tmp_path):

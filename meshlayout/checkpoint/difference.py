@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,30 +48,33 @@ class ArraySpec:
 
     @property
     def is_key(self) -> bool:
-        """Whether it is an array of PRNG keys."""
+        """Whether it is an array of PRNG keys, which the host holds as words."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """Its shape on the host; for PRNG keys, that of the words they are made of."""
         return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
 
     @property
     def host_dtype(self) -> np.dtype[Any]:
-        """Its dtype on the host; for PRNG keys, that of the words."""
         return np.dtype("uint32" if self.is_key else self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; none for a number, which is not in the array files."""
+        itemsize = 0 if is_number(self.dtype) else self.host_dtype.itemsize
+        return math.prod(self.host_shape) * itemsize
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
         """Returns the array with its dims permuted, as by `np.transpose`."""
-        if dims is None:
-            return self
-        if len(dims) != len(self.shape):
+        if dims is not None and len(dims) != len(self.shape):
             msg = (
                 f"{self}: transpose= gives it {dims}, which permutes arrays of "
                 f"{len(dims)} dims. Make the pattern narrower."
             )
             raise CheckpointError(msg)
-        return replace(self, shape=tuple(self.shape[dim] for dim in dims), dims=dims)
+        shape = tuple(self.shape[dim] for dim in dims or range(len(self.shape)))
+        return replace(self, shape=shape, dims=dims)
 
     def __str__(self) -> str:
         return f"{self.path} {self.array}".lstrip()
@@ -134,11 +138,7 @@ class RestoreDiff:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)
 
     def near(self, path: str) -> str | None:
-        """Returns the extra path that is most similar to a missing one, or None.
-
-        Args:
-            path: The missing path.
-        """
+        """Returns the extra path that is most similar to a missing one, or None."""
         last = path.rpartition("/")[2]
         # Paths with the same last key (`kernel`) first, as only some are compared.
         paths = sorted(self.extra, key=lambda extra: extra.rpartition("/")[2] != last)
@@ -157,11 +157,7 @@ class RestoreDiff:
         return ", ".join(texts) or "nothing differs"
 
     def table(self, most: int | None = None) -> str:
-        """Returns the differences side by side, for a terminal.
-
-        Args:
-            most: The most rows to show; None for all.
-        """
+        """Returns the differences side by side, at most so many of them."""
         rows = self._rows(most)
         sections = (self.missing, self.extra, self.shapes, self.dtypes)
         left = sum(map(len, sections)) - len(rows)

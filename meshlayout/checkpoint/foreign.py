@@ -28,7 +28,6 @@ from meshlayout.checkpoint.difference import ArraySpec, key_dtype
 from meshlayout.checkpoint.directory import path_text
 from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.tree import MOST_KEYS
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
@@ -143,11 +142,11 @@ def load_msgpack(
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error}.") from None
     try:
-        tree = serialization.msgpack_restore(bytes(path))
+        source = Arrays(name, serialization.msgpack_restore(bytes(path)))
     except _UNPACK_ERRORS as error:
-        msg = f"{name} is truncated or is not Flax's msgpack: {error}"
+        msg = f"{name} is truncated or is not a state in Flax's msgpack: {error}"
         raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
-    return load_foreign(Arrays(name, tree), request)
+    return load_foreign(source, request)
 
 
 def load_orbax(
@@ -194,21 +193,22 @@ def load_foreign(source: Source, request: Request) -> PyTree:
 
 
 class Arrays:
-    """Arrays and numbers in a mapping, in nested dicts and lists, too; a `Source`."""
+    """Arrays and numbers by name, in nested dicts and lists, too; a `Source`."""
 
     is_foreign = True
 
     def __init__(self, name: str, arrays: Any, separator: str = "/") -> None:
         _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
+        if not isinstance(arrays, Mapping) or not arrays:
+            msg = f"{name} holds no arrays by name: it is {_checks.shown(arrays)}."
+            raise CheckpointError(msg)
         self.name, self._arrays = name, dict[str, Any]()
-        for keys, value in _values_in(arrays, name):
-            path = separator.join(keys)
+        for keys, value in jax.tree_util.tree_leaves_with_path(dict(arrays)):
+            path = separator.join(map(_paths.key_name, keys))
             if path in self._arrays:  # keys 1 and "1", or one that holds the separator
                 raise CheckpointError(f"{name}: two arrays have the path {path!r}.")
-            self._arrays[path] = value
-        if not self._arrays or "" in self._arrays:
-            what = _checks.shown(arrays)
-            raise CheckpointError(f"{name} holds no arrays by name: it is {what}.")
+            if not isinstance(value, (str, bytes)):
+                self._arrays[path] = _sliceable(f"{name}: {path}", value)
         self.leaves = [
             ArraySpec(path, (), np.shape(value), getattr(value, "dtype", type(value)))
             for path, value in self._arrays.items()
@@ -221,30 +221,18 @@ class Arrays:
         return (self._arrays[spec.path] for spec, _ in wanted)
 
 
-def _values_in(
-    node: Any, name: str, keys: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the keys and the value of all arrays and numbers."""
-    path = "/".join(keys)
-    if len(keys) > MOST_KEYS:
-        msg = f"{name}: {path[:40]}... is nested more than {MOST_KEYS} deep."
+def _sliceable(where: str, value: Any) -> Any:
+    """Returns a number or anything that can be sliced; tensors of PyTorch as NumPy."""
+    if type(value).__module__ == "torch":
+        value = value.detach().cpu()
+        is_narrow = "bfloat16" in str(value.dtype)  # which NumPy itself lacks
+        value = np.asarray(jax.dlpack.from_dlpack(value) if is_narrow else value)
+    is_array = hasattr(value, "shape") and _jax.is_array_dtype(value.dtype)
+    if not is_array and type(value) not in (bool, int, float, complex):
+        what = _checks.shown(value)
+        msg = f"{where} is {what}, which is neither an array of numbers nor a number."
         raise CheckpointError(msg)
-    if type(node).__module__ == "torch":
-        tensor = node.detach().cpu()
-        is_narrow = "bfloat16" in str(tensor.dtype)  # which NumPy itself lacks
-        node = np.asarray(jax.dlpack.from_dlpack(tensor) if is_narrow else tensor)
-    is_map = isinstance(node, Mapping)
-    if is_map or type(node) in (list, tuple):  # not a named one, such as msgpack's
-        for key, child in node.items() if is_map else enumerate(node):
-            yield from _values_in(child, name, (*keys, str(key)))
-    elif isinstance(node, (bool, int, float, complex)) or (
-        hasattr(node, "shape") and _jax.is_array_dtype(node.dtype)
-    ):
-        yield keys, node
-    elif node is not None and not isinstance(node, (str, bytes)):
-        what = f"{path} is {_checks.shown(node)}".removeprefix(" ")
-        msg = f"{name}: {what}, which is neither an array of numbers nor a number."
-        raise CheckpointError(msg)
+    return value
 
 
 class _OrbaxTree:

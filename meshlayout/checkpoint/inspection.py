@@ -1,13 +1,11 @@
 """`Inspection`: what a step holds, from the facts that were saved with it."""
 
 import datetime
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshlayout import _jax, _render
-from meshlayout.checkpoint.difference import is_number
+from meshlayout import _render
 from meshlayout.checkpoint.tree import specs_of
 
 
@@ -17,16 +15,7 @@ _ALIGN = "lllr"
 
 @dataclass(frozen=True)
 class InspectedLeaf:
-    """One leaf of a checkpoint.
-
-    Attributes:
-        path: Its path, keys joined by `/`.
-        shape: Its global shape.
-        dtype: Its dtype, or the type of a Python number.
-        layout: Its layout when it was saved; empty if it was not on a mesh.
-        mesh: Its mesh when it was saved; empty as well.
-        nbytes: The bytes of the whole array.
-    """
+    """One leaf of a checkpoint; layout and mesh are empty if it was not on a mesh."""
 
     path: str
     shape: tuple[int, ...]
@@ -40,16 +29,8 @@ class InspectedLeaf:
 class Inspection:
     """The contents of a checkpoint; text by `str` or `print`, HTML in notebooks.
 
-    Attributes:
-        step: The step.
-        saved_at: When it was saved, in UTC.
-        num_processes: How many processes wrote it.
-        leaves: The leaves of the state.
-        metadata: The user's metadata.
-        metrics: The metrics at this step.
-        has_data: Whether it holds the state of an input iterator.
-        nbytes: The bytes of the state.
-        file_bytes: The bytes of the files.
+    `saved_at` is in UTC; `has_data` says whether it holds the state of an input
+    iterator; `nbytes` are the bytes of the state, and `file_bytes` those on the disk.
     """
 
     step: int
@@ -65,25 +46,23 @@ class Inspection:
     @classmethod
     def of(cls, facts: Mapping[str, Any], file_bytes: int) -> "Inspection":
         """Returns the inspection of a step, from the facts of its save."""
-        leaves: list[InspectedLeaf] = []
-        for leaf, spec in zip(
-            facts["items"]["state"], specs_of(facts["items"]["state"]), strict=True
-        ):
-            itemsize = 0 if is_number(spec.dtype) else _jax.itemsize(spec.dtype)
-            where = leaf.get("layout", ""), leaf.get("mesh", "")
-            nbytes = math.prod(spec.shape) * itemsize
-            leaves.append(
-                InspectedLeaf(spec.path, spec.shape, leaf["dtype"], *where, nbytes)
-            )
+        leaves = facts["items"]["state"]
+        specs = specs_of(leaves)
         return cls(
             facts["step"],
             datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
             facts["processes"],
-            tuple(leaves),
+            tuple(
+                InspectedLeaf(
+                    *(spec.path, spec.shape, leaf["dtype"]),
+                    *(leaf.get("layout", ""), leaf.get("mesh", ""), spec.nbytes),
+                )
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ),
             facts["metadata"],
             facts["metrics"],
             facts["data"] is not None,
-            sum(leaf.nbytes for leaf in leaves),
+            sum(spec.nbytes for spec in specs),
             file_bytes,
         )
 
@@ -107,15 +86,11 @@ class Inspection:
             f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
         )
 
-    def _rows(self) -> list[list[str]]:
+    def _rows(self) -> list[tuple[str, ...]]:
+        text, size = _render.array_text, _render.bytes_text
         return [
-            [
-                leaf.path or "(the array)",
-                _render.array_text(leaf.dtype, leaf.shape),
-                leaf.layout,
-                _render.bytes_text(leaf.nbytes),
-            ]
-            for leaf in self.leaves
+            (x.path or "(the array)", text(x.dtype, x.shape), x.layout, size(x.nbytes))
+            for x in self.leaves
         ]
 
     def _notes(self) -> list[str]:

@@ -7,7 +7,6 @@ slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need n
 special handling.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -84,8 +83,8 @@ def load(source: Source, request: Request) -> Restored:
     values = [
         _kept(t) if t.saved is None else _placed(t, next(arrays)) for t in targets
     ]
-    sizes = [math.prod(x.host_shape) * x.host_dtype.itemsize for x, _ in wanted]
-    return Restored(rebuild(values), diff, len(wanted), sum(sizes))
+    num_bytes = sum(spec.nbytes for spec, _ in wanted)
+    return Restored(rebuild(values), diff, len(wanted), num_bytes)
 
 
 def to_numpy(source: Source) -> PyTree:

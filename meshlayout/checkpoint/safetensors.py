@@ -12,14 +12,13 @@ import glob
 import itertools
 import json
 import logging
-import math
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import numpy as np
@@ -40,15 +39,23 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 _SUFFIX, _INDEX = ".safetensors", ".index.json"
 
-# Codes of dtypes in the files, each before its dtype.
-_NAMES = (
-    "BOOL bool U8 uint8 U16 uint16 U32 uint32 U64 uint64 I8 int8 I16 int16 I32 int32 "
-    "I64 int64 F16 float16 BF16 bfloat16 F32 float32 F64 float64 C64 complex64 "
-    "F8_E4M3 float8_e4m3fn F8_E4M3FNUZ float8_e4m3fnuz F8_E5M2 float8_e5m2 "
-    "F8_E5M2FNUZ float8_e5m2fnuz F8_E8M0 float8_e8m0fnu"
-).split()
-_DTYPES = dict(zip(_NAMES[::2], map(jax.numpy.dtype, _NAMES[1::2]), strict=True))
+# Dtypes by their codes in the files.
+_DTYPES = {
+    code: jax.numpy.dtype(name)
+    for code, name in map(
+        str.split,
+        """
+        BOOL bool, U8 uint8, U16 uint16, U32 uint32, U64 uint64, I8 int8, I16 int16,
+        I32 int32, I64 int64, F16 float16, BF16 bfloat16, F32 float32, F64 float64,
+        C64 complex64, F8_E4M3 float8_e4m3fn, F8_E4M3FNUZ float8_e4m3fnuz,
+        F8_E5M2 float8_e5m2, F8_E5M2FNUZ float8_e5m2fnuz, F8_E8M0 float8_e8m0fnu
+        """.split(","),
+    )
+}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+# An array to write, and its name, shape and dtype in the file.
+_Named: TypeAlias = tuple[ArraySpec, jax.Array | HostArray]
 
 # Saves are started in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
@@ -169,11 +176,14 @@ def save_safetensors(
                 file.write()
         channel.exchange(None)
         paths = channel.on_first(lambda: _publish(path, files))
+    except OSError as error:
+        msg = f"the safetensors files cannot be written: {error}."
+        raise CheckpointError(msg) from error
     finally:
         for file in files if jax.process_index() == 0 else ():
             with contextlib.suppress(OSError):  # an error above is the one to raise
                 file.temporary.unlink(missing_ok=True)
-    size = _render.bytes_text(sum(array.nbytes for array in arrays))
+    size = _render.bytes_text(sum(spec.nbytes for spec, _ in arrays))
     took_s = time.perf_counter() - begin_s
     logger.info("saved %d arrays, %s, to %s in %.1f s", len(arrays), size, path, took_s)
     return paths
@@ -265,34 +275,14 @@ def _mapped_file(path: Path) -> dict[str, HostArray]:
 
 
 @dataclass(frozen=True)
-class _Array:
-    """An array to write; `spec` is its name, shape and dtype in the file."""
-
-    spec: ArraySpec
-    value: jax.Array | HostArray
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
-
-    def own_shards(self) -> list[tuple[Any, Any]]:
-        """Returns the shards that this process writes, with their indices."""
-        value = self.value
-        is_shared = isinstance(value, jax.Array) and not value.is_fully_addressable
-        if not is_shared and jax.process_index():
-            return []  # each process has an array of its own: process 0's is written
-        if not isinstance(value, jax.Array):
-            return [((slice(None),) * np.ndim(value), value)]
-        shards = _jax.with_shards(value).addressable_shards
-        return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]
-
-
-@dataclass(frozen=True)
 class _File:
-    """One file: its arrays, which follow the header one after the other."""
+    """One file: its header, and the arrays that follow one after the other.
+
+    Each comes with its name, shape and dtype in the file.
+    """
 
     path: Path
-    arrays: Sequence[_Array]
+    arrays: Sequence[_Named]
     header: bytes
 
     @property
@@ -302,7 +292,8 @@ class _File:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """The bytes after the header."""
+        return sum(spec.nbytes for spec, _ in self.arrays)
 
     def write(self) -> None:
         """Writes the shards of this process."""
@@ -315,14 +306,25 @@ class _File:
             )
             raise CheckpointError(msg) from None
         begin = len(self.header)
-        for array in self.arrays:
-            spec, dims = array.spec, array.spec.dims or range(len(array.spec.shape))
-            part, begin = content[begin : begin + array.nbytes], begin + array.nbytes
+        for spec, value in self.arrays:
+            part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
             whole = part.view(spec.dtype).reshape(spec.shape)
-            for index, shard in array.own_shards():
+            dims = spec.dims or range(len(spec.shape))
+            for index, shard in _own_shards(value):
                 in_file = tuple(index[dim] for dim in dims)
                 whole[in_file] = np.asarray(shard).transpose(dims)
         content.flush()
+
+
+def _own_shards(value: jax.Array | HostArray) -> list[tuple[Any, Any]]:
+    """Returns the shards that this process writes, with their indices."""
+    is_shared = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if not is_shared and jax.process_index():
+        return []  # each process has an array of its own: that of process 0 is written
+    if not isinstance(value, jax.Array):
+        return [((slice(None),) * np.ndim(value), value)]
+    shards = _jax.with_shards(value).addressable_shards
+    return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]
 
 
 def _named_arrays(
@@ -330,7 +332,7 @@ def _named_arrays(
     rename: Mapping[str, str] | None,
     transpose: Mapping[str, Sequence[int]] | None,
     separator: str,
-) -> list[_Array]:
+) -> list[_Named]:
     """Returns all arrays of a state by their names in the files, in their order."""
     leaves = _paths.flatten(state).leaves
     paths = [leaf.path for leaf in leaves]
@@ -338,7 +340,7 @@ def _named_arrays(
         msg = f"state must hold arrays by name, got {_checks.shown(state)}."
         raise CheckpointError(msg)
     dims = permutations(transpose, paths)
-    arrays: list[_Array] = []
+    arrays: list[_Named] = []
     names = renamed(paths, rename, "/", separator)
     for (path, value, _), name in zip(leaves, names, strict=True):
         dtype = getattr(value, "dtype", None)
@@ -353,13 +355,13 @@ def _named_arrays(
             raise CheckpointError(msg)
         spec = ArraySpec(path, (), tuple(value.shape), np.dtype(dtype))
         spec = replace(spec.transposed(dims.get(path)), path=name)
-        arrays.append(_Array(spec, value))
-    return sorted(arrays, key=lambda array: array.spec.path)
+        arrays.append((spec, value))
+    return sorted(arrays, key=lambda array: array[0].path)
 
 
 def _planned(
     path: Path,
-    arrays: Sequence[_Array],
+    arrays: Sequence[_Named],
     most: int,
     metadata: Mapping[str, str] | None,
 ) -> list[_File]:
@@ -368,29 +370,28 @@ def _planned(
         msg = f"metadata= must be strings by name, got {_checks.shown(metadata)}."
         raise CheckpointError(msg)
     texts = {str(key): str(text) for key, text in (metadata or {}).items()}
-    groups: list[list[_Array]] = []
+    groups: list[list[_Named]] = []
     num_bytes = 0
     for array in arrays:
-        num_bytes += array.nbytes
+        num_bytes += array[0].nbytes
         if not groups or num_bytes > most:
             groups.append([])
-            num_bytes = array.nbytes
+            num_bytes = array[0].nbytes
         groups[-1].append(array)
     stem, count = path.name.removesuffix(_SUFFIX), len(groups)
     files: list[_File] = []
     for i, group in enumerate(groups):
         # Large elements first: then each array begins at a multiple of its itemsize,
         # which readers that map files rely on.
-        group.sort(key=lambda array: -array.spec.dtype.itemsize)
+        group.sort(key=lambda array: -array[0].dtype.itemsize)
         entries: dict[str, Any] = {"__metadata__": texts} if texts else {}
         begin = 0
-        for array in group:
-            entries[array.spec.path] = {
-                "dtype": _CODES[array.spec.dtype],
-                "shape": array.spec.shape,
-                "data_offsets": [begin, begin + array.nbytes],
+        for spec, _ in group:
+            entries[spec.path] = {
+                "dtype": _CODES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": [begin, begin := begin + spec.nbytes],
             }
-            begin += array.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         name = f"{stem}-{i + 1:05}-of-{count:05}{_SUFFIX}" if count > 1 else path.name
@@ -402,15 +403,6 @@ def _planned(
 # Process 0 creates the files, and gives them their names.
 
 
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        msg = f"the safetensors files cannot be written: {error}."
-        raise CheckpointError(msg) from error
-
-
 def _existing(path: Path) -> list[Path]:
     """Returns the files of an earlier save under this name, the index first."""
     stem = glob.escape(path.name.removesuffix(_SUFFIX))
@@ -419,7 +411,6 @@ def _existing(path: Path) -> list[Path]:
     return [file for file in (index, path, *shards) if file.exists()]
 
 
-@_writing()
 def _allocate(path: Path, files: Sequence[_File], *, overwrite: bool) -> None:
     """Creates the files with their headers and room on the disk for all arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,7 +429,6 @@ def _allocate(path: Path, files: Sequence[_File], *, overwrite: bool) -> None:
             stream.truncate(len(file.header) + file.nbytes)
 
 
-@_writing()
 def _publish(path: Path, files: Sequence[_File]) -> list[Path]:
     """Renames the files; a kill in between never leaves a mixture that can be loaded.
 
@@ -455,7 +445,7 @@ def _publish(path: Path, files: Sequence[_File]) -> list[Path]:
     for file in files:
         file.temporary.replace(file.path)
     if len(files) > 1:
-        names = {x.spec.path: file.path.name for file in files for x in file.arrays}
+        names = {x.path: file.path.name for file in files for x, _ in file.arrays}
         content = {
             "metadata": {"total_size": sum(file.nbytes for file in files)},
             "weight_map": dict(sorted(names.items())),
