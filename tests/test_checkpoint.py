@@ -426,14 +426,13 @@ def test_names_are_changed_by_a_table(ck):
 
 def test_no_name_becomes_part_of_another(ck):
     ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
-    for rename, second in (
-        ({"^c$": "a/b"}, "c: the name 'a/b'"),
-        ({"^a$": "c/b"}, "c: the name 'c'"),
-    ):
+    for rename, second in (({"^c$": "a/b"}, "a/b"), ({"^a$": "c/b"}, "c")):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         assert str(caught.value) == (
-            f"{second} and that of another array contain each other. Change rename= so that no name is the beginning of another."
+            f"the name {second!r} and that of another array contain each other. Change "
+            "rename= so that names are shorter, and no name is the beginning of "
+            "another."
         )
 
 
@@ -748,7 +747,8 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         ),
         pytest.param(
             {"x": np.zeros(3, np.longdouble)},
-            f"x: {np.dtype(np.longdouble)} differs between machines and cannot be saved. Cast it to float64 or complex128.",
+            f"x: files cannot hold {np.dtype(np.longdouble)}. Cast it, for example to int8 "
+            "or float64.",
             marks=pytest.mark.skipif(
                 np.dtype(np.longdouble) == np.float64, reason="there is no longer one"
             ),
@@ -821,6 +821,11 @@ def test_a_wrong_directory_is_refused():
 def test_steps_that_do_not_exist_are_refused(ck):
     message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
+        f"{ck.directory} has no checkpoints: the directory does not exist, at least not "
+        "on this machine."
+    )
+    ck.directory.mkdir()
+    assert message(ck.restore_numpy) == (
         f"{ck.directory} has no checkpoints: nothing was saved there yet."
     )
     ck.save(3, {"x": 1})
@@ -829,7 +834,8 @@ def test_steps_that_do_not_exist_are_refused(ck):
         f"{ck.directory} has no step 4; it has 3."
     )
     assert message(lambda: ck.restore_numpy(step="newest")) == (
-        "step must be a number, 'latest' or 'best', got 'newest'."
+        f"step must be a non-negative integer, got 'newest'. {ck.directory} has the "
+        "steps 3."
     )
     assert message(lambda: ck.restore_numpy(step="best")) == (
         "there is no best step without a metric. Write Checkpointer(directory, "
@@ -855,18 +861,17 @@ def test_what_save_is_given_is_checked(tmp_path):
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         assert message(metrics={"acuracy": 1}) == (
             "best=('accuracy', 'max') needs the metric 'accuracy', and metrics= holds "
-            "'acuracy'. Did you mean 'acuracy'?"
+            "'acuracy'."
         )
         assert message(metrics={"accuracy": "x"}) == (
             "metrics['accuracy'] must be a number, got 'x'."
         )
         assert message(metrics=[0.5]) == (
-            "metrics must be numbers by name, got [0.5]. Write "
-            "metrics={'val_accuracy': 0.9}."
+            "metrics must be numbers by name, such as {'loss': 0.9}, got [0.5]."
         )
         assert message(metadata={"f": {1, 2}}) == (
             "metadata['f'] is {1, 2}, which cannot be written as JSON. Give "
-            "numbers, strings, bytes, and lists and dicts of them."
+            "numbers, strings, and lists and dicts of them, whose keys are strings."
         )
         assert message(data=[1]) == (
             "data= must be an iterator with get_state() and set_state(state), got "
@@ -950,7 +955,7 @@ def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value)
         attempt(lambda: ck.save(1, state, metrics={value: 1.0}))
         attempt(lambda: ck.inspect(value))
         ck.wait()
-    assert len(sentences) > 8
+    assert len(sentences) > 6
     for sentence in sentences:
         assert len(sentence.split()) > 4, sentence
         assert " at 0x" not in sentence, sentence

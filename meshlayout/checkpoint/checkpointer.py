@@ -241,7 +241,7 @@ class Checkpointer:
         unlike = difference({p: other for p, (other, _) in messages.items()})
         if unlike:
             msg = (
-                f"step {step} is not saved, as the processes differ: {unlike}. All of "
+                f"nothing is saved, as the processes differ: {unlike}. All of "
                 "them have to save the same state as the same step."
             )
             raise CheckpointError(msg)
@@ -417,10 +417,13 @@ class Checkpointer:
         if not paths:
             problem = "has no checkpoints: nothing was saved there yet"
             if not self.directory.exists():
-                problem = "does not exist, at least not on this machine"
+                problem = (
+                    "has no checkpoints: the directory does not exist, at least not on "
+                    "this machine"
+                )
         elif damaged:
             number = max((x for x in left if x < min(damaged)), default=None)
-            facts = "; ".join(damaged.values())
+            facts = " ".join(damaged.values()).removesuffix(".")
             problem = f"has no intact step that is older. Damaged: {facts}"
         elif step == "latest":
             number = max(left)
@@ -595,19 +598,21 @@ class Checkpointer:
             saved, damage = self._agreed(open_step)
             if saved is not None:
                 result, damage = self._agreed(functools.partial(_read, saved, read))
-            if isinstance(damage, GoneError) and num_gone < _ATTEMPTS:
-                num_gone += 1
-            elif damage is None:
+            if damage is None:
                 break
-            elif not fallback:
+            is_gone = isinstance(damage, GoneError)
+            num_gone += is_gone
+            if num_gone == _ATTEMPTS:
+                raise CheckpointError(str(damage))
+            if not (fallback or is_gone):
                 raise damage
-            else:
+            if not is_gone:
                 logger.warning("step %d is damaged: %s", number, damage)
                 damaged[number] = str(damage)
         if damaged:
             msg = (
                 f"restored step {number}, the newest that is intact. Damaged: "
-                f"{'; '.join(damaged.values())}"
+                f"{' '.join(damaged.values())}"
             )
             warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
         self._last = number  # the next save is due `every` steps after it

@@ -212,9 +212,14 @@ def _damaged(path: Path, what: str) -> DamagedCheckpointError:
 def clear(directory: Path, step: int) -> None:
     """Makes room for a step, or raises CheckpointError if something else is there."""
     path, new = directory / str(step), directory / f"{step}.new"
-    is_cut_off = is_remote(path) and (path / _FACTS).exists()
-    is_ours = is_whole(path) or is_cut_off or _is_unsealed_step(path)
-    is_foreign = path.exists() and not (is_ours and not (path / _MANIFEST).exists())
+    if is_remote(path):
+        # What a save or deletion that was cut off left has no other files at its top.
+        known = {_COMMIT, _FACTS, "orbax.checkpoint"}
+        files = path.iterdir() if path.exists() else ()
+        is_foreign = any(x.name not in known and not x.is_dir() for x in files)
+    else:
+        is_ours = is_whole(path) or _is_unsealed_step(path)
+        is_foreign = path.exists() and (not is_ours or (path / _MANIFEST).exists())
     if is_foreign or (new.exists() and not is_remote(path)):
         msg = (
             f"{path if is_foreign else new} is in the way, which no Checkpointer of "

@@ -90,21 +90,19 @@ def metric_values(
     metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
 ) -> dict[str, float]:
     """Returns metrics as floats, with that of `best` if there are any."""
-    wanted = {best[0]} if best and metrics else set()
-    if metrics is not None and not (
-        isinstance(metrics, Mapping)
-        and all(isinstance(name, str) for name in metrics)
-        and wanted <= metrics.keys()
-    ):
-        which = "".join(f", with {name!r} for best=" for name in wanted)
-        msg = (
-            f"metrics must be numbers by name{which}, got {_checks.shown(metrics)}. "
-            "Write metrics={'val_accuracy': 0.9}."
-        )
+    names = metrics if isinstance(metrics, Mapping) else {}
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None or (metrics is not None and metrics is not names):
+        given = _checks.shown(metrics if wrong is None else wrong)
+        msg = f"metrics must be numbers by name, such as {{'loss': 0.9}}, got {given}."
+        raise CheckpointError(msg)
+    if names and best is not None and best[0] not in names:
+        listed = ", ".join(map(repr, names))
+        msg = f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {listed}."
         raise CheckpointError(msg)
     return {
         name: _checks.number(
             f"metrics[{name!r}]", value, finite=False, error=CheckpointError
         )
-        for name, value in (metrics or {}).items()
+        for name, value in names.items()
     }

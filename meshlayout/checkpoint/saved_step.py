@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
@@ -42,7 +44,8 @@ class SavedStep:
         """Opens a step, and compares its files with what was saved."""
         path = steps.step_paths(directory).get(number)
         if path is None:
-            raise GoneError(f"{directory} has no step {number} any more.")
+            here = f"on process {jax.process_index()}"
+            raise GoneError(f"{directory} has no step {number} {here}.")
         try:
             seal = steps.check(path, verify=verify)
             facts = steps.read_facts(path)
