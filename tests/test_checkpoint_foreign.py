@@ -1099,10 +1099,9 @@ def test_rules_that_match_nothing_are_named(tmp_path, mesh_2x4):
         checkpoint.load_safetensors(tmp_path, layouts)
 
 
-def test_loading_says_what_it_did(tmp_path, caplog):
+def test_loading_says_what_differs(tmp_path, caplog):
     checkpoint.save_safetensors(tmp_path, {"w": values((4, 4)), "v": values(2)})
     with caplog.at_level("INFO", "meshlayout.checkpoint"):
         checkpoint.load_safetensors(tmp_path, {"w": values((4, 4))}, partial=True)
-    first, second = caplog.messages
-    assert first.startswith(f"loaded 1 arrays, 64 B, from {tmp_path} in ")
-    assert second.startswith(f"{tmp_path} differs: 1 extra\n")
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path} differs: 1 extra\n")

@@ -189,12 +189,12 @@ def test_a_renamed_array_may_not_take_the_place_of_another():
         ),
         (
             {"a": r"\1"},
-            r"rename= replaces 'a' by '\\1', which does not fit the pattern: "
+            r"rename= replaces 'a' by '\\1', which does not fit it: "
             r"invalid group reference 1 at position 1. Groups are written r'\1'.",
         ),
         (
             {"a": None},
-            "rename= replaces 'a' by None, which does not fit the pattern: decoding to "
+            "rename= replaces 'a' by None, which does not fit it: decoding to "
             r"str: need a bytes-like object, NoneType found. Groups are written r'\1'.",
         ),
         (
@@ -343,8 +343,8 @@ def test_what_is_kept_needs_a_value():
     like = {"a": np.zeros(2, "float32"), "c": jax.ShapeDtypeStruct((2,), F32)}
     message = error_of(restored, numbered("a"), like, partial=True)
     assert message == (
-        "c: not restored from the msgpack data, and like= holds only shapes there, "
-        "so that there is no value to keep. Give a created state."
+        "c: not restored from the msgpack data, and like= holds only its shape. Give a "
+        "created state."
     )
 
 

@@ -53,10 +53,12 @@ class ArraySpec:
 
     @property
     def host_shape(self) -> tuple[int, ...]:
+        """Its shape on the host; of PRNG keys, with that of the words in the end."""
         return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
 
     @property
     def host_dtype(self) -> np.dtype[Any]:
+        """Its dtype on the host; of PRNG keys, that of the words."""
         return np.dtype("uint32" if self.is_key else self.dtype)
 
     @property
@@ -104,13 +106,7 @@ def _word_shape(dtype: DType) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An array whose saved shape or dtype differs from that of the state.
-
-    Attributes:
-        path: Its path in the state to restore.
-        saved: The saved array, under its saved name.
-        wanted: The array in the state to restore.
-    """
+    """A path whose saved array has another shape or dtype than the one in the state."""
 
     path: str
     saved: ArraySpec
@@ -147,19 +143,15 @@ class RestoreDiff:
 
     def summary(self) -> str:
         """Returns the counts, as `1 missing, 2 extra`."""
-        counts = {
-            "missing": self.missing,
-            "extra": self.extra,
-            "of another shape": self.shapes,
-            "of another dtype": self.dtypes,
-        }
-        texts = [f"{len(rows)} {what}" for what, rows in counts.items() if rows]
+        rows = self.missing, self.extra, self.shapes, self.dtypes
+        kinds = "missing", "extra", "of another shape", "of another dtype"
+        texts = [f"{len(x)} {kind}" for x, kind in zip(rows, kinds, strict=True) if x]
         return ", ".join(texts) or "nothing differs"
 
     def table(self, most: int | None = None) -> str:
         """Returns the differences side by side, at most so many of them."""
+        sections = self.missing, self.extra, self.shapes, self.dtypes
         rows = self._rows(most)
-        sections = (self.missing, self.extra, self.shapes, self.dtypes)
         left = sum(map(len, sections)) - len(rows)
         notes = [f"... and {left:,} more"] if left else []
         return _render.text_table(_COLUMNS, rows, notes=notes)
@@ -173,18 +165,17 @@ class RestoreDiff:
 
     def _rows(self, most: int | None) -> list[tuple[str, str, str]]:
         # Near names only for rows that are shown, as thousands may be missing.
-        missing = self.missing[:most]
+        near = {path: self.near(path) for path in self.missing[:most]}
         rows = [
-            *(("missing", self._named(path), self._nearest(path)) for path in missing),
+            *(
+                ("missing", self._named(path), f"(near: {self._named(x)})" if x else "")
+                for path, x in near.items()
+            ),
             *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
             *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
             *(("extra", "", self._named(path)) for path in self.extra),
         ]
         return rows[:most]
-
-    def _nearest(self, path: str) -> str:
-        near = self.near(path)
-        return "" if near is None else f"(near: {self._named(near)})"
 
     def _named(self, path: str) -> str:
         return f"{path} {self.arrays.get(path, '')}".strip()

@@ -6,9 +6,7 @@ checksums of arrays: damage is found only where a file is cut off or contradicts
 
 import contextlib
 import json
-import logging
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,19 +18,17 @@ from flax import serialization
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.difference import ArraySpec, key_dtype
 from meshlayout.checkpoint.directory import path_text
-from meshlayout.checkpoint.load import Source, load
+from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
-
-logger = logging.getLogger("meshlayout.checkpoint")
 
 # `msgpack_restore` and `msgpack` raise all of these for bytes of another kind.
 _UNPACK_ERRORS = (
@@ -107,7 +103,7 @@ def load_arrays(
         '[batch]'
     """
     request = Request(like, layouts, rename, transpose, partial, dtype, separator)
-    return load_foreign(Arrays("the mapping", arrays, separator), request)
+    return load(Arrays("the mapping", arrays, separator), request)
 
 
 def load_msgpack(
@@ -115,14 +111,10 @@ def load_msgpack(
 ) -> PyTree:
     """Loads a state that Flax wrote as msgpack, each array in its layout.
 
-    Use this for the output of `flax.serialization.to_bytes`: a file, or the bytes.
-    Msgpack can only be read from beginning to end: the host holds all arrays during the
-    call. A changed bit inside an array goes unnoticed, as the format has no checksums.
-
-    Args:
-        path: The file, or its bytes.
-        like: As for `load_arrays`; `/` separates the keys of saved names.
-        **options: As for `load_arrays`.
+    Use this for the output of `flax.serialization.to_bytes`: a file, or the bytes. All
+    other arguments are those of `load_arrays`; `/` separates keys. The host holds all
+    arrays during the call. A changed bit in an array goes unnoticed: the format has no
+    checksums.
 
     Raises:
         DamagedCheckpointError: If the file is truncated or is not Flax's msgpack.
@@ -146,7 +138,7 @@ def load_msgpack(
     except _UNPACK_ERRORS as error:
         msg = f"{name} is truncated or is not a state in Flax's msgpack: {error}"
         raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
-    return load_foreign(source, request)
+    return load(source, request)
 
 
 def load_orbax(
@@ -158,16 +150,12 @@ def load_orbax(
 ) -> PyTree:
     """Loads a state that plain Orbax wrote, each array in its layout.
 
-    Use this for checkpoints of `StandardCheckpointer`, `PyTreeCheckpointer`, a
-    `CheckpointManager` or Orbax's version 1. Every device reads only the slices that it
-    holds. Orbax writes no checksums: a changed bit in an array is not always found.
-
-    Args:
-        directory: The directory of one checkpoint or step.
-        like: As for `load_arrays`; `/` separates the keys of saved names. A leading
-            `params/`, and the `/value` that NNX once wrote, need no renaming.
-        item: The name of the tree in it, if it holds several.
-        **options: As for `load_arrays`.
+    Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
+    a `CheckpointManager` or Orbax's version 1. `item` names a tree in it, if it holds
+    several. All other arguments are those of `load_arrays`; `/` separates keys. A
+    leading `params/`, and the `/value` that NNX once wrote, need no renaming. Every
+    device reads only the slices that it holds. A changed bit in an array is not always
+    found: Orbax writes no checksums.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
@@ -175,21 +163,7 @@ def load_orbax(
         CheckpointError: If Orbax wrote nothing there; or as `load_arrays`.
     """
     request = Request(like, **options)
-    return load_foreign(_OrbaxTree(_find_tree(directory, item)), request)
-
-
-def load_foreign(source: Source, request: Request) -> PyTree:
-    """Restores from files of another library, and logs what it did."""
-    begin_s = time.perf_counter()
-    restored = load(source, request)
-    logger.info(
-        "loaded %d arrays, %s, from %s in %.1f s",
-        *(restored.num_arrays, _render.bytes_text(restored.num_bytes), source.name),
-        time.perf_counter() - begin_s,
-    )
-    if restored.diff:
-        logger.info("%s differs: %s", source.name, restored.diff)
-    return restored.state
+    return load(_OrbaxTree(_find_tree(directory, item)), request)
 
 
 class Arrays:
@@ -335,7 +309,7 @@ def _find_tree(directory: Any, item: str | None) -> Any:
     # A dependency of Orbax, which also reads paths in cloud storage.
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
     path = epath.Path(path_text("directory", directory)).expanduser()
-    path = path if "://" in str(path) else epath.Path(os.path.abspath(path))
+    path = path if "://" in str(path) else epath.Path(Path(path).absolute())
     names = [child.name for child in path.iterdir()] if path.is_dir() else []
     trees = [path] * (_TREE in names) + [
         path / name for name in sorted(names) if (path / name / _TREE).exists()
@@ -347,7 +321,8 @@ def _find_tree(directory: Any, item: str | None) -> Any:
     steps = sorted((name for name in names if name.isdecimal()), key=int)
     hint = f" It holds the steps {', '.join(steps[-5:])}." if steps else ""
     msg = (
-        f"{path}: of the trees that Orbax finished writing here ({here}), one is needed."
-        f"{hint} Give the directory of one step, and item= if it holds several trees."
+        f"{path}: of the trees that Orbax finished writing here ({here}), one is "
+        f"needed.{hint} Give the directory of one step, and item= if it holds several "
+        "trees."
     )
     raise CheckpointError(msg)

@@ -73,10 +73,8 @@ class Inspection:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        caption, notes = self._title(), self._notes()
-        return _render.html_table(
-            _HEADERS, self._rows(), align=_ALIGN, caption=caption, notes=notes
-        )
+        texts = {"caption": self._title(), "notes": self._notes()}
+        return _render.html_table(_HEADERS, self._rows(), align=_ALIGN, **texts)
 
     def _title(self) -> str:
         meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}

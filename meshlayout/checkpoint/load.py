@@ -7,8 +7,8 @@ slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need n
 special handling.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from meshlayout import _jax
 from meshlayout._annotations import PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.difference import ArraySpec, RestoreDiff, is_number
+from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.checkpoint.match import Request, match, permutations, renamed
 from meshlayout.checkpoint.tree import Rebuild, Target, nested, targets_of
 from meshlayout.errors import CheckpointError, LayoutError
@@ -26,12 +26,14 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 
 
+logger = logging.getLogger("meshlayout.checkpoint")
+
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Source(Protocol):
-    """Saved arrays: where they are, for messages, and which; `is_foreign` as in `match`."""
+    """Saved arrays: their place, for messages, and what they are; see also `match`."""
 
     name: str
     leaves: Sequence[ArraySpec]
@@ -40,29 +42,15 @@ class Source(Protocol):
     def read(
         self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
     ) -> Iterable[Any]:
-        """Reads arrays as they were saved, PRNG keys as their words.
+        """Returns arrays as they were saved, PRNG keys as their words.
 
-        Args:
-            wanted: Arrays, and the sharding of each as saved; None for NumPy.
-
-        Returns:
-            For each a `jax.Array` with that sharding, or anything whose slices NumPy
-            can convert, of which only the needed ones are then taken.
+        For each a `jax.Array` with the given sharding (None for NumPy), or anything
+        whose slices NumPy can convert, of which only the needed ones are then taken.
         """
         ...
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The result of a restore: the state, what differed, and what was read."""
-
-    state: PyTree
-    diff: RestoreDiff
-    num_arrays: int
-    num_bytes: int
-
-
-def load(source: Source, request: Request) -> Restored:
+def load(source: Source, request: Request) -> PyTree:
     """Restores a state from saved arrays; raises CheckpointError if they do not fit."""
     names = [leaf.path for leaf in source.leaves]
     names = renamed(names, request.rename, request.separator, "/")
@@ -83,8 +71,9 @@ def load(source: Source, request: Request) -> Restored:
     values = [
         _kept(t) if t.saved is None else _placed(t, next(arrays)) for t in targets
     ]
-    num_bytes = sum(spec.nbytes for spec, _ in wanted)
-    return Restored(rebuild(values), diff, len(wanted), num_bytes)
+    if diff:
+        logger.info("%s differs: %s", source.name, diff)
+    return rebuild(values)
 
 
 def to_numpy(source: Source) -> PyTree:
@@ -138,18 +127,13 @@ def _check(target: Target, source: str) -> None:
     """Raises if a leaf will have no value, or none that fits its layout and dtype."""
     value, saved, sharding = target.value, target.saved, target.words_sharding
     problem = ""
-    if saved is None and isinstance(value, jax.ShapeDtypeStruct):
-        problem = (
-            f"{target.spec.path}: not restored from {source}, and like= holds only "
-            "shapes there, so that there is no value to keep. Give a created state."
-        )
-    elif saved is None and isinstance(value, jax.Array) and value.is_deleted():
-        problem = (
-            f"{target.spec.path}: not restored from {source}, and the array in like= "
-            "is deleted: it was donated to a step or a relayout. Give the state that "
-            "the step returned."
-        )
-    elif saved is not None and not target.on_host:
+    if saved is None:
+        kept = f"{target.spec.path}: not restored from {source}, and"
+        if isinstance(value, jax.ShapeDtypeStruct):
+            problem = f"{kept} like= holds only its shape. Give a created state."
+        elif isinstance(value, jax.Array) and value.is_deleted():
+            problem = f"{kept} deleted in like=. Give the state that the step returned."
+    elif not target.on_host:
         narrow = _jax.canonical_dtype(target.dtype)
         if narrow != target.dtype:
             problem = (

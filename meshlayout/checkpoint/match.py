@@ -123,7 +123,7 @@ def match(
 
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
-    """Returns paths without what differs between versions of Flax, if still distinct."""
+    """Returns paths without what differs between versions of Flax, if that is clear."""
     for strip in (
         lambda path: path.removeprefix("params/"),
         lambda path: path.removesuffix("/value"),
@@ -136,26 +136,20 @@ def _without_flax(paths: Sequence[str]) -> Sequence[str]:
 def _advice(diff: RestoreDiff) -> str:
     """Returns sentences that name the options for these differences."""
     keys = [change for change in diff.dtypes if change.wanted.is_key]
-    advice = ["partial=[pattern] leaves the arrays that it matches as they are."]
+    texts = ["partial=[pattern] leaves the arrays that it matches as they are."]
     if diff.missing or diff.extra:
-        advice.append(
-            f"{_RENAME}; partial=True keeps the values of missing arrays and ignores "
-            "extra ones."
-        )
+        more = "partial=True keeps the values of missing arrays and ignores extra ones."
+        texts.append(f"{_RENAME}; {more}")
     if len(keys) < len(diff.dtypes):
-        advice.append(
-            "dtype= asks for another dtype of the same kind; floating point never "
-            "becomes integer."
-        )
+        texts.append("dtype= asks for another dtype of the same kind; floating point")
+        texts.append("never becomes integer.")
     if any(sorted(x.saved.shape) == sorted(x.wanted.shape) for x in diff.shapes):
-        advice.append("transpose={pattern: (1, 0)} permutes dims where files are read.")
+        texts.append("transpose={pattern: (1, 0)} permutes dims where files are read.")
     if keys and keys[0].saved.is_key:
         impl = _jax.key_impl(keys[0].saved.dtype)
-        advice.append(
-            "A PRNG key is restored only for the generator that it was saved for: "
-            f"create the state with jax.random.key(seed, impl={impl!r})."
-        )
-    return " ".join(advice)
+        texts.append("A PRNG key is restored only for the generator that it was saved")
+        texts.append(f"for: create the state with jax.random.key(seed, impl={impl!r}).")
+    return " ".join(texts)
 
 
 # Patterns.
@@ -230,7 +224,14 @@ def renamed(
         name = path
         for regex, replacement in zip(regexes, table.values(), strict=True):
             if regex.search(path):
-                name = _substituted(path, regex, replacement)
+                try:
+                    name = regex.sub(replacement, path)
+                except (re.error, IndexError, TypeError) as error:
+                    msg = (
+                        f"rename= replaces {regex.pattern!r} by {replacement!r}, which "
+                        f"does not fit it: {error}. Groups are written r'\\1'."
+                    )
+                    raise CheckpointError(msg) from None
                 break
         name = name.replace(old, new)
         if path_by_name.setdefault(name, path) != path:
@@ -240,17 +241,6 @@ def renamed(
             )
             raise CheckpointError(msg)
     return list(path_by_name)
-
-
-def _substituted(path: str, regex: re.Pattern[str], replacement: str) -> str:
-    try:
-        return regex.sub(replacement, path)
-    except (re.error, IndexError, TypeError) as error:
-        msg = (
-            f"rename= replaces {regex.pattern!r} by {replacement!r}, which does not "
-            f"fit the pattern: {error}. Groups are written r'\\1'."
-        )
-        raise CheckpointError(msg) from None
 
 
 def _table(option: str, table: Any, example: str) -> Mapping[str, Any]:
@@ -278,17 +268,17 @@ def _requested(
         near = did_you_mean(dtype, ["bfloat16", "float16", "float32", "float64"])
         msg = f"dtype= must be a dtype of numbers, got {_checks.shown(dtype)}.{near}"
         raise CheckpointError(msg)
-    kind = _kind_of(value)
     specs = [target.spec for target in targets if not is_number(target.spec.dtype)]
-    requested = {spec.path: value for spec in specs if _kind_of(spec.dtype) == kind}
-    if specs and not requested:
+    kinds = {spec.path: _kind_of(spec.dtype) for spec in specs}
+    kind = _kind_of(value)
+    if kinds and kind not in kinds.values():
         msg = (
             f"dtype={str(value)!r} is for {kind} arrays, and the state has only "
-            f"{' and '.join(sorted({_kind_of(spec.dtype) for spec in specs}))} arrays: "
-            "none is cast to another kind."
+            f"{' and '.join(sorted({*kinds.values()}))} arrays: none is cast to "
+            "another kind."
         )
         raise CheckpointError(msg)
-    return requested
+    return {path: value for path in kinds if kinds[path] == kind}
 
 
 def _kind_of(dtype: DTypeLike) -> str:

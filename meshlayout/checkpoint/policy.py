@@ -98,7 +98,9 @@ def metric_values(
         raise CheckpointError(msg)
     if names and best is not None and best[0] not in names:
         listed = ", ".join(map(repr, names))
-        msg = f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {listed}."
+        msg = (
+            f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {listed}."
+        )
         raise CheckpointError(msg)
     return {
         name: _checks.number(

@@ -28,8 +28,8 @@ from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.directory import path_text
-from meshlayout.checkpoint.foreign import Arrays, LoadOptions, load_foreign
-from meshlayout.checkpoint.load import HostArray
+from meshlayout.checkpoint.foreign import Arrays, LoadOptions
+from meshlayout.checkpoint.load import HostArray, load
 from meshlayout.checkpoint.match import Request, permutations, renamed
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
@@ -41,18 +41,14 @@ _SUFFIX, _INDEX = ".safetensors", ".index.json"
 
 # Dtypes by their codes in the files.
 _DTYPES = {
-    code: jax.numpy.dtype(name)
-    for code, name in map(
-        str.split,
-        """
-        BOOL bool, U8 uint8, U16 uint16, U32 uint32, U64 uint64, I8 int8, I16 int16,
-        I32 int32, I64 int64, F16 float16, BF16 bfloat16, F32 float32, F64 float64,
-        C64 complex64, F8_E4M3 float8_e4m3fn, F8_E4M3FNUZ float8_e4m3fnuz,
-        F8_E5M2 float8_e5m2, F8_E5M2FNUZ float8_e5m2fnuz, F8_E8M0 float8_e8m0fnu
-        """.split(","),
-    )
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+    "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+_CODES = {jax.numpy.dtype(name): code for code, name in _DTYPES.items()}
 
 # An array to write, and its name, shape and dtype in the file.
 _Named: TypeAlias = tuple[ArraySpec, jax.Array | HostArray]
@@ -70,14 +66,9 @@ def load_safetensors(
 ) -> PyTree:
     """Loads a state from safetensors files, each array in its layout.
 
-    Use this for published weights. Every device reads only the slices that it holds.
-
-    Args:
-        path: A `.safetensors` file, an index of shards (`.safetensors.index.json`), or
-            a directory that contains one of them. Every process reads it.
-        like: As for `load_arrays`.
-        separator: As for `load_arrays`.
-        **options: As for `load_arrays`.
+    Use this for published weights: a `.safetensors` file, an index of several
+    (`.safetensors.index.json`), or a directory with one of them. All other arguments
+    are those of `load_arrays`. Every device reads only the slices that it holds.
 
     Raises:
         DamagedCheckpointError: If a file is truncated or contradicts its header.
@@ -86,13 +77,12 @@ def load_safetensors(
     Example:
         >>> import tempfile
         >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {"w": (None, "model")})
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     _ = save_safetensors(directory, {"dense": {"kernel": np.ones((2, 8))}})
-        ...     loaded = load_safetensors(directory, layouts, dtype="float32")
-        >>> loaded["dense"]["kernel"].addressable_shards[0].data.shape
-        (2, 2)
+        ...     _ = save_safetensors(directory, {"w": np.ones((2, 8), "float32")})
+        ...     loaded = load_safetensors(directory, layouts)
+        >>> loaded["w"].addressable_shards[0].data.shape
+        (2, 1)
     """
     request = Request(like, separator=separator, **options)
     path = _local(path)
@@ -100,7 +90,7 @@ def load_safetensors(
         arrays = _mapped(_resolved(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    return load_foreign(Arrays(str(path), arrays, separator), request)
+    return load(Arrays(str(path), arrays, separator), request)
 
 
 def save_safetensors(
@@ -117,34 +107,30 @@ def save_safetensors(
     """Writes the arrays of a state to safetensors files.
 
     Use this to publish weights, or to hand them to another library. All processes call
-    this, with a path on a disk that they share, and each writes its own shards: no
-    array is ever whole on a device or in memory. The files appear under their names
-    once all of them are complete, the index last.
+    this, with a path that they share, and each writes its own shards: no array is ever
+    whole on a device or in memory. All files are complete before one takes its name.
 
     Args:
         path: A file name that ends in `.safetensors`, or a directory for a
             `model.safetensors`.
         state: Any tree of arrays.
         max_shard_bytes: The most bytes of arrays in one file, unless one array is
-            larger. A larger state is written as `model-00001-of-00002.safetensors`
-            and so on, with an index `model.safetensors.index.json`.
+            larger. A larger state is written as several files with an index.
         rename: `{pattern: replacement}`, as for `load_arrays`, applied to the paths in
             the state.
         transpose: `{pattern: permutation}`, by path in the state: the saved array is
             `np.transpose(array, permutation)`.
         separator: The separator between the keys in the names.
         metadata: Strings to write into the header, by name.
-        overwrite: Whether existing files of that name may be replaced. A single file
-            is replaced atomically; if the process is killed while it replaces several,
-            none of them can be loaded.
+        overwrite: Whether existing files of that name may be replaced. If the process
+            is killed while it replaces several, none of them can be loaded.
 
     Returns:
         The paths of the files, the index last.
 
     Raises:
-        CheckpointError: If a leaf is not an array or is a PRNG key, a name is
-            ambiguous, or the files cannot be written. Existing files are then
-            unchanged.
+        CheckpointError: If a leaf cannot be written, a name is ambiguous, or the files
+            cannot be written. Existing files are then unchanged.
 
     Example:
         >>> import tempfile
@@ -226,12 +212,11 @@ def _mapped(path: Path) -> dict[str, HostArray]:
     if not path.name.endswith(_INDEX):
         return _mapped_file(path)
     try:
-        file_by_name = json.loads(path.read_bytes())["weight_map"]
-        # Only files next to the index.
-        is_map = all(Path(file).name == file for file in file_by_name.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_map = False
-    if not is_map:
+        file_by_name = dict(json.loads(path.read_bytes())["weight_map"])
+        strays = [file for file in file_by_name.values() if Path(file).name != file]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        strays = [""]
+    if strays:
         msg = (
             f"{path} is not an index of safetensors files: it has no 'weight_map' from "
             "the names of arrays to the names of files next to it."
@@ -260,7 +245,7 @@ def _mapped_file(path: Path) -> dict[str, HostArray]:
         arrays: dict[str, HostArray] = {}
         for name, entry in header.items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
-            array = content[begin:end].view(_DTYPES[entry["dtype"]])
+            array = content[begin:end].view(jax.numpy.dtype(_DTYPES[entry["dtype"]]))
             arrays[name] = array.reshape(entry["shape"])
     except KeyError as error:
         msg = f"{path} holds arrays of the dtype {error}, which JAX lacks."

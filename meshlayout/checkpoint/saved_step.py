@@ -1,7 +1,6 @@
 """`SavedStep`: a step that is intact on all processes, from which states are read."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,6 @@ from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.orbax import OrbaxTree
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
-
-
-logger = logging.getLogger("meshlayout.checkpoint")
 
 
 class GoneError(DamagedCheckpointError):
@@ -77,10 +73,7 @@ class SavedStep:
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
-        restored = load(self.source(tree), request)
-        if restored.diff:
-            logger.info("step %d differs: %s", self.number, restored.diff)
-        return restored.state
+        return load(self.source(tree), request)
 
     def check_unchanged(self) -> None:
         """Raises GoneError if another run has deleted or replaced it meanwhile."""
