@@ -638,6 +638,7 @@ class Checkpointer:
 
 
 def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
-    result = read(saved)
-    saved.check_unchanged()
-    return result
+    try:
+        return read(saved)
+    finally:
+        saved.check_unchanged()  # then whatever went wrong has this cause
