@@ -44,15 +44,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def command(directory, plan):
-    """Starts a plan in another process, with the faults preloaded where one can compile.
-
-    Returns None where a plan needs the faults, and there is no compiler.
-    """
+    """Starts a plan in another process, with the faults preloaded if it needs them."""
     library, environment = Path(directory) / "faults.so", dict(os.environ)
     if any(part["kind"] == "calls" for part in plan):
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            return None
+        compiler = shutil.which("cc") or "gcc"
         source = ROOT / "tests" / "file_faults.c"
         flags = ["-shared", "-fPIC", "-O1", "-o", str(library)]
         subprocess.run([compiler, *flags, str(source), "-ldl"], check=True)
@@ -68,7 +63,7 @@ def command(directory, plan):
 
 
 def finish(job, timeout_s=500):
-    """Returns the reports of a plan, and of all of its parts together."""
+    """Returns a plan's reports."""
     try:
         out, said = job.communicate(timeout=timeout_s)
     finally:
@@ -240,9 +235,11 @@ def every_call(directory, part, report):
             num_calls = faults.fault_disarm()
             told.write_text(json.dumps([num_calls, problem]))
             if error and num_calls >= number:  # the disk is well again
-                is_there = base_of(checkpointer, step) == 1 if step in (
-                    checkpointer.all_steps()
-                ) else False
+                is_there = (
+                    base_of(checkpointer, step) == 1
+                    if step in (checkpointer.all_steps())
+                    else False
+                )
                 if not problem and not is_there:
                     report["silent"] += 1
                 save(checkpointer, step, 2)

@@ -267,7 +267,8 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     told = run_processes(2, faults, str(tmp_path), devices_per_process=4)
     end = "Earlier steps are unchanged; the next save starts anew."
     for index, one in enumerate(told):
-        assert 0.4 < one["share"] < 0.6
+        # Half of the files are hashed here, and half of the array is read.
+        assert 0.9 < one["share"] < 1.1
         assert one["background"] == (
             f"CheckpointError: step 2 could not be saved in {tmp_path}: the cable is "
             f"out. {end}"
@@ -294,9 +295,9 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         assert one["position"] == 10 + index
         where = f"{tmp_path}-disagreements"
         begin = "CheckpointError: nothing is saved, as the processes differ: "
-        end = ". All of them have to save the same state as the same step."
+        ending = ". All of them have to save the same state as the same step."
         assert one["steps"] == (
-            f"{begin}the step is 2 on process 1, and 1 on process 0{end}"
+            f"{begin}the step is 2 on process 1, and 1 on process 0{ending}"
         )
         assert one["directories"] == (
             "CheckpointError: process 1 does not see what process 0 wrote to /x: the "
@@ -324,7 +325,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         Checkpointer(tmp_path) as ck,
         pytest.raises(ml.errors.CheckpointError) as caught,
     ):
-        ck.restore(partial="^(?!kernel)", data=Position(), step=1)
+        ck.restore(data=Position(), step=1)
     assert str(caught.value) == (
         "the 2 processes that saved the input iterator were at different positions, "
         "and now there are 1 processes. Restore on as many as before, or without data=."

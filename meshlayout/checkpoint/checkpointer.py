@@ -37,7 +37,7 @@ from meshlayout.checkpoint.positions import (
     position_of,
 )
 from meshlayout.cluster.preemption import Preempted, Preemption
-from meshlayout.checkpoint.save import Save, failures_told
+from meshlayout.checkpoint.save import Save, failures
 from meshlayout.checkpoint.saved_step import GoneError, SavedStep
 from meshlayout.checkpoint.tree import replica_sums, saved_leaves
 from meshlayout.cluster import activity
@@ -215,10 +215,11 @@ class Checkpointer:
         facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
         facts["processes"] = jax.process_count()
         facts["data"] = None
-        with failures_told(self._main, step, self.directory), orbax.undisturbed():
+        with self._main.failure_told(), orbax.undisturbed():
             if jax.process_index() == 0:
-                steps.recover(self.directory)  # what a save that failed left
-                steps.clear(self.directory, step)
+                with failures(step, self.directory):
+                    steps.recover(self.directory)  # what a save that failed left
+                    steps.clear(self.directory, step)
             trees = {"state": state, **(_beside or {})}
             saved = {name: saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
@@ -316,14 +317,14 @@ class Checkpointer:
         if self._is_shared:
             return
         token = None
-        with failures_told(self._main, step, self.directory):
+        with self._main.failure_told(), failures(step, self.directory):
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._unlock = self._unlock or steps.lock(self.directory, self)
                 steps.recover(self.directory)
                 token = steps.write_token(self.directory)
         name = self._main.from_first(token and token.name)
-        with failures_told(self._main, step, self.directory):
+        with self._main.failure_told(), failures(step, self.directory):
             if name is not None:
                 steps.await_token(self.directory / name)
         self._main.exchange(None)
@@ -637,6 +638,7 @@ class Checkpointer:
 
 
 def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
-    result = read(saved)
-    saved.check_unchanged()
-    return result
+    try:
+        return read(saved)
+    finally:
+        saved.check_unchanged()  # then whatever went wrong has this cause

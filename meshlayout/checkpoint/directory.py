@@ -88,7 +88,9 @@ def _refresh(path: Path) -> None:
         # `test_checkpoint_store` notices if this is left out. etils has no public way
         # to reach its client.
         backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
-        backend.fsspec_backend.fs(_REMOTE).invalidate_cache()
+        client = backend.fsspec_backend.fs(_REMOTE)
+        client.invalidate_cache()
+        client.dircache.use_listings_cache = False
 
 
 # Which steps there are.
@@ -158,8 +160,9 @@ def check(path: Path, *, verify: bool) -> bytes:
     try:
         content = read_seal(path)
         files = {} if is_remote(path) else json.loads(content)
-        share = [(path / name, *files[name]) for name in _share(files)]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        names = _share({name: size for name, (size, _) in files.items()})
+        share = [(path / name, *files[name]) for name in names]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(_seal_of(path), f"is not as it was saved: {error}") from error
     for file, size, digest in share:
         try:
@@ -232,8 +235,8 @@ def clear(directory: Path, step: int) -> None:
 
 def digests(path: Path) -> dict[str, list[Any]]:
     """Returns sizes and hashes of this process's share of a step's files."""
-    names = _share(str(file.relative_to(path)) for file in _files_below(path))
-    return {name: _digest(path / name) for name in names}
+    files = {str(x.relative_to(path)): x.stat().st_size for x in _files_below(path)}
+    return {name: _digest(path / name) for name in _share(files)}
 
 
 def seal(path: Path, files: Mapping[str, list[Any]]) -> None:
@@ -295,8 +298,15 @@ def _files_below(path: Path) -> Iterator[Path]:
             yield child
 
 
-def _share(names: Iterator[str] | Mapping[str, Any]) -> list[str]:
-    return sorted(names)[jax.process_index() :: jax.process_count()]
+def _share(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the files of this process, of about as many bytes as any other's."""
+    loads = [0] * jax.process_count()
+    shares: list[list[str]] = [[] for _ in loads]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        process = loads.index(min(loads))
+        loads[process] += sizes[name] + 1
+        shares[process].append(name)
+    return shares[jax.process_index()]
 
 
 def _digest(path: Path) -> list[Any]:

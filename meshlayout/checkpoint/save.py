@@ -110,7 +110,7 @@ class Save:
         is_remote = steps.is_remote(self._directory)
         name = str(self._step) if is_remote else f"{self._step}.new"
         path = self._directory / name
-        with failures_told(self._channel, self._step, self._directory):
+        with self._channel.failure_told(), failures(self._step, self._directory):
             with orbax.undisturbed():
                 response = orbax.start_writing(path, self._trees, self._facts)
             self._trees = {}
@@ -120,7 +120,7 @@ class Save:
             digests = {} if is_remote else steps.digests(path)
         parts = self._channel.exchange(digests).values()
         # The others wait for what process 0 does, so that all list the same steps.
-        with failures_told(self._channel, self._step, self._directory):
+        with self._channel.failure_told(), failures(self._step, self._directory):
             if jax.process_index() == 0 and not is_remote:
                 steps.seal(path, {k: v for part in parts for k, v in part.items()})
                 steps.take_name(self._directory, self._step)
@@ -163,10 +163,9 @@ def failed(step: int, directory: Path, error: BaseException) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def failures_told(channel: Channel, step: int, directory: Path) -> Iterator[None]:
-    """Raises what fails inside as the error of a save, on all processes."""
-    with channel.failure_told():
-        try:
-            yield
-        except Exception as error:
-            raise failed(step, directory, error) from error.__cause__
+def failures(step: int, directory: Path) -> Iterator[None]:
+    """Raises what fails inside as the error of a save."""
+    try:
+        yield
+    except Exception as error:
+        raise failed(step, directory, error) from error.__cause__
