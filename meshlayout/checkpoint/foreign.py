@@ -244,9 +244,9 @@ class _OrbaxTree:
         items: list[Any] = []
         options: list[Any] = []
         for spec in self._specs:
-            is_wanted = spec is not None and spec.path in shardings
-            sharding = shardings[spec.path] if is_wanted else None
-            items.append(0 if is_wanted else api.PLACEHOLDER)
+            path = "" if spec is None else spec.path
+            sharding = shardings.get(path)
+            items.append(0 if path in shardings else api.PLACEHOLDER)
             options.append(
                 api.RestoreArgs(restore_type=np.ndarray)
                 if sharding is None
@@ -259,7 +259,7 @@ class _OrbaxTree:
         with self._unreadable():
             tree = self._handler.restore(self._path, args=arguments)
         values = zip(self._specs, treedef.flatten_up_to(tree), strict=True)
-        arrays = {spec.path: _words(value) for spec, value in values if spec}
+        arrays = {spec.path: _words(x) for spec, x in values if spec is not None}
         return [arrays[spec.path] for spec, _ in wanted]
 
     @contextlib.contextmanager

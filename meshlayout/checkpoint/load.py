@@ -36,7 +36,7 @@ class Source(Protocol):
     """Saved arrays: their place, for messages, and what they are; see also `match`."""
 
     name: str
-    leaves: Sequence[ArraySpec]
+    leaves: list[ArraySpec]
     is_foreign: bool
 
     def read(

@@ -156,7 +156,7 @@ def _advice(diff: RestoreDiff) -> str:
 
 
 def _compiled(
-    option: str, patterns: Iterable[str], paths: Collection[str]
+    option: str, patterns: Iterable[Any], paths: Collection[str]
 ) -> list[re.Pattern[str]]:
     """Returns an option's patterns, each of which must match a path."""
     regexes = [_checks.pattern(option, p, error=CheckpointError) for p in patterns]

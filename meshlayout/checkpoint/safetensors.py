@@ -51,7 +51,7 @@ _DTYPES = {
 _CODES = {jax.numpy.dtype(name): code for code, name in _DTYPES.items()}
 
 # An array to write, and its name, shape and dtype in the file.
-_Named: TypeAlias = tuple[ArraySpec, jax.Array | HostArray]
+_Named: TypeAlias = tuple[ArraySpec, Any]
 
 # Saves are started in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
@@ -211,6 +211,7 @@ def _mapped(path: Path) -> dict[str, HostArray]:
     """Returns the arrays of a file or index, mapped into memory, by name."""
     if not path.name.endswith(_INDEX):
         return _mapped_file(path)
+    file_by_name: dict[str, str] = {}
     try:
         file_by_name = dict(json.loads(path.read_bytes())["weight_map"])
         strays = [file for file in file_by_name.values() if Path(file).name != file]
@@ -239,7 +240,7 @@ def _mapped_file(path: Path) -> dict[str, HostArray]:
         # The library checks that arrays cover the file without gaps or overlaps.
         with library.safe_open(path, framework="np"):
             content = np.memmap(path, np.uint8, "r")
-        (size,) = struct.unpack("<Q", content[:8])
+        (size,) = struct.unpack("<Q", content[:8].tobytes())
         header = json.loads(content[8 : 8 + size].tobytes())
         header.pop("__metadata__", None)
         arrays: dict[str, HostArray] = {}
@@ -301,7 +302,7 @@ class _File:
         content.flush()
 
 
-def _own_shards(value: jax.Array | HostArray) -> list[tuple[Any, Any]]:
+def _own_shards(value: Any) -> list[tuple[Any, Any]]:
     """Returns the shards that this process writes, with their indices."""
     is_shared = isinstance(value, jax.Array) and not value.is_fully_addressable
     if not is_shared and jax.process_index():
