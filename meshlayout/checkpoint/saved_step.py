@@ -12,7 +12,7 @@ import jax
 from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.orbax import OrbaxTree
+from meshlayout.checkpoint.orbax import OrbaxTree, undisturbed
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -77,7 +77,8 @@ class SavedStep:
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
-        restored = load(self.source(tree), request)
+        with undisturbed():
+            restored = load(self.source(tree), request)
         if restored.diff:
             logger.info("step %d differs: %s", self.number, restored.diff)
         return restored.state
