@@ -16,8 +16,8 @@ a start takes a fraction of a second.
 """
 
 import collections
-import contextlib
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -138,6 +138,10 @@ def live(directory, say, mode, life):
             say("acked", json.dumps([step, base]))
 
 
+def tell(pipe, *words):
+    os.write(pipe, (" ".join(words) + "\n").encode())
+
+
 def random_kills(directory, part, report):
     rng, acked = random.Random(part.get("seed", 0)), None
     for life in range(part["kills"] + 1):
@@ -145,21 +149,19 @@ def random_kills(directory, part, report):
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            with contextlib.suppress(BrokenPipeError):
-                say = lambda *words: os.write(  # noqa: E731
-                    write, (" ".join(words) + "\n").encode()
-                )
-                try:
-                    live(directory, say, part["mode"], life)
-                except BaseException as error:
-                    say("problem", repr(error)[:300].replace("\n", " "))
-            os._exit(1)
+            say = functools.partial(tell, write)
+            try:
+                live(directory, say, part["mode"], life)
+            except BaseException as error:
+                say("problem", repr(error)[:300].replace("\n", " "))
+            finally:
+                os._exit(1)
         os.close(write)
         acked = watch(read, life, part, rng, acked, report)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(read)
-        names = os.listdir(directory) if os.path.isdir(directory) else []
+        names = [path.name for path in directory.glob("*")]
         report["kills"] += life < part["kills"]
         report["in a save"] += any(".new" in name for name in names)
         report["in a deletion"] += any(".deleting" in name for name in names)
@@ -296,7 +298,7 @@ def look_at(copy, keep, step, report):
         report["next run bad"] += not is_right or None in [
             base_of(checkpointer, number) for number in steps
         ]
-    names = {*os.listdir(copy)} - {".lock", *map(str, steps)}
+    names = {path.name for path in copy.iterdir()} - {".lock", *map(str, steps)}
     report["leftovers"] += bool(names)
 
 

@@ -253,7 +253,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
         fit(mesh, kind, ck, every=1, until=5)
         ck.wait()
         steps = ck.all_steps()
-    (tmp_path / str(steps[-1]) / "manifest.json").write_text("{")
+    (tmp_path / str(steps[-1]) / "files.json").write_text("{")
     with (
         ml.Checkpointer(tmp_path) as ck,
         pytest.warns(UserWarning, match=f"restored step {steps[-2]}, the newest"),

@@ -627,7 +627,7 @@ class Checkpointer:
         """Returns what `work` returns, or the damage that any process has found."""
         result, damage = None, None
         name = f"restoring from {self.directory}"
-        with self._main.failure_told(), activity.during(name), orbax.undisturbed():
+        with self._main.failure_told(), activity.during(name):
             try:
                 result = work()
             except DamagedCheckpointError as error:

@@ -94,7 +94,7 @@ class OrbaxTree:
         if abstract:
             ocp, items = quiet(), {self._item: nested(abstract.items())}
             try:
-                with _context(ocp):
+                with undisturbed(), _context(ocp):
                     tree = ocp.load_checkpointables(str(self._path), items)[self._item]
             except Exception as error:
                 msg = f"{self._path} cannot be read: {reason(error)}."

@@ -11,7 +11,7 @@ import jax
 from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.orbax import OrbaxTree
+from meshlayout.checkpoint.orbax import OrbaxTree, undisturbed
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -73,7 +73,8 @@ class SavedStep:
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
-        return load(self.source(tree), request)
+        with undisturbed():
+            return load(self.source(tree), request)
 
     def check_unchanged(self) -> None:
         """Raises GoneError if another run has deleted or replaced it meanwhile."""
