@@ -195,7 +195,7 @@ def clear(directory: Path, step: int) -> None:
     else:
         is_old = (path / _MANIFEST).exists()
         is_ours = (is_whole(path) or _is_unsealed(path)) and not is_old
-    if path.exists() and not is_ours or not is_remote(path) and new.exists():
+    if (path.exists() and not is_ours) or (not is_remote(path) and new.exists()):
         msg = (
             f"{new if is_ours else path} is in the way, which no Checkpointer of this "
             "version wrote. Save to another directory, or remove it."

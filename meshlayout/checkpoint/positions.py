@@ -58,7 +58,7 @@ def as_json(value: Any, where: str) -> Any:
 
 def position_of(data: object) -> Any:
     """Returns the position of this process's iterator, as JSON."""
-    state = _checked(data).get_state()
+    state = check_continues(data).get_state()
     if isinstance(state, bytes):
         state = {_BYTES: base64.b64encode(state).decode()}
     return as_json(state, "data.get_state()")
@@ -87,7 +87,7 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
     state = positions[jax.process_index() % len(positions)]
     if isinstance(state, dict) and state.keys() == {_BYTES}:
         state = base64.b64decode(state[_BYTES])
-    set_state: Any = _checked(data).set_state
+    set_state: Any = check_continues(data).set_state
     try:
         set_state(state)
     except DataError:
@@ -97,7 +97,8 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
         logger.info("the data cannot seek: batches up to its position are dropped")
 
 
-def _checked(data: object) -> Continues:
+def check_continues(data: object) -> Continues:
+    """Returns an iterator that has positions, or raises CheckpointError."""
     if not isinstance(data, Continues):
         msg = (
             "data= must be an iterator with get_state() and set_state(state), got "
