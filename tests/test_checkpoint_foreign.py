@@ -687,6 +687,92 @@ def test_other_memory_is_kept_to(tmp_path, mesh_2x4):
     equal(got, state)
 
 
+# Mappings.
+
+
+def test_an_npz_file_is_a_mapping_of_arrays(tmp_path, mesh_2x4):
+    saved = {"net.w": values((8, 4)), "net.n": np.int32(3)}
+    np.savez(tmp_path / "x.npz", **saved)
+    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model")})
+    got = checkpoint.load_arrays(np.load(tmp_path / "x.npz"), layouts)
+    equal(got, {"net": {"w": saved["net.w"], "n": saved["net.n"]}})
+    assert str(ml.fetch_layout(got["net"]["w"])) == "[batch, model]"
+
+
+def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mesh_2x4):
+    layout = mesh_2x4.layout("model", None)
+    path = tmp_path / "w"
+    np.memmap(path, "float32", "w+", shape=(4, 2))[:] = values((4, 2))
+    saved = {
+        "layers": [{"w": ml.relayout(values((8, 4)), layout)}, {"w": values((2, 2))}],
+        "mapped": np.memmap(path, "float32", "r", shape=(4, 2)),
+        "big": values(4).astype(">f4"),
+        "int4": jnp.arange(4, dtype="int4"),
+        "float8": jnp.ones(4, "float8_e5m2"),
+        "key": np.asarray(jax.random.key_data(jax.random.key(3))),
+        "step": 5,
+        "none": None,
+        "name": "text",
+    }
+    like = {
+        "layers": [{"w": jnp.zeros((8, 4))}, {"w": np.zeros((2, 2), "float32")}],
+        "mapped": jnp.zeros((4, 2)),
+        "big": jnp.zeros(4),
+        "int4": jnp.zeros(4, "int4"),
+        "float8": jnp.zeros(4, "float8_e5m2"),
+        "key": jax.random.key(0),
+        "step": 0,
+    }
+    got = checkpoint.load_arrays(saved, like)
+    assert got.pop("step") == 5
+    key = jax.random.key_data(got.pop("key"))
+    np.testing.assert_array_equal(key, saved["key"])
+    expected = {name: saved[name] for name in got} | {"big": values(4)}
+    equal(got, expected)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    load = checkpoint.load_arrays
+    like = {"w": np.zeros(2, "float32")}
+    assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
+        "the mapping: a.w is {1, 2}, which is neither an array of numbers nor a number."
+    )
+    assert error_of(load, {"w": np.array(["x"])}, like).startswith("the mapping: w is ")
+    assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
+        "the mapping: two arrays have the path 'a.w'."
+    )
+    for empty in ({}, None, [values(2)]):
+        assert error_of(load, empty, like).startswith(
+            "the mapping holds no arrays by name: it is "
+        )
+
+
+def test_a_state_dict_of_torch_is_loaded(mesh_2x4):
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(4, 8)
+    saved = dict(layer.state_dict()) | {
+        "half": torch.arange(4).to(torch.bfloat16),
+        "grad": layer.bias,
+        "count": torch.tensor(3),
+    }
+    layouts = ml.LayoutMap(mesh_2x4, {"weight": (None, "model")})
+    like = {
+        "weight": jax.ShapeDtypeStruct((4, 8), "float32"),
+        "bias": jnp.zeros(8),
+        "half": jnp.zeros(4, "bfloat16"),
+        "grad": np.zeros(8, "float32"),
+        "count": np.int64(0),
+    }
+    options = {"transpose": {"weight": (1, 0)}, "layouts": layouts}
+    got = checkpoint.load_arrays(
+        saved, like | {"count": jnp.int32(0)}, dtype="int32", **options
+    )
+    np.testing.assert_array_equal(got["weight"], layer.weight.detach().numpy().T)
+    np.testing.assert_array_equal(got["grad"], layer.bias.detach().numpy())
+    assert got["half"].tolist() == [0, 1, 2, 3]
+    assert (int(got["count"]), got["count"].dtype) == (3, jnp.int32)
+
+
 # Flax msgpack.
 
 

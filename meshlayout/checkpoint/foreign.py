@@ -184,7 +184,7 @@ class Arrays:
             if not isinstance(value, (str, bytes)):
                 self._arrays[path] = _sliceable(f"{name}: {path}", value)
         self.leaves = [
-            ArraySpec(path, (), np.shape(value), getattr(value, "dtype", type(value)))
+            ArraySpec(path, (), np.shape(value), _native(value))
             for path, value in self._arrays.items()
         ]
 
@@ -195,9 +195,15 @@ class Arrays:
         return (self._arrays[spec.path] for spec, _ in wanted)
 
 
+def _native(value: Any) -> Any:
+    """Returns the type of a number, or a dtype in the byte order of this machine."""
+    dtype = getattr(value, "dtype", type(value))
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+
+
 def _sliceable(where: str, value: Any) -> Any:
     """Returns a number or anything that can be sliced; tensors of PyTorch as NumPy."""
-    if type(value).__module__ == "torch":
+    if hasattr(value, "detach"):
         value = value.detach().cpu()
         is_narrow = "bfloat16" in str(value.dtype)  # which NumPy itself lacks
         value = np.asarray(jax.dlpack.from_dlpack(value) if is_narrow else value)
