@@ -279,20 +279,12 @@ class Checkpointer:
         """Locks the directory at the first save, and finds out whether it is shared."""
         if self._is_shared:
             return
-        token = None
         with self._main.failure_told(), failures(step, self.directory):
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._unlock = self._unlock or steps.lock(self.directory, self)
-                steps.recover(self.directory)
-                token = steps.write_token(self.directory)
-        name = self._main.from_first(token and token.name)
-        with self._main.failure_told(), failures(step, self.directory):
-            if name is not None:
-                steps.await_token(self.directory / name)
         self._main.exchange(None)
-        if token is not None:
-            token.unlink()
+        steps.check_shared(self.directory, self._main)
         self._is_shared = True
 
     def _delete_old(self, step: int) -> None:
