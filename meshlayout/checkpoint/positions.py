@@ -52,7 +52,7 @@ def as_json(value: Any, where: str) -> Any:
 
 def position_of(data: object) -> Any:
     """Returns the position of this process's iterator, as JSON."""
-    state = checked(data).get_state()
+    state = check_continues(data).get_state()
     if isinstance(state, bytes):
         state = {_BYTES: base64.b64encode(state).decode()}
     return as_json(state, "data.get_state()")
@@ -70,7 +70,7 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
     One that cannot go there directly but takes `skip=True` reads up to it; the log says
     so.
     """
-    set_state: Any = checked(data).set_state
+    set_state: Any = check_continues(data).set_state
     if len(positions) not in (1, jax.process_count()):
         msg = (
             f"the {len(positions)} processes that saved the input iterator were at "
@@ -89,7 +89,7 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
         logger.info("the data cannot seek: batches up to its position are dropped")
 
 
-def checked(data: object) -> Continues:
+def check_continues(data: object) -> Continues:
     """Returns an iterator that has a position, or raises CheckpointError."""
     if not isinstance(data, Continues):
         what = _checks.shown(data)
