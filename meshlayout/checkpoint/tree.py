@@ -53,6 +53,9 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[Keys, Any]]:
         raise CheckpointError(f"the state cannot be saved: {error}") from None
     if not flat:
         _checks.has_arrays("state", state, where="save", error=CheckpointError)
+    if len(flat) > 1 and not all(leaf.path for leaf in flat):
+        msg = "the state cannot be saved: a leaf has no name. Give it a key."
+        raise CheckpointError(msg)
     leaves: list[dict[str, Any]] = []
     arrays: dict[Keys, Any] = {}
     for path, value, _ in flat:
