@@ -1,11 +1,11 @@
 """Batches of seeded sources, as digests that never change.
 
-`data_golden.json` holds what an earlier implementation of the whole input pipeline
+`batches_golden.json` holds what an earlier implementation of the whole input pipeline
 yielded (commit bb727a3): batches of arrays, sources, streams and `fit`, by seed, epoch,
 shuffle, remainder, weights and number of processes. A saved run may resume anywhere, so
 another digest means that it would train on other rows. To add a case, add it here, and
 write down its digests from a version known to be right:
-`python -m tests.data_golden tests/data_golden.json`.
+`python -m tests.batches_golden tests/batches_golden.json`.
 """
 
 import hashlib
@@ -314,7 +314,7 @@ if __name__ == "__main__":
     golden = {}
     for processes in (1, 2, 4):
         found = run_processes(
-            processes, "tests.data_golden:digests", devices_per_process=4 // processes
+            processes, "tests.batches_golden:digests", devices_per_process=4 // processes
         )
         assert all(other == found[0] for other in found)
         golden[str(processes)] = found[0]
