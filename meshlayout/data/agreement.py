@@ -162,11 +162,13 @@ class Turns:
                     "continues. All processes must take the same number of steps."
                 )
                 raise DataError(msg)
-            if value[1] != where:
+        (first, (_, where)), *others = values.items()
+        for process, (_, other) in others:
+            if other != where:
                 msg = (
                     f"the processes read different batches at once: {where} on process "
-                    f"{jax.process_index()}, {value[1]} on process {process}. Start "
-                    f"their iterations at the same position. {WAY_OUT}"
+                    f"{first}, {other} on process {process}. Start their iterations at "
+                    f"the same position. {WAY_OUT}"
                 )
                 raise DataError(msg)
         if self._turn:  # which all have read, as they have come to this one

@@ -322,17 +322,15 @@ class _Batches:
         if set(answers.values()) == {missing} and (not missing or not is_own):
             return batch
         if not is_own:
-            (first, one), (other, two) = [
-                next((p, x) for p, x in answers.items() if (x == missing) == is_alike)
-                for is_alike in (True, False)
-            ]
-            texts = [
-                "no more rows" if x is None else rows_text(plan.size - x)
-                for x in (one, two)
-            ]
+            (first, expected), *others = answers.items()
+            process, rows = next(other for other in others if other[1] != expected)
+            here, there = (
+                "no more rows" if missing is None else rows_text(plan.size - missing)
+                for missing in (expected, rows)
+            )
             msg = (
-                f"the sources of process {first} and process {other} have different "
-                f"numbers of rows: {texts[0]} and {texts[1]} in {where}. {WAY_OUT}"
+                f"the sources of process {first} and process {process} have different "
+                f"numbers of rows: {here} and {there} in {where}. {WAY_OUT}"
             )
             raise DataError(msg)
         if ended and remainder == "drop":

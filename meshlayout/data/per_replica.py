@@ -50,13 +50,19 @@ class InputContext:
     num_replicas_in_sync: int
 
     def __post_init__(self) -> None:
-        where = "InputContext"
-        _checks.count("num_input_pipelines", self.num_input_pipelines, where=where)
-        _checks.count("num_replicas_in_sync", self.num_replicas_in_sync, where=where)
-        pipelines = range(self.num_input_pipelines)
-        _checks.choice(
-            "input_pipeline_id", self.input_pipeline_id, pipelines, where=where
-        )
+        for name, at_least in (
+            ("num_input_pipelines", 1),
+            ("input_pipeline_id", 0),
+            ("num_replicas_in_sync", 1),
+        ):
+            context = _checks.Context(where="InputContext", error=DataError)
+            _checks.count(name, getattr(self, name), at_least=at_least, **context)
+        if self.input_pipeline_id >= self.num_input_pipelines:
+            msg = (
+                "InputContext: input_pipeline_id must be below num_input_pipelines="
+                f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
+            )
+            raise DataError(msg)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns how many rows of a global batch each replica gets; they must divide."""

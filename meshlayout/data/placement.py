@@ -5,6 +5,7 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import AnySharding, Batch, PyTree
 from meshlayout._render.tables import array_text
 from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
-from meshlayout.errors import DataError, LayoutError
+from meshlayout.errors import DataError, LayoutError, StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -310,15 +311,17 @@ def find_weights(
             )
             raise DataError(msg)
         return spec, index
-    has_place = isinstance(numbered, (Mapping, tuple, list))
-    has_place = has_place and _batches.takes_weights(numbered, key)
+    weighted: PyTree = None
+    if isinstance(numbered, (Mapping, tuple, list)):
+        with contextlib.suppress(StepError):  # a mapping whose keys are fixed
+            if _batches.takes_weights(numbered, key):
+                weighted = _batches.with_weights(numbered, key, -1)
     # The default key was not chosen by the user, and weights may never be needed.
-    if not has_place and key != "weight":
+    if weighted is None and key != "weight":
         msg = f"the source's examples have no place for weights={key!r}. "
         raise DataError(msg + padding_hint(rows))
-    if not has_place or not add:
+    if weighted is None or not add:
         return spec, None
-    weighted = _batches.with_weights(numbered, key, -1)
     entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)
     index = [number for _, number in entries].index(-1)
     dtype = np.dtype(np.float32)
