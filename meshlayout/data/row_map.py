@@ -37,11 +37,11 @@ class RowMap:
         """Returns the mapped examples of some rows."""
         mapped = []
         for example, row in zip(examples, rows.tolist(), strict=True):
-            rng = ()
-            if self.is_random:
-                rng = (np.random.default_rng([self.seed, epoch, row]),)
+            seeds = [[self.seed, epoch, row]] if self.is_random else []
             with _checks.noted(f"This was raised by map= at row {row} of the split."):
-                mapped.append(self.function(example, *rng))
+                mapped.append(
+                    self.function(example, *map(np.random.default_rng, seeds))
+                )
         return mapped
 
 
@@ -62,20 +62,15 @@ def row_map(function: Any, seed: int) -> RowMap | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions
         return RowMap(function, is_random=False, seed=seed)
-    positional = [
-        parameter
-        for parameter in parameters
-        if parameter.kind
-        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
+    empty = inspect.Parameter.empty
+    required = [
+        p for p in positional if p.default is empty and p.kind < p.VAR_POSITIONAL
     ]
-    count = sum(parameter.default is parameter.empty for parameter in positional)
-    takes_any = any(
-        parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters
-    )
-    if count not in (1, 2) and not (count == 0 and (positional or takes_any)):
+    if len(required) not in (1, 2) and not (positional and not required):
         msg = (
             "map must be a function of an example, or of an example and a NumPy random "
-            f"generator, got one that needs {count} arguments."
+            f"generator, got one that needs {len(required)} arguments."
         )
         raise DataError(msg)
-    return RowMap(function, is_random=count == 2, seed=seed)
+    return RowMap(function, is_random=len(required) == 2, seed=seed)

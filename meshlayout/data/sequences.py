@@ -135,9 +135,7 @@ def _check_documents(documents: Any) -> None:
     if is_one:
         kind = _checks.type_text(documents)
         msg = f"documents is {kind}, one document. Give a list of them, as [document]."
-    elif (
-        isinstance(documents, (type, Mapping)) or not (is_some or callable(documents))
-    ):
+    elif isinstance(documents, (type, Mapping)) or not (is_some or callable(documents)):
         msg = (
             f"documents is {_checks.shown(documents)}. Give a list of texts, a Grain "
             "dataset, or a function that returns a generator of them."

@@ -23,15 +23,10 @@ from meshlayout.errors import DataError
 
 
 class Workers:
-    """Calls a function in worker processes, which start when it is first called.
+    """Calls a function in `count` processes, which start when it is first called.
 
-    Args:
-        function: Takes a tree of arrays with as many rows, and an epoch; returns a list
-            of examples, one per row.
-        count: The number of processes.
-
-    Raises:
-        DataError: If the function cannot be sent to a process.
+    The function takes a tree of arrays with as many rows, and an epoch; it returns a
+    list of examples, one per row.
     """
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
@@ -48,22 +43,23 @@ class Workers:
             )
             raise DataError(msg) from error
         self._count, self._lock = count, threading.Lock()
-        self._pipes: list[Any] = []
-        self._processes: list[Any] = []
+        self._workers: list[tuple[Any, Any]] = []  # processes and their pipes
 
     def __call__(self, rows: PyTree, epoch: int) -> list[PyTree]:
-        """Returns the examples of some rows, in order.
+        """Returns the examples of some rows, in order; raises what the function does.
 
         Raises:
             DataError: If a worker process ended.
-            Exception: Whatever the function raised.
         """
         with self._lock:  # iterations in several threads share the workers
             try:
-                self._start()
-                for number, pipe in enumerate(self._pipes):
-                    pipe.send((jax.tree.map(self._share(number), rows), epoch))
-                results = [pipe.recv() for pipe in self._pipes]
+                pipes = self._started()
+                for number, pipe in enumerate(pipes):
+                    share = jax.tree.map(
+                        lambda x, n=number: np.array_split(x, self._count)[n], rows
+                    )
+                    pipe.send((share, epoch))
+                results = [pipe.recv() for pipe in pipes]
             except (EOFError, ConnectionError) as error:
                 self.close()
                 msg = (
@@ -83,27 +79,23 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes; they start again at the next call."""
-        for process in self._processes:
+        workers, self._workers = self._workers, []
+        for process, _ in workers:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
 
-    def _share(self, number: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda leaf: np.array_split(leaf, self._count)[number]
-
-    def _start(self) -> None:
-        # JAX runs threads, and a forked child may inherit a lock that one of them holds.
+    def _started(self) -> list[Any]:
+        # JAX runs threads, and a forked child may inherit a lock that one of them
+        # holds. A daemon is ended with the program, whatever it is doing.
         context = multiprocessing.get_context("spawn")
-        while len(self._processes) < self._count:
+        while len(self._workers) < self._count:
             pipe, far_end = context.Pipe()
-            # A daemon is killed when the program ends, whatever it is doing.
-            process = context.Process(
-                target=_work, args=(far_end, self._function), daemon=True
-            )
+            arguments = (far_end, self._function)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             far_end.close()
-            self._processes.append(process)
-            self._pipes.append(pipe)
+            self._workers.append((process, pipe))
+        return [pipe for _, pipe in self._workers]
 
 
 def _work(pipe: Any, packed: bytes) -> None:
@@ -113,23 +105,23 @@ def _work(pipe: Any, packed: bytes) -> None:
     # A user's function that calls JAX must not take the accelerators from it.
     jax.config.update("jax_platforms", "cpu")
     function = pickle.loads(packed)
-    with suppress(EOFError, ConnectionError):  # the training process has ended
+    with suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(_result(function, *pipe.recv()))
+            rows, epoch = pipe.recv()
+            try:
+                result = function(rows, epoch)
+            except BaseException as error:  # the training process raises all of them
+                result = _sendable(error)
+            pipe.send(result)
 
 
-def _result(function: Callable[..., list[PyTree]], rows: PyTree, epoch: int) -> Any:
-    """Returns the examples; or the error that was raised, if it can be sent."""
-    try:
-        return function(rows, epoch)
-    except BaseException as error:  # the training process raises all of them
-        note = f"In a worker process:\n{''.join(traceback.format_exception(error))}"
-        error.add_note(note.rstrip())
-        # Neither is an error whose pickle does not load sent, nor one that is no
-        # Exception: SystemExit would end the training process.
-        with suppress(Exception):
-            if isinstance(pickle.loads(pickle.dumps(error)), Exception):
-                return error
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.add_note(note.rstrip())
-        return plain
+def _sendable(error: BaseException) -> Exception:
+    """Returns an error whose pickle loads, and that ends no training process."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    error.add_note(f"In a worker process:\n{text}")
+    with suppress(Exception):
+        if isinstance(copy := pickle.loads(pickle.dumps(error)), Exception):
+            return copy
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    plain.add_note(f"In a worker process:\n{text}")
+    return plain
