@@ -57,7 +57,7 @@ def from_tfds(
     epochs: int | None = 1,
     prefetch: int = 2,
     strings: str = "error",
-) -> DistributedDataset[Any]:
+) -> DistributedDataset:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as

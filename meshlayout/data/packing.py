@@ -162,9 +162,11 @@ class PackedIterator(grain.DatasetIterator):
         return {**arrays, "weight": out["weight"].astype(np.float32)}
 
     def get_state(self) -> JSON:
+        """Returns the position after the last row."""
         return {"packed": self._recipe, "rows": self._state}
 
     def set_state(self, state: JSON) -> None:
+        """Moves to a position; raises DataError if it is not one of these rows."""
         before = state.get("packed") if isinstance(state, dict) else None
         if before != self._recipe:
             msg = (
@@ -185,6 +187,7 @@ class PackedIterator(grain.DatasetIterator):
         self._state = self._rows.get_state()
 
     def close(self) -> None:
+        """Releases the documents."""
         if not self._closed:
             self._rows.close()
         super().close()

@@ -1,4 +1,4 @@
-"""`pack_sequences`: documents of any length as rows of one length, on Grain's packing."""
+"""`pack_sequences`: documents as rows of one length, on Grain's packing."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping

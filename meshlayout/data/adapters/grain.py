@@ -75,13 +75,13 @@ def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Sou
 
 def _pass(dataset: Any, steps: list[str], clock: Clock, epoch: int) -> Iterator[PyTree]:
     """Returns an iterator over an IterDataset or a DataLoader; neither has epochs."""
-    if epoch and any("Shuffle" in name for name in steps):
-        if not any("Repeat" in name for name in steps):
-            clock.warn(
-                "Grain's IterDataset shuffles, and repeats one order in every epoch. "
-                "Give the MapDataset, which has another one in each; or repeat() it "
-                "before to_iter_dataset(), and take as many batches as you want."
-            )
+    names = " ".join(steps)
+    if epoch and "Shuffle" in names and "Repeat" not in names:
+        clock.warn(
+            "Grain's IterDataset shuffles, and repeats one order in every epoch. Give "
+            "the MapDataset, which has another one in each; or repeat() it before "
+            "to_iter_dataset(), and take as many batches as you want."
+        )
     # Grain reads one of absl's command-line flags when it starts worker processes, and
     # absl raises unless its flags were parsed, which `absl.app.run` does. This is
     # absl's public way to run without it;
