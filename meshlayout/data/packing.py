@@ -285,10 +285,7 @@ def _as_tokens(
             return np.frombuffer(data, np.uint8).astype(np.int32)
         text = document.decode() if isinstance(document, bytes) else document
     except UnicodeError as error:
-        msg = (
-            f"{name} is not UTF-8: {error}. Replace what cannot be written, with "
-            "text.encode('utf-8', 'replace')."
-        )
+        msg = f"{name} is not UTF-8: {error}. Give text that UTF-8 can write, or tokens."
         raise DataError(msg) from None
     with _checks.noted(f"This was raised by tokenizer= at {name}."):
         tokens = encode(text)
