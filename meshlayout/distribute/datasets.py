@@ -7,7 +7,6 @@ does on all processes, since a mask is part of the program that takes the batch.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,14 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._render import array_text
 from meshlayout.data import DistributedDataset, InputContext
 from meshlayout.data.dataset import make_plan
-from meshlayout.data.elements import ElementReader
 from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.data.plan import DataPlan
-from meshlayout.data.protocols import Source
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, replica_layout
 from meshlayout.errors import DataError, StrategyError
 from meshlayout.mesh import Mesh
 
 
-class ReplicaDataset(DistributedDataset[Any]):
+class ReplicaDataset(DistributedDataset):
     """Batches for a strategy's `run`; made by its `distribute_dataset`.
 
     Iterating yields trees of the source's structure. Each leaf is a `PerReplica`, or a
@@ -77,17 +74,18 @@ def distribute_dataset(source: object, mesh: Mesh, **options: Any) -> ReplicaDat
         )
         raise StrategyError(msg)
 
-    def batch_size_of(opened: Source | ElementReader, rows: int | None) -> int:
-        is_own = options["per_process"]
-        return _global_batch_size(opened, rows, mesh.size, per_process=is_own)
+    def batch_size_of(rows: int | None, is_only: Callable[[], bool]) -> int:
+        is_own = bool(options.get("per_process"))
+        return _global_batch_size(rows, is_only, mesh.size, per_process=is_own)
 
+    batched = options.pop("batched", None)
     plan = make_plan(
         source,
         mesh.layout(REPLICA_AXIS, ...),
-        weights=None,
+        {**options, "weights": None},
+        batched=batched,
         batch_size_of=batch_size_of,
         assemble=_assemble_for(mesh),
-        **options,
     )
     return ReplicaDataset(plan, mesh.size)
 
@@ -97,13 +95,14 @@ def distribute_datasets_from_function(
 ) -> ReplicaDataset:
     """See `Strategy.distribute_datasets_from_function`."""
     _refuse_tracing("distribute_datasets_from_function")
+    batched = options.pop("batched", None)
     plan = make_plan_from_function(
         dataset_fn,
         mesh.layout(REPLICA_AXIS, ...),
+        {**options, "weights": None},
         name="dataset_fn",
-        weights=None,
+        batched=batched,
         assemble=_assemble_for(mesh),
-        **options,
     )
     return ReplicaDataset(plan, mesh.size)
 
@@ -118,8 +117,8 @@ def _refuse_tracing(where: str) -> None:
 
 
 def _global_batch_size(
-    opened: Source | ElementReader,
     rows: int | None,
+    is_only: Callable[[], bool],
     replicas: int,
     *,
     per_process: bool,
@@ -142,7 +141,7 @@ def _global_batch_size(
         )
         raise StrategyError(msg)
     up = -(-rows // replicas) * replicas
-    if rows % replicas and not _is_only_batch(opened, rows):
+    if rows % replicas and not is_only():
         msg = (
             f"the source's first batch has {rows} rows, which do not divide into "
             f"{replicas} replicas. Give global_batch_size=, the rows of a batch on all "
@@ -151,22 +150,6 @@ def _global_batch_size(
         )
         raise StrategyError(msg)
     return up
-
-
-def _is_only_batch(opened: Source | ElementReader, rows: int) -> bool:
-    """Returns whether a first batch is all there is, so that it may be a short one."""
-    assert isinstance(opened, ElementReader)
-    source = opened.source
-    if source.num_rows is not None:
-        return source.num_rows == rows
-    try:
-        stream = source.open(0)
-    except DataError:  # an iterator, which can be read only once
-        return False
-    try:
-        return len(list(itertools.islice(stream, 2))) == 1
-    finally:
-        stream.close()
 
 
 def _assemble_for(mesh: Mesh) -> Callable[[PyTree, jax.Array | None], Batch]:

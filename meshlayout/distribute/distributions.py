@@ -50,7 +50,7 @@ class Distribution:
 
     def distribute_dataset(
         self, source: Any, *, global_batch_size: int, **options: Any
-    ) -> DistributedDataset[Any]:
+    ) -> DistributedDataset:
         """Makes global batches on the mesh; see `meshlayout.distribute_dataset`.
 
         Args:
