@@ -48,7 +48,9 @@ class Elements:
     def __init__(self, source: StreamSource) -> None:
         name = type(source).__name__
         choices = (True, False, None)
-        _checks.choice(f"batched of the {name}", source.batched, choices, error=DataError)
+        _checks.choice(
+            f"batched of the {name}", source.batched, choices, error=DataError
+        )
         if source.num_rows is not None:
             what = f"num_rows of the {name}"
             _checks.count(what, source.num_rows, at_least=0, error=DataError)

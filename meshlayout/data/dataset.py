@@ -158,7 +158,9 @@ def dataset_of(
         close: Called when the dataset is collected.
     """
     layout = batch_layout(layout_or_mesh, clock.warn)
-    return DistributedDataset(DataPlan(open_source, layout, options, clock, close=close))
+    return DistributedDataset(
+        DataPlan(open_source, layout, options, clock, close=close)
+    )
 
 
 def make_plan(

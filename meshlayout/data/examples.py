@@ -143,7 +143,9 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
         # Integers are checked to fit, so that only floats are worth a warning.
         if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
             name = path or "the array"
-            warn(f"{name}: {leaf.dtype} becomes {to}, as in JAX without jax_enable_x64.")
+            warn(
+                f"{name}: {leaf.dtype} becomes {to}, as in JAX without jax_enable_x64."
+            )
         specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
     return ExampleSpec(treedef, tuple(specs))
 

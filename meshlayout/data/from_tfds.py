@@ -140,7 +140,7 @@ def from_tfds(
         try:
             first = records((one_row, ()), 0)
         except Exception as error:
-            msg = f"TFDS cannot decode the first example: {error}"
+            msg = f"TFDS cannot decode the first example: {error}".rstrip(".") + "."
             raise DataError(msg) from error
         # What cannot be placed is refused before the whole split is decoded.
         mapped = first if function is None else function(first, one_row, 0)
@@ -269,7 +269,7 @@ def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
         64 if leaf.dtype == object else leaf.nbytes for leaf in leaves
     )
     if any(leaf.dtype == object for leaf in leaves):
-        size += sum(path.stat().st_size for path in info.splits[split].filepaths)
+        size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
     allowed = int(_MEMORY_SHARE * free_memory())
     if size <= allowed:
         return None

@@ -274,7 +274,11 @@ class _Batches:
                     self._position = batch.after
                     return batch
                 self._position = self._position._replace(
-                    epoch=self._position.epoch + 1, batch=0, row=0, source=None, offset=0
+                    epoch=self._position.epoch + 1,
+                    batch=0,
+                    row=0,
+                    source=None,
+                    offset=0,
                 )
         if self._turns is not None:
             self._turns.leave(ended=True)
@@ -346,7 +350,9 @@ class _Batches:
             )
             raise DataError(msg)
         if batch is None:
-            leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler or ()]
+            leaves = [
+                np.repeat(row, len(plan.own), axis=0) for row in plan.filler or ()
+            ]
             batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
         return dataclasses.replace(batch, is_padded_elsewhere=True)
 

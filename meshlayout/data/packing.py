@@ -109,6 +109,7 @@ class PackedIterator(grain.DatasetIterator):
     def __init__(self, dataset: PackedRows) -> None:
         super().__init__()
         self._dataset, self._recipe = dataset, dataset.recipe
+        self._rows: Any = None
         self._begin()
 
     def _begin(self) -> None:
@@ -188,7 +189,7 @@ class PackedIterator(grain.DatasetIterator):
 
     def close(self) -> None:
         """Releases the documents."""
-        if not self._closed:
+        if self._rows is not None and not self._closed:
             self._rows.close()
         super().close()
 
@@ -285,7 +286,9 @@ def _as_tokens(
             return np.frombuffer(data, np.uint8).astype(np.int32)
         text = document.decode() if isinstance(document, bytes) else document
     except UnicodeError as error:
-        msg = f"{name} is not UTF-8: {error}. Give text that UTF-8 can write, or tokens."
+        msg = (
+            f"{name} is not UTF-8: {error}. Give text that UTF-8 can write, or tokens."
+        )
         raise DataError(msg) from None
     with _checks.noted(f"This was raised by tokenizer= at {name}."):
         tokens = encode(text)

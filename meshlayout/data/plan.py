@@ -179,7 +179,9 @@ class DataPlan:
                 if is_own and self.has_weights and self.is_stream:
                     leaves = first.spec.checked(first.rows)
                     pairs = zip(first.spec.leaves, leaves, strict=True)
-                    self.filler = [leaf.converted(row[:1].copy()) for leaf, row in pairs]
+                    self.filler = [
+                        leaf.converted(row[:1].copy()) for leaf, row in pairs
+                    ]
             self._check_length()
         agreement.check_made()
         self.num_steps = self._count_steps()
@@ -255,7 +257,11 @@ class DataPlan:
         num_rows = self._first.num_rows
         if self.is_stream or num_rows is None:
             # A shorter stream is found when it is read.
-            if position.source is None and (position.row or position.batch) and not skip:
+            if (
+                position.source is None
+                and (position.row or position.batch)
+                and not skip
+            ):
                 msg = (
                     f"this source cannot seek to row {position.row} of epoch "
                     f"{position.epoch + 1}: it has no position of its own. "

@@ -133,8 +133,8 @@ def _check_documents(documents: Any) -> None:
     is_one = isinstance(documents, (str, bytes)) or (is_numbers and documents.ndim < 2)
     is_some = isinstance(documents, Iterable) or hasattr(documents, "__getitem__")
     if is_one:
-        kind = _checks.type_text(documents)
-        msg = f"documents is {kind}, one document. Give a list of them, as [document]."
+        given = _checks.shown(documents)
+        msg = f"documents is {given}, one document. Give a list of them, as [document]."
     elif isinstance(documents, (type, Mapping)) or not (is_some or callable(documents)):
         msg = (
             f"documents is {_checks.shown(documents)}. Give a list of texts, a Grain "
