@@ -97,7 +97,7 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         values(data)
     assert str(error.value) == (
-        "the Grain MapDataset has no element at row 3: one of its steps filters. Give "
+        "the Grain MapDataset has None for some rows: one of its steps filters. Give "
         "its to_iter_dataset(), which leaves them out."
     )
 

@@ -399,8 +399,7 @@ def test_worker_processes_end_with_the_data_set(directory):
     [
         (
             {"num_workers": "two"},
-            "num_workers must be a non-negative integer, got 'two'. It is a number of "
-            "processes; 0 starts none.",
+            "num_workers must be a non-negative integer, got 'two'.",
         ),
         ({"in_memory": "auto"}, "in_memory must be True, False or None, got 'auto'."),
         ({"map": 3}, "map must be a function of an example, got 3."),
@@ -551,8 +550,8 @@ def test_an_unknown_split_is_an_error_with_those_there_are(mesh, directory):
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", "trian", mesh, global_batch_size=8, data_dir=directory)
     assert str(error.value) == (
-        "tiny/1.0.0 has no split 'trian'. Did you mean 'train'? It has 'train', and "
-        "parts of them, as 'train[:10%]'."
+        "tiny/1.0.0 has no split 'trian' (Unknown split 'trian'. Should be one of "
+        "['train']). It has 'train', and parts of them, as 'train[:10%]'."
     )
 
 
@@ -563,8 +562,7 @@ def test_an_empty_part_of_a_split_is_an_error_that_says_what_there_is(
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", split, mesh, global_batch_size=8, data_dir=directory)
     assert str(error.value) == (
-        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part; the "
-        "dataset has 'train' with 200."
+        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part."
     )
 
 
@@ -647,8 +645,7 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
     assert str(error.value) == (
         f"mnist/3.0.1 is not prepared in {tmp_path}/mnist/3.0.1, and TFDS's code that "
         "prepares it needs tensorflow, which is not installed. Where it is, prepare "
-        "the dataset once with `tfds build mnist --file_format=array_record`; reading "
-        "it afterwards needs no TensorFlow."
+        "the dataset once with `tfds build mnist --file_format=array_record`, which reads without it."
     )
 
 

@@ -24,7 +24,7 @@ from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
-from meshlayout.data.examples import describe, leaf_text, named_leaves, stack
+from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.prepared import find_dataset
 from meshlayout.data.report import Clock
 from meshlayout.data.row_map import RowMap, row_map
@@ -62,15 +62,14 @@ def from_tfds(
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
     array_record are read without TensorFlow; others are downloaded and prepared by
-    TFDS, those of the MNIST family without TensorFlow, too. A split that fits into
-    memory is decoded once, in its own dtypes, and every batch is gathered from there in
-    one step. Batches are a function of seed and epoch, the same on any number of
-    processes and workers, and iteration resumes at any of them.
+    TFDS, those of the MNIST family without TensorFlow, too. Batches are a function of
+    seed and epoch, the same on any number of processes and workers, and iteration
+    resumes at any of them. The other arguments are those of `distribute_dataset`.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
         split: The split, such as `train` or `train[:10%]`.
-        layout_or_mesh: The layout of batches, as for `distribute_dataset`.
+        layout_or_mesh: The layout of batches.
         global_batch_size: Rows of a global batch.
         shuffle: A seed, which together with the epoch determines the order of the rows
             and the random numbers of `map`. None keeps the order of the files.
@@ -80,30 +79,25 @@ def from_tfds(
         num_workers: How many processes read, decode and map; 0 leaves it to the
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
-            at most a quarter of the free memory.
+        in_memory: Whether the split is decoded once and kept, so that a batch is
+            gathered in one step. None keeps it if it takes at most a quarter of the
+            free memory; the `report()` of the batches says so.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
-        supervised: Whether examples are TFDS's pairs of input and target; by default
-            they are dicts of all features.
-        remainder: As for `distribute_dataset`.
-        weights: As for `distribute_dataset`; index 2, after the pair, if `supervised`.
-        epochs: As for `distribute_dataset`.
-        prefetch: As for `distribute_dataset`.
-        strings: As for `distribute_dataset`.
-
-    Returns:
-        The batches. Their `report()` says whether the split is in memory, and why.
+        supervised: Whether examples are TFDS's pairs of input and target, which
+            weights are appended to; by default they are dicts of all features.
+        remainder: What to do with the rows that do not fill a batch.
+        weights: Where batches carry one weight per example.
+        epochs: Passes in one iteration.
+        prefetch: How many batches are prepared ahead.
+        strings: `"error"`, or `"host"` to leave strings on the host.
 
     Raises:
         DataError: If an argument is wrong, the dataset can be neither found nor
             downloaded, or its examples cannot be made into batches.
     """
     _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
-    hint = "It is a number of processes; 0 starts none."
-    num_workers = _checks.count(
-        "num_workers", num_workers, at_least=0, error=DataError, hint=hint
-    )
+    num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
     is_supervised = _checks.flag("supervised", supervised, error=DataError)
     if is_supervised and isinstance(weights, str) and weights == "weight":
         weights = 2  # the default key, of a pair: append them
@@ -120,7 +114,6 @@ def from_tfds(
     clock, closing = Clock(), contextlib.ExitStack()
 
     def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
-        """Returns a source of examples, which are made of decoded rows if there are."""
         if num_workers:
             read = workers = Workers(read, num_workers)
             closing.callback(workers.close)
@@ -169,14 +162,10 @@ _Read: TypeAlias = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
 
 @dataclass(frozen=True)
 class _Records:
-    """Reads, decodes and maps rows; can be sent to a worker process.
+    """Reads, decodes and maps rows of TFDS's data source, also in a worker process.
 
-    Attributes:
-        source: TFDS's data source.
-        keys: The features that make up an example, in the form of TFDS's supervised
-            keys; None for a dict of all features.
-        dtypes: The dtypes of numbers by path, which TFDS returns as Python's.
-        map: The user's function of an example, or None.
+    `keys` are the features that make up an example, in the form of TFDS's supervised
+    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's.
     """
 
     source: Any
@@ -211,7 +200,7 @@ def _mapped(
 
 
 def _supervised_keys(info: Any) -> PyTree:
-    """Returns the features that are input and target, as TFDS's builder names them."""
+    """Returns the features that are input and target."""
     if info.supervised_keys is None:
         named, _ = named_leaves(info.features.get_tensor_info())
         msg = (
@@ -230,20 +219,12 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
     treedef: Any = None
     for start in range(0, len(rows), _CHUNK):
         indices = np.arange(start, min(start + _CHUNK, len(rows)))
-        named, treedef = named_leaves(rows.read_rows(indices, 0))
+        leaves, treedef = jax.tree.flatten(rows.read_rows(indices, 0))
         # Allocated once: joining the chunks at the end would take twice the memory.
         arrays = arrays or [
-            np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for _, leaf in named
+            np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf in leaves
         ]
-        for array, (path, leaf) in zip(arrays, named, strict=True):
-            if leaf.shape[1:] != array.shape[1:]:
-                msg = (
-                    f"{leaf_text(path)} is ragged: an example has shape "
-                    f"{leaf.shape[1:]}, and the first one has {array.shape[1:]}. It "
-                    "cannot be kept in one array: use in_memory=False, with a map= "
-                    "that makes the shapes equal."
-                )
-                raise DataError(msg)
+        for array, leaf in zip(arrays, leaves, strict=True):
             array[indices] = leaf
     note(
         f"Decoded {len(rows):,} examples once into "
@@ -254,10 +235,7 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
 
 
 def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
-    """Returns why a decoded split should not be kept in memory; None if it should.
-
-    `first` is the first row, a tree of arrays with one row; `info` the builder's.
-    """
+    """Returns why a decoded split, of such rows, should not be kept in memory."""
     # An unknown dim does not mean that examples differ, but an array cannot be
     # allocated for it without decoding all of them.
     infos = jax.tree.leaves(info.features.get_tensor_info())

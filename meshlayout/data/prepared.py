@@ -22,22 +22,9 @@ from meshlayout.errors import DataError, did_you_mean
 def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     """Returns TFDS's builder of a dataset, which is prepared if necessary.
 
-    Args:
-        name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
-        split: The split that it must have, as `train` or `train[:10%]`.
-        data_dir: Where TFDS keeps prepared datasets; None for its default.
-
-    Raises:
-        DataError: If there is no such dataset or split, it is not available, or it
-            cannot be read without TensorFlow.
+    Arguments are those of `from_tfds`. Raises DataError if there is no such dataset or
+    split, it is not available, or it cannot be read without TensorFlow.
     """
-    for what, value, kinds in (
-        ("split must be a name, as 'train' or 'train[:10%]'", split, str),
-        ("data_dir must be a directory or None", data_dir, (str, Path, type(None))),
-    ):
-        if not isinstance(value, kinds):
-            msg = f"{what}, got {_checks.shown(value)}."
-            raise DataError(msg)
     builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
     if not hasattr(builder, "as_data_source") or isinstance(builder, type):
         given = _checks.shown(name)
@@ -55,10 +42,21 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
             "distribute_dataset what tfds.load returns."
         )
         raise DataError(msg)
-    _check_split(builder, split)
+    splits = builder.info.splits
+    try:
+        num_rows = splits[split].num_examples
+    except Exception as error:
+        msg = (
+            f"{full_name} has no split {_checks.shown(split)} ({_first_line(error)}). "
+            f"It has {', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
+        )
+        raise DataError(msg) from None
+    if not num_rows:
+        msg = f"split {split!r} of {full_name} has no examples. Name a larger part."
+        raise DataError(msg)
     try:
         # A file that is missing or damaged is noticed now, not after hours of training.
-        for path in builder.info.splits[split].filepaths:
+        for path in splits[split].filepaths:
             if not path.exists():
                 missing = f"{path.name} is missing"
                 raise FileNotFoundError(missing)
@@ -91,11 +89,7 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
 
 
 def _prepare(builder: Builder) -> Builder:
-    """Downloads a dataset, and prepares it in the format that needs no TensorFlow.
-
-    Returns:
-        A new builder, which reads what was prepared.
-    """
+    """Downloads and prepares a dataset; returns a new builder, which reads that."""
     tfds = importlib.import_module("tensorflow_datasets")
     where = f"{builder.info.full_name} is not prepared in {builder.data_path}, and"
     reason, cause = unreachable(builder), None
@@ -113,8 +107,7 @@ def _prepare(builder: Builder) -> Builder:
                 f"{where} TFDS's code that prepares it needs "
                 f"{error.name or 'another package'}, which is not installed. Where it "
                 f"is, prepare the dataset once with `tfds build {builder.name} "
-                "--file_format=array_record`; reading it afterwards needs no "
-                "TensorFlow."
+                "--file_format=array_record`; reading it needs no TensorFlow."
             )
             raise DataError(msg) from error
         except Exception as error:
@@ -130,10 +123,8 @@ def _prepare(builder: Builder) -> Builder:
 def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
     """Returns why no server of a dataset's files answers; empty if one does.
 
-    The first file of each server is asked for, through the proxies that the environment
-    names, and not read: what a server then sends may take hours. This returns within
-    `timeout_s` seconds, whatever the network does: looking up a host name has no
-    time-out of its own.
+    A file of each is asked for, through the proxies that the environment names, and not
+    read: that may take hours. In threads, since to look up a host has no time-out.
     """
     requests = importlib.import_module("requests")  # TFDS downloads with it
     urls = [url for url in builder.url_infos or {} if url.startswith("http")]
@@ -160,28 +151,6 @@ def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
         if not reason:
             break
     return reason
-
-
-def _check_split(builder: Builder, split: str) -> None:
-    full_name, splits = builder.info.full_name, builder.info.splits
-    try:
-        num_rows = splits[split].num_examples
-    except Exception as error:
-        base = split.partition("[")[0]
-        why = f" ({_first_line(error)})." if base in splits else "."
-        hint = "" if base in splits else did_you_mean(base, splits)
-        msg = (
-            f"{full_name} has no split {split!r}{why}{hint} It has "
-            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
-        )
-        raise DataError(msg) from None
-    if not num_rows:
-        sizes = ", ".join(f"{n!r} with {splits[n].num_examples:,}" for n in splits)
-        msg = (
-            f"split {split!r} of {full_name} has no examples. Name a larger part; the "
-            f"dataset has {sizes}."
-        )
-        raise DataError(msg)
 
 
 def _without_advice(record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
 """A user's function of one example, and the random numbers that it gets.
 
 What an example becomes depends on seed, epoch and row alone, never on who maps it or on
-what shares its batch: that is what makes batches the same on any number of processes
-and workers, and a resumed run equal to an uninterrupted one.
+what shares its batch: so batches are the same on any number of processes and workers,
+and a resumed run equals an uninterrupted one.
 """
 
 import inspect
@@ -19,13 +19,7 @@ from meshlayout.errors import DataError
 
 @dataclass(frozen=True)
 class RowMap:
-    """A function of an example, which can be sent to a worker process.
-
-    Attributes:
-        function: Takes an example; and, if `is_random`, a NumPy random generator.
-        is_random: Whether it takes a generator.
-        seed: The seed of the generators, together with epoch and row.
-    """
+    """A function of an example and, if `is_random`, of a NumPy random generator."""
 
     function: Callable[..., Any]
     is_random: bool
@@ -46,13 +40,7 @@ class RowMap:
 
 
 def row_map(function: Any, seed: int) -> RowMap | None:
-    """Returns a user's function, checked; None if there is none.
-
-    With two required arguments, the second is a random generator.
-
-    Raises:
-        DataError: If it is not a function of one or two arguments.
-    """
+    """Returns a user's function, checked: with two required arguments, it is random."""
     if function is None:
         return None
     if not callable(function):
@@ -62,12 +50,13 @@ def row_map(function: Any, seed: int) -> RowMap | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions
         return RowMap(function, is_random=False, seed=seed)
-    positional = [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
-    empty = inspect.Parameter.empty
     required = [
-        p for p in positional if p.default is empty and p.kind < p.VAR_POSITIONAL
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind < parameter.VAR_POSITIONAL
     ]
-    if len(required) not in (1, 2) and not (positional and not required):
+    if len(required) > 2 or not parameters:
         msg = (
             "map must be a function of an example, or of an example and a NumPy random "
             f"generator, got one that needs {len(required)} arguments."
