@@ -516,5 +516,5 @@ def test_a_hugging_face_list_of_structures_is_left_to_the_users_map(mesh):
         distribute_dataset(hugging_face_stream(examples), mesh, global_batch_size=8)
     assert str(error.value) == (
         "leaf 'listed' is a list of structures, which has no columns. Make arrays of "
-        "their fields with the dataset's map."
+        "their fields with the dataset's map or filter."
     )

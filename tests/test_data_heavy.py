@@ -619,14 +619,10 @@ def test_a_hugging_face_format_is_respected(mesh, hf, kind):
     check(data, {"x": columns["x"], "y": Y})
 
 
-def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
-    dataset, _ = hf_columns(hf)
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
-    assert str(error.value) == (
-        "the Hugging Face dataset is formatted as 'arrow', which does not yield "
-        "arrays. Use with_format('numpy')."
-    )
+def test_a_hugging_face_format_of_tables_gives_arrays(mesh, hf):
+    dataset, columns = hf_columns(hf)
+    data = distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
+    check(data, columns)
 
 
 def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
@@ -635,15 +631,15 @@ def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
     with pytest.raises(ml.errors.DataError) as error:
         next(iter(data))
     assert str(error.value) == (
-        "words: rows have different lengths, 1 and 2. Pad or crop them to one with the "
-        "dataset's map."
+        "leaf 'words' is ragged: rows have lengths from 1 to 2. Pad or crop them to one, "
+        "with the dataset's map or filter."
     )
     missing = hf.Dataset.from_dict({"age": [None, 2]})
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(missing, mesh, global_batch_size=8)
     assert str(error.value) == (
-        "age: 1 of the requested rows are None. Fill them in, or leave them out, with "
-        "the dataset's map or filter."
+        "leaf 'age' has rows that are None. Fill them in, or leave them out, with the "
+        "dataset's map or filter."
     )
 
 
@@ -802,13 +798,13 @@ def test_a_generator_of_hugging_face_keeps_dtypes(mesh, hf):
     [
         (
             [[1.0, None], [2.0, 3.0]],
-            "listed: some of the requested rows are None. Fill them in, or leave them "
-            "out, with the dataset's map or filter.",
+            "leaf 'listed' has rows that are None. Fill them in, or leave them out, "
+            "with the dataset's map or filter.",
         ),
         (
             [[1.0], [2.0, 3.0]],
-            "leaf 'listed' is ragged: the items of a list have different shapes. Pad "
-            "or crop them to one with the dataset's map.",
+            "leaf 'listed' is ragged: items differ in shape. Pad or crop them to one, "
+            "with the dataset's map or filter.",
         ),
     ],
     ids=["missing", "ragged"],

@@ -464,7 +464,7 @@ def test_documents_that_are_none_are_refused_by_number(document, message):
     ids=["surrogate", "bytes", "ragged"],
 )
 def test_errors_of_encoding_name_the_document(document, options):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="codec|inhomogeneous") as error:
         list(data.pack_sequences(["ab", document], 2, **options))
     assert "This was raised at document 1." in error.value.__notes__
 

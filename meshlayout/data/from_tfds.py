@@ -127,23 +127,24 @@ def from_tfds(
     def open_source() -> Rows:
         builder = find_dataset(name, split, data_dir)
         source = builder.as_data_source(split=split, decoders=decoders)
-        keys = _supervised_keys(builder.info) if is_supervised else None
+        keys = builder.info.supervised_keys if is_supervised else None
+        if is_supervised and keys is None:
+            msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
+            raise DataError(msg)
         records = _Records(source, keys, feature_dtypes(builder.info.features))
         one_row = np.zeros(1, np.int64)
-        try:
+        with _checks.noted("TFDS raised this for the first example."):
             first = records((one_row, ()), 0)
-        except Exception as error:
-            msg = f"TFDS cannot decode the first example: {error}".rstrip(".") + "."
-            raise DataError(msg) from error
         # What cannot be placed is refused before the whole split is decoded.
         mapped = first if function is None else function(first, one_row, 0)
         describe(stack(mapped), options.strings, lambda _: None)
-        why_not = None
-        if in_memory is None:
+        keep = in_memory
+        if keep is None:
             why_not = _why_not_kept(stack(first), builder.info, split)
-        if why_not:
-            clock.note(f"The split is not kept in memory: {why_not}.")
-        if in_memory is False or why_not:
+            keep = why_not is None
+            if why_not:
+                clock.note(f"The split is not kept in memory: {why_not}.")
+        if not keep:
             return rows_of(replace(records, map=function), len(source))
         decoded = _decoded(rows_of(records, len(source)), clock.note)
         closing.close()  # ends the workers that have decoded
@@ -199,19 +200,6 @@ def _mapped(
     return function(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
 
 
-def _supervised_keys(info: Any) -> PyTree:
-    """Returns the features that are input and target."""
-    if info.supervised_keys is None:
-        named, _ = named_leaves(info.features.get_tensor_info())
-        msg = (
-            f"{info.full_name} does not say which of its features are input and "
-            "target, so that supervised=True has no meaning. It has "
-            f"{', '.join(repr(path) for path, _ in named)}: choose with map=."
-        )
-        raise DataError(msg)
-    return info.supervised_keys
-
-
 def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
     """Returns all rows of a split in memory, in the dtypes of the dataset."""
     start_s = time.perf_counter()
@@ -225,12 +213,15 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
             np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf in leaves
         ]
         for array, leaf in zip(arrays, leaves, strict=True):
+            if leaf.shape[1:] != array.shape[1:]:
+                msg = f"examples differ in shape: {leaf.shape[1:]}, {array.shape[1:]}."
+                raise DataError(
+                    f"{msg} Use in_memory=False, and a map= that crops them."
+                )
             array[indices] = leaf
-    note(
-        f"Decoded {len(rows):,} examples once into "
-        f"{bytes_text(sum(array.nbytes for array in arrays))} of memory in "
-        f"{time.perf_counter() - start_s:.1f} s."
-    )
+    size, took_s = sum(x.nbytes for x in arrays), time.perf_counter() - start_s
+    count = f"{len(rows):,} examples"
+    note(f"Decoded {count} once into {bytes_text(size)} of memory in {took_s:.1f} s.")
     return array_rows(treedef.unflatten(arrays))
 
 

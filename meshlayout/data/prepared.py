@@ -47,8 +47,8 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
         num_rows = splits[split].num_examples
     except Exception as error:
         msg = (
-            f"{full_name} has no split {_checks.shown(split)} ({_first_line(error)}). "
-            f"It has {', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
+            f"{full_name} has no split {split!r} ({_first_line(error)}). It has "
+            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
         )
         raise DataError(msg) from None
     if not num_rows:
@@ -91,7 +91,6 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
 def _prepare(builder: Builder) -> Builder:
     """Downloads and prepares a dataset; returns a new builder, which reads that."""
     tfds = importlib.import_module("tensorflow_datasets")
-    where = f"{builder.info.full_name} is not prepared in {builder.data_path}, and"
     reason, cause = unreachable(builder), None
     if not reason:
         # Google's bucket has prepared datasets, in TensorFlow's format.
@@ -101,21 +100,14 @@ def _prepare(builder: Builder) -> Builder:
                 download_config=config, file_format="array_record"
             )
             return new_builder(builder)
-        except ImportError as error:
-            # The builders of many datasets import TensorFlow to parse their raw files.
-            msg = (
-                f"{where} TFDS's code that prepares it needs "
-                f"{error.name or 'another package'}, which is not installed. Where it "
-                f"is, prepare the dataset once with `tfds build {builder.name} "
-                "--file_format=array_record`; reading it needs no TensorFlow."
-            )
-            raise DataError(msg) from error
-        except Exception as error:
+        except Exception as error:  # an ImportError where its code needs TensorFlow
             reason, cause = _first_line(error), error
     msg = (
-        f"{where} cannot be downloaded ({reason}): copy a directory that was prepared "
-        "elsewhere and name it with data_dir=, or run `make data` in a checkout, which "
-        "has Fashion-MNIST even without internet."
+        f"{builder.info.full_name} is not prepared in {builder.data_path} and cannot "
+        f"be downloaded and prepared here ({reason}): prepare it elsewhere with `tfds "
+        f"build {builder.name} --file_format=array_record` and name that directory "
+        "with data_dir=, or run `make data` in a checkout, which has Fashion-MNIST "
+        "even without internet."
     )
     raise DataError(msg) from cause
 

@@ -1,8 +1,7 @@
 """Worker processes that map examples, one share of the rows each.
 
-Each worker has a pipe of its own, on which a share goes out and its examples come back.
-An executor of `concurrent.futures` would wait for a function that never returns when
-the program ends; these processes end with it. A worker whose pipe closes has died.
+Not an executor of `concurrent.futures`, which waits at the end of the program for a
+function that never returns. A worker whose pipe closes has died.
 """
 
 import multiprocessing
@@ -17,40 +16,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _optional
+from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
 from meshlayout.errors import DataError
 
 
 class Workers:
-    """Calls a function in `count` processes, which start when it is first called.
-
-    The function takes a tree of arrays with as many rows, and an epoch; it returns a
-    list of examples, one per row.
-    """
+    """Calls a function of rows and epoch in processes, which start at the first call."""
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
         cloudpickle: Any = _optional.require(
             "cloudpickle", extra="data", purpose="num_workers="
         )
-        try:
+        with _checks.noted(
+            "map= and what it uses cannot be sent to worker processes: create such "
+            "objects inside of it, or use num_workers=0."
+        ):
             self._function = cloudpickle.dumps(function)
-        except Exception as error:
-            msg = (
-                "map= and what it uses cannot be sent to worker processes "
-                f"({type(error).__name__}: {error}). Create such objects inside of "
-                "map, or use num_workers=0."
-            )
-            raise DataError(msg) from error
         self._count, self._lock = count, threading.Lock()
         self._workers: list[tuple[Any, Any]] = []  # processes and their pipes
 
     def __call__(self, rows: PyTree, epoch: int) -> list[PyTree]:
-        """Returns the examples of some rows, in order; raises what the function does.
-
-        Raises:
-            DataError: If a worker process ended.
-        """
+        """Returns the examples of some rows, in order; raises what the function does."""
         with self._lock:  # iterations in several threads share the workers
             try:
                 pipes = self._started()
@@ -63,10 +50,9 @@ class Workers:
             except (EOFError, ConnectionError) as error:
                 self.close()
                 msg = (
-                    "a worker process ended while it read examples. Running out of "
-                    "memory is one cause, and a script that does not keep what it runs "
-                    "under `if __name__ == '__main__':` another. What it printed says "
-                    "more; num_workers=0 shows errors where they happen."
+                    "a worker process ended while it read examples: out of memory, or "
+                    "because a script does not keep what it runs under `if __name__ == "
+                    "'__main__':`. What it printed says more, and num_workers=0."
                 )
                 raise DataError(msg) from error
             except BaseException:  # answers that nobody has read may be on the way
@@ -118,10 +104,10 @@ def _work(pipe: Any, packed: bytes) -> None:
 def _sendable(error: BaseException) -> Exception:
     """Returns an error whose pickle loads, and that ends no training process."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    error.add_note(f"In a worker process:\n{text}")
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    for each in (error, plain):
+        each.add_note(f"In a worker process:\n{text}")
     with suppress(Exception):
         if isinstance(copy := pickle.loads(pickle.dumps(error)), Exception):
             return copy
-    plain = RuntimeError(f"{type(error).__name__}: {error}")
-    plain.add_note(f"In a worker process:\n{text}")
     return plain

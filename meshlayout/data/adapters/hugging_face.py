@@ -56,14 +56,8 @@ def adapt(
 def _dataset_rows(dataset: Any) -> Rows:
     """Returns a Dataset as a source with random access, in the user's format if any."""
     kind, names = dataset.format["type"], dataset.format["columns"]
-    if kind in ("arrow", "pandas", "polars"):
-        msg = (
-            f"the Hugging Face dataset is formatted as {kind!r}, which does not yield "
-            "arrays. Use with_format('numpy')."
-        )
-        raise DataError(msg)
     plain, arrays = [], dataset
-    if kind is None:
+    if kind in (None, "arrow", "pandas", "polars"):  # those of tables hold no arrays
         dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
         # By identity: to NumPy, a dtype of None equals float64.
         plain = [name for name in names if all(d is not None for d in dtypes[name])]
