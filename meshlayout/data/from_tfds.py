@@ -6,11 +6,11 @@ order, shards, padding and positions work as for any other source.
 """
 
 import contextlib
-import functools
+import inspect
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +27,6 @@ from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
 from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.prepared import find_dataset
 from meshlayout.data.report import Clock
-from meshlayout.data.row_map import RowMap, row_map
 from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
@@ -110,7 +109,7 @@ def from_tfds(
         prefetch=prefetch,
         strings=strings,
     )
-    function = row_map(map, seed=options.shuffle or 0)
+    function = None if map is None else _Map(map, options.shuffle or 0, _is_random(map))
     clock, closing = Clock(), contextlib.ExitStack()
 
     def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
@@ -150,7 +149,7 @@ def from_tfds(
         closing.close()  # ends the workers that have decoded
         if function is None:
             return decoded
-        return rows_of(functools.partial(_mapped, function), len(source), decoded)
+        return rows_of(function.of_decoded, len(source), decoded)
 
     return dataset_of(
         open_source, layout_or_mesh, options, clock=clock, close=closing.close
@@ -159,6 +158,55 @@ def from_tfds(
 
 # Takes row indices and their decoded rows, if they are decoded already; and the epoch.
 _Read: TypeAlias = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+
+
+def _is_random(function: Any) -> bool:
+    """Returns whether a function of an example requires a generator, too."""
+    if not callable(function):
+        msg = f"map must be a function of an example, got {_checks.shown(function)}."
+        raise DataError(msg)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions
+        return False
+    required = [p.kind < p.VAR_POSITIONAL and p.default is p.empty for p in parameters]
+    if sum(required) > 2 or not parameters:
+        msg = (
+            "map must be a function of an example, or of an example and a NumPy random "
+            f"generator, got one that needs {sum(required)} arguments."
+        )
+        raise DataError(msg)
+    return sum(required) == 2
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A user's function of an example and, if `is_random`, of a random generator.
+
+    What an example becomes depends on seed, epoch and row alone, never on who maps it
+    or on what shares its batch.
+    """
+
+    function: Callable[..., Any]
+    seed: int
+    is_random: bool
+
+    def __call__(
+        self, examples: Iterable[PyTree], rows: np.ndarray, epoch: int
+    ) -> list[PyTree]:
+        mapped = []
+        for example, row in zip(examples, rows.tolist(), strict=True):
+            seeds = [[self.seed, epoch, row]] if self.is_random else []
+            rngs = [np.random.default_rng(seed) for seed in seeds]
+            with _checks.noted(f"This was raised by map= at row {row} of the split."):
+                mapped.append(self.function(example, *rngs))
+        return mapped
+
+    def of_decoded(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
+        """Returns decoded rows as mapped examples."""
+        indices, decoded = inputs
+        leaves, treedef = jax.tree.flatten(decoded)
+        return self(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
 
 
 @dataclass(frozen=True)
@@ -172,7 +220,7 @@ class _Records:
     source: Any
     keys: PyTree
     dtypes: Mapping[str, np.dtype]
-    map: RowMap | None = None
+    map: "_Map | None" = None
 
     def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
         indices, _ = inputs
@@ -189,15 +237,6 @@ class _Records:
         ]
         typed = treedef.unflatten(leaves)
         return typed if self.keys is None else jax.tree.map(typed.get, self.keys)
-
-
-def _mapped(
-    function: RowMap, inputs: tuple[np.ndarray, PyTree], epoch: int
-) -> list[PyTree]:
-    """Returns decoded rows as mapped examples."""
-    indices, decoded = inputs
-    leaves, treedef = jax.tree.flatten(decoded)
-    return function(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
 
 
 def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:

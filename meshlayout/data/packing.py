@@ -135,18 +135,15 @@ class PackedIterator(grain.DatasetIterator):
     def set_state(self, state: JSON) -> None:
         """Moves to a position; raises DataError if it is not one of these rows."""
         before = state.get("packed") if isinstance(state, dict) else None
+        msg = ""
         if before != self._recipe:
-            msg = (
-                f"the state is of rows packed with {before}, and these rows are packed "
-                f"with {self._recipe}: its position is not among them."
-            )
-            raise DataError(msg)
-        if not self.can_seek:
+            msg = f"the state is of rows packed with {before}, not with {self._recipe}."
+        elif not self.can_seek:
             msg = (
                 "these documents can only be read in order. Give a list or a Grain "
-                "dataset; or give the rows to distribute_dataset, whose iterator's "
-                "set_state(state, skip=True) reads and drops them up to the position."
+                "dataset, or set the state of distribute_dataset's iterator."
             )
+        if msg:
             raise DataError(msg)
         # New iterators: those of Grain's keep what they have read of a document.
         self._open()

@@ -22,7 +22,7 @@ from meshlayout.errors import DataError
 
 
 class Workers:
-    """Calls a function of rows and epoch in processes, which start at the first call."""
+    """Calls a function of rows and epoch in processes, started by the first call."""
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
         cloudpickle: Any = _optional.require(
@@ -37,7 +37,7 @@ class Workers:
         self._workers: list[tuple[Any, Any]] = []  # processes and their pipes
 
     def __call__(self, rows: PyTree, epoch: int) -> list[PyTree]:
-        """Returns the examples of some rows, in order; raises what the function does."""
+        """Returns the examples of some rows; raises what the function does."""
         with self._lock:  # iterations in several threads share the workers
             try:
                 pipes = self._started()
