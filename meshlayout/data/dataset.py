@@ -330,7 +330,7 @@ class DistributedDataset:
 
     def report(self) -> PipelineReport:
         """Returns the work of the pipeline so far, on this process."""
-        return self._plan.clock.report
+        return self._plan.clock.report()
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.
