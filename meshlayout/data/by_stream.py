@@ -225,7 +225,7 @@ class StreamReader:
         """Returns the next batch of a stream on the host, whatever its length."""
         size, own = self._size, self._own
         out = [
-            empty((size, *leaf.shape), leaf.to if self._batched else leaf.dtype)
+            empty((size, *leaf.shape), (self._batched and leaf.to) or leaf.dtype)
             for leaf in spec.leaves
         ]
         filled, epoch, row = 0, position.epoch, position.row
