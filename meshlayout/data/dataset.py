@@ -126,16 +126,8 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
-    options = {
-        "global_batch_size": global_batch_size,
-        "remainder": remainder,
-        "weights": weights,
-        "shuffle": shuffle,
-        "epochs": epochs,
-        "prefetch": prefetch,
-        "per_process": per_process,
-        "strings": strings,
-    }
+    options = dict(locals())
+    del options["source"], options["layout_or_mesh"], options["batched"]
     return DistributedDataset(
         make_plan(source, layout_or_mesh, options, batched=batched)
     )
@@ -148,14 +140,9 @@ def dataset_of(
     clock: Clock,
     close: Callable[[], None] = lambda: None,
 ) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened once all options are checked.
+    """Returns a dataset of a source that is opened here, and closed with the dataset.
 
-    Args:
-        open_source: Returns the source; its errors are told to the other processes.
-        layout_or_mesh: As for `distribute_dataset`.
-        options: The user's options.
-        clock: Takes times and notes for the report.
-        close: Called when the dataset is collected.
+    The errors of `open_source` are told to the other processes.
     """
     layout = batch_layout(layout_or_mesh, clock.warn)
     return DistributedDataset(
@@ -172,18 +159,11 @@ def make_plan(
     batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
     assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset.
+    """Returns the plan of a dataset, given options by name.
 
-    Args:
-        source: As for `distribute_dataset`.
-        layout_or_mesh: As for `distribute_dataset`.
-        options: Those of `DataOptions` by name, as the user gave them.
-        batched: As for `distribute_dataset`.
-        batch_size_of: Returns the rows of a global batch if `global_batch_size` is
-            missing or None, given the rows of the source's first batch (None if it
-            yields examples), and a function that tells whether that batch is all there
-            is.
-        assemble: As for `DataPlan`.
+    Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
+    source's first batch (None if it yields examples), and a function that tells whether
+    that batch is all there is.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
@@ -224,15 +204,11 @@ def checked_options(options: Mapping[str, Any]) -> DataOptions:
 def first_batch(
     dataset: object, clock: Clock, *, batched: bool | None
 ) -> tuple[Source | Elements, int | None]:
-    """Opens a source to learn the size of its batches.
+    """Opens a source; returns it with the rows of its first batch, None of examples.
 
     Elements that could be batches or examples are taken for batches, since a source of
-    examples has no size of batches to learn.
-
-    Returns:
-        The source; a stream as elements that still have the first batch, which a
-        generator could not yield again. And the rows of that batch; None if these are
-        not batches.
+    examples has no size of batches to learn. Of a stream, returns the elements that
+    have looked at the first, which a generator could not yield again.
     """
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if batched is None and isinstance(dataset, list) and dataset:
@@ -252,17 +228,7 @@ def first_batch(
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
-    """Returns the user's object as a source.
-
-    Args:
-        obj: A source already, or an object that one of the adapters supports.
-        clock: Takes notes for the report.
-        batched: Whether the elements of an iterable are batches (True) or single
-            examples (False); None infers it from the object, if possible.
-
-    Raises:
-        DataError: If no adapter supports it, or it is ambiguous.
-    """
+    """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):
         # A class has the methods that a protocol checks for, but none that can be
@@ -366,7 +332,7 @@ class DistributedDataset:
 
     def report(self) -> PipelineReport:
         """Returns the work of the pipeline so far, on this process."""
-        return self._plan.clock.report()
+        return self._plan.clock.report
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.

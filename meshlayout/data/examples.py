@@ -103,11 +103,9 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of some rows, which must be like the first example.
+        """Returns the leaves of `count` rows, which must be like the first example.
 
-        Args:
-            rows: A tree of arrays with a dim for the rows.
-            count: How many rows there must be; None for arrays known to agree.
+        None for arrays that are known to agree in their number.
         """
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
@@ -122,16 +120,11 @@ class ExampleSpec:
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, given the first of them.
+    """Returns the spec of the examples, given the first of them as rows.
 
-    Args:
-        rows: A tree of arrays with a dim for the examples.
-        strings: `"error"` or `"host"`.
-        warn: Called with a sentence about every leaf that loses precision.
-
-    Raises:
-        DataError: If there is no leaf, or one that cannot be placed: objects, strings
-            unless they stay on the host, dtypes that JAX does not have.
+    Calls `warn` with a sentence about every leaf that loses precision. Refuses leaves
+    that cannot be placed: objects, strings unless they stay on the host (`strings`),
+    dtypes that JAX does not have.
     """
     named, treedef = named_leaves(rows)
     if not named:
@@ -144,7 +137,7 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
         if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
             name = path or "the array"
             warn(
-                f"{name}: {leaf.dtype} becomes {to}, as in JAX without jax_enable_x64."
+                f"{name}: {leaf.dtype} becomes {to}, as JAX does without jax_enable_x64."
             )
         specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
     return ExampleSpec(treedef, tuple(specs))
@@ -157,8 +150,7 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             return None
         msg = (
             f"{leaf_text(path)} holds strings, which devices do not take. Leave it "
-            "out, or keep it on the host with strings='host', if the source has random "
-            "access."
+            "out, or keep it on the host with strings='host'."
         )
         raise DataError(msg)
     if dtype.kind == "O":
@@ -213,13 +205,8 @@ def leaf_text(path: str) -> str:
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
     """Returns a leaf as a NumPy array, without a copy if it is one already.
 
-    Args:
-        path: The path of the leaf, for messages.
-        leaf: An array or anything with `__array__`, a PyTorch tensor, a number, or a
-            string, which becomes an array of one object.
-
-    Raises:
-        DataError: If it is anything else.
+    It may be anything with `__array__`, a PyTorch tensor, a number, or a string, which
+    becomes an array of one object.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -264,8 +251,7 @@ def _tensor_to_numpy(tensor: Any) -> np.ndarray:
     name = str(tensor.dtype).removeprefix("torch.")
     if name != "bfloat16" and not name.startswith("float8"):
         return tensor.numpy()
-    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes: the same
-    # bits are viewed as integers on one side and as floats on the other.
+    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes.
     torch: Any = sys.modules["torch"]
     bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
     return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
@@ -321,18 +307,9 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
 
 
 def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
-    """Stacks examples of one structure.
+    """Stacks examples of one structure, whose leaves agree in shape and dtype.
 
-    Args:
-        examples: At least one tree of arrays, numbers, strings or images.
-        dtypes: By path, the dtypes for leaves that are Python numbers.
-
-    Returns:
-        A tree of arrays whose first dim counts the examples. Strings become an array
-        of objects.
-
-    Raises:
-        DataError: If examples differ in structure, or a leaf in shape or dtype.
+    Strings become an array of objects, and Python numbers have the `dtypes` by path.
 
     Example:
         >>> stack([{"x": np.ones(2), "y": 1}, {"x": np.zeros(2), "y": 2}])["y"]

@@ -7,7 +7,6 @@ waits for a process that has already failed.
 """
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -31,7 +30,6 @@ from meshlayout.data.examples import (
     rows_text,
 )
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
-from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
@@ -44,11 +42,7 @@ Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The arguments of `distribute_dataset`, of the same names, checked.
-
-    Raises:
-        DataError: If one of them is wrong.
-    """
+    """The arguments of `distribute_dataset`, of the same names, checked."""
 
     global_batch_size: int
     remainder: str = "pad"
@@ -86,8 +80,7 @@ class DataOptions:
         object.__setattr__(self, "per_process", per_process)
         if isinstance(self.weights, np.integer):
             object.__setattr__(self, "weights", int(self.weights))
-        is_key = type(self.weights) in (str, int) or isinstance(self.weights, str)
-        if self.weights is not None and not is_key:
+        if not isinstance(self.weights, (str, int, type(None))) or self.weights is True:
             msg = (
                 "weights must be a key of the batch, an index into a tuple, or None, "
                 f"got {_checks.shown(self.weights)}."
@@ -97,9 +90,25 @@ class DataOptions:
             msg = (
                 "remainder='repeat' with per_process=True needs epochs=None: the "
                 "processes may have different numbers of rows, and must take as many "
-                "steps. itertools.islice(iterator, steps) ends a loop."
+                "steps, as itertools.islice(iterator, steps) does."
             )
             raise DataError(msg)
+
+
+@dataclass(frozen=True)
+class _FirstRows:
+    """A source and its first rows.
+
+    A stream has `elements` that have looked at the first one, a batch of `block` rows
+    or an example. Batches that are on the mesh already have no `spec`.
+    """
+
+    source: Any
+    rows: PyTree
+    spec: ExampleSpec | None
+    num_rows: int | None
+    elements: Elements | None = None
+    block: int | None = None
 
 
 class DataPlan:
@@ -117,9 +126,6 @@ class DataPlan:
         close: Releases what the source holds, if it is not the user's to close.
 
     Attributes:
-        options: The user's options.
-        clock: Takes times and notes for the report.
-        agreement: With the other processes.
         size: How many rows of the source make a batch: of all processes, or with
             `per_process` of this one.
         own: Which of them are this process's own.
@@ -141,7 +147,7 @@ class DataPlan:
         assemble: Assemble | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.options, self.clock, self.close_source = options, clock, close
+        self.options, self.clock, self._close = options, clock, close
         self._assemble = assemble
         self.agreement = agreement = agreement or Agreement(layout.mesh)
         with agreement.failure_told():
@@ -149,15 +155,22 @@ class DataPlan:
             own = local_rows(layout, size, per_process=is_own)
             self._first = first = _look(open_source(), layout, options, clock)
             facts = self._facts() if agreement.has_others else ({}, {})
+        self.is_stream = first.elements is not None
         # A source of this process alone holds nothing but its own rows: all are kept.
         self.size, self.own = (len(own), np.arange(len(own))) if is_own else (size, own)
-        self._num_batches = self._count_batches()
+        num_rows, remainder = first.num_rows, options.remainder
+        num_batches: int | None = None  # of an epoch, unless epochs run together
+        if num_rows is not None and remainder != "repeat":
+            is_drop = remainder == "drop"
+            num_batches = (
+                num_rows // self.size if is_drop else -(-num_rows // self.size)
+            )
         if agreement.has_others:
             agreement.check_same(*facts)
-            if is_own and self._num_batches is not None:
+            if is_own and num_batches is not None:
                 # Processes with sources of their own must take as many steps.
-                remainder = options.remainder
-                self._num_batches = agreement.num_batches(self._num_batches, remainder)
+                num_batches = agreement.num_batches(num_batches, remainder)
+        self._num_batches = num_batches
         self._placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
         self.padding_hint = (
@@ -173,8 +186,7 @@ class DataPlan:
                     treedef = jax.tree_util.treedef_tuple([spec.treedef])
                     rows, spec, key = (rows,), replace(spec, treedef=treedef), 1
                 # Nothing but padding needs weights that the source does not have.
-                add = options.remainder == "pad"
-                spec, index = find_weights(rows, spec, key, add=add)
+                spec, index = find_weights(rows, spec, key, add=remainder == "pad")
                 self._placement = Placement(spec, index, layout, size, own)
                 if is_own and self.has_weights and self.is_stream:
                     leaves = first.spec.checked(first.rows)
@@ -184,16 +196,20 @@ class DataPlan:
                     ]
             self._check_length()
         agreement.check_made()
-        self.num_steps = self._count_steps()
+        self.num_steps: int | None = None
+        if num_rows is not None and options.epochs is not None:
+            rows, batches = options.epochs * num_rows, num_batches
+            together = -(-rows // self.size)  # if epochs run into each other
+            self.num_steps = together if batches is None else options.epochs * batches
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
         self.identity: dict[str, JSON] = {
             "source": "stream" if self.is_stream else "rows",
-            "num_rows": None if self.is_stream else first.num_rows,
+            "num_rows": None if self.is_stream else num_rows,
             "global_batch_size": size,
-            "remainder": options.remainder,
-            "seed": options.shuffle,
+            "remainder": remainder,
+            "shuffle": options.shuffle,
             "process": process if is_own else None,
             "block": first.block,
         }
@@ -204,11 +220,6 @@ class DataPlan:
     def has_weights(self) -> bool:
         """Whether batches carry weights."""
         return self._placement is not None and self._placement.has_weights
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the source has no random access."""
-        return self._first.elements is not None
 
     @property
     def element_spec(self) -> PyTree:
@@ -222,11 +233,7 @@ class DataPlan:
         )
 
     def placed(self, batch: HostBatch) -> Batch:
-        """Returns a batch on the mesh, with its weights.
-
-        Raises:
-            DataError: If it is padded and cannot carry weights.
-        """
+        """Returns a batch on the mesh, with its weights."""
         if self._placement is None:
             placed = batch.leaves[0]
             return placed if self._assemble is None else self._assemble(placed, None)
@@ -238,7 +245,7 @@ class DataPlan:
                 f"have {self.size}. {self.padding_hint}"
             )
             raise DataError(msg)
-        with self.clock.placing():
+        with self.clock.timed("place_s"):
             is_real = self.own < batch.count if is_padded else None
             placed = self._placement(batch.leaves, is_real)
             if self._assemble is None:
@@ -247,43 +254,9 @@ class DataPlan:
             is_padded = is_padded or batch.is_padded_elsewhere
             return self._assemble(rows, weights[0] if is_padded else None)
 
-    def check_position(self, position: Position, *, skip: bool) -> None:
-        """Raises DataError for a position that the source does not have.
-
-        Args:
-            position: The position.
-            skip: Whether a stream that cannot seek may be read up to it.
-        """
-        num_rows = self._first.num_rows
-        if self.is_stream or num_rows is None:
-            # A shorter stream is found when it is read.
-            if (
-                position.source is None
-                and (position.row or position.batch)
-                and not skip
-            ):
-                msg = (
-                    f"this source cannot seek to row {position.row} of epoch "
-                    f"{position.epoch + 1}: it has no position of its own. "
-                    "iterator.set_state(state, skip=True) reads the rows before it, "
-                    "and drops them."
-                )
-                raise DataError(msg)
-            return
-        is_beyond = position.row > num_rows
-        if self._num_batches is not None:  # padded: rows may exceed those there are
-            is_beyond = position.batch > self._num_batches
-        if is_beyond:
-            msg = (
-                f"the state is after batch {position.batch} and row {position.row} of "
-                f"an epoch, and the source has {num_rows} rows: the state is damaged, "
-                "or was changed by hand."
-            )
-            raise DataError(msg)
-
     def new_reader(self) -> Reader:
         """Returns a reader of the source for one iteration."""
-        first, options = self._first, self.options
+        first, options, clock = self._first, self.options, self.clock
         if first.elements is not None:
             try:
                 elements = self._looked.pop()  # of several threads, one gets it
@@ -296,40 +269,17 @@ class DataPlan:
                 self.own,
                 batched=first.block is not None,
                 remainder=options.remainder,
-                clock=self.clock,
+                clock=clock,
             )
         assert first.spec is not None
-        return RowReader(
-            first.source,
-            first.spec,
-            self.size,
-            self.own,
-            num_batches=self._num_batches,
-            seed=options.shuffle,
-            clock=self.clock,
-        )
+        order = self._num_batches, options.shuffle
+        return RowReader(first.source, first.spec, self.size, self.own, *order, clock)
 
     def close(self) -> None:
         """Releases what no iteration is using."""
-        self.close_source()
+        self._close()
         while self._looked:
             self._looked.pop().close()
-
-    def _count_batches(self) -> int | None:
-        """Returns the batches of an epoch, if it is known and is not run together."""
-        num_rows, remainder = self._first.num_rows, self.options.remainder
-        if num_rows is None or remainder == "repeat":
-            return None
-        size = self.size
-        return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
-
-    def _count_steps(self) -> int | None:
-        num_rows, epochs = self._first.num_rows, self.options.epochs
-        if num_rows is None or epochs is None:
-            return None
-        if self._num_batches is None:  # epochs run into each other
-            return math.ceil(epochs * num_rows / self.size)
-        return epochs * self._num_batches
 
     def _check_length(self) -> None:
         """Raises DataError if an epoch is known not to divide into batches.
@@ -337,33 +287,30 @@ class DataPlan:
         Whether padding is possible is checked here and not when the last batch comes,
         which may be hours later.
         """
-        num_rows, num_batches = self._first.num_rows, self._num_batches
+        num_rows, num_batches, size = self._first.num_rows, self._num_batches, self.size
         if num_rows is None or num_batches is None:
             return
-        size, remainder = self.size, self.options.remainder
-        # `dropped` is negative if this process is padded up to the batches of others.
-        left, dropped = num_rows % size, num_rows - num_batches * size
-        if remainder == "drop" and num_rows < size:
-            msg = (
-                f"the source has {num_rows} rows, fewer than a batch of {size}: "
-                "remainder='drop' drops all of them. Take a smaller "
-                "global_batch_size, or another remainder=."
-            )
-            raise DataError(msg)
-        if remainder == "drop" and dropped:
-            self.clock.warn(
-                f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
-            )
-        is_unmarked = self._placement is not None and not self.has_weights
-        if remainder == "pad" and is_unmarked and dropped < 0:
-            what = f"leaves {left}, to be padded"
-            if not left or num_batches * size - num_rows >= size:
+        if self.options.remainder == "drop":
+            if num_rows < size:
+                msg = (
+                    f"the source has {num_rows} rows, fewer than a batch of {size}: "
+                    "remainder='drop' drops all of them. Take a smaller "
+                    "global_batch_size, or another remainder=."
+                )
+                raise DataError(msg)
+            dropped = num_rows - num_batches * size
+            if dropped:
+                text = f"drops {dropped} of {num_rows} rows in every epoch."
+                self.clock.warn(f"remainder='drop' {text}")
+        elif self._placement is not None and not self.has_weights:
+            if num_rows % size:
+                what = f"leaves {num_rows % size}, to be padded"
+            elif num_rows < num_batches * size:
                 what = f"is padded up to the {num_batches} batches of other processes"
-            msg = (
-                f"a source of {num_rows} rows, in batches of {size}, {what}. "
-                f"{self.padding_hint}"
-            )
-            raise DataError(msg)
+            else:
+                return
+            msg = f"a source of {num_rows} rows, in batches of {size}, {what}. "
+            raise DataError(msg + self.padding_hint)
 
     def _facts(self) -> tuple[dict[str, JSON], dict[str, JSON]]:
         """Returns what must be the same on all processes, and digests of some rows."""
@@ -378,30 +325,8 @@ class DataPlan:
         facts["number of rows"] = first.num_rows
         if first.spec is None:
             return facts, {}
-        is_stream = self.is_stream
+        is_stream = first.elements is not None
         return facts, digests(first.rows) if is_stream else sample_digests(first.source)
-
-
-@dataclass(frozen=True)
-class _FirstRows:
-    """A source, and its first rows.
-
-    Attributes:
-        source: The source.
-        rows: Its first rows.
-        spec: The spec of its examples; None for batches that are on the mesh already.
-        num_rows: How many rows it has; None if that is not known.
-        elements: Reads a stream, and has looked at its first element; None for a source
-            with random access.
-        block: The examples in that element; None for a single one.
-    """
-
-    source: Any
-    rows: PyTree
-    spec: ExampleSpec | None
-    num_rows: int | None
-    elements: Elements | None = None
-    block: int | None = None
 
 
 def _look(
@@ -417,12 +342,16 @@ def _look(
         return _FirstRows(source, rows, spec, len(source))
     elements = source if isinstance(source, Elements) else Elements(source)
     source = elements.source
-    if options.shuffle is not None:
-        msg = (
-            "shuffle= reorders the rows of a source with random access, and this one "
-            "is read in order. Shuffle it where it is made, and leave out shuffle=."
-        )
-        raise DataError(msg)
+    for name, is_wrong, way_out in (
+        ("shuffle=", options.shuffle is not None, "Shuffle it where it is made"),
+        ("strings='host'", options.strings != "error", "Make strings numbers there"),
+    ):
+        if is_wrong:
+            msg = (
+                f"{name} is for sources with random access, and this one is read in "
+                f"order. {way_out}, and leave out {name}."
+            )
+            raise DataError(msg)
     num_parts = getattr(source, "num_parts", 1)
     if num_parts > 1 and not options.per_process:
         # Processes compare their rows only if there are several; one process that
@@ -431,24 +360,22 @@ def _look(
             f"The DataLoader's sampler gives each of {num_parts} processes its own "
             "part: say per_process=True."
         )
-    with contextlib.ExitStack() as stack:
-        stack.callback(elements.close)
+    with contextlib.ExitStack() as closing:
+        closing.callback(elements.close)
         rows, block = elements.look()
         spec = None
         if is_placed(rows) and block is not None:
             _check_on_mesh(rows, block, layout, options.global_batch_size)
         else:
             spec = describe(rows, "error", clock.warn)
-        stack.pop_all()
+        closing.pop_all()
     # The numbers of rows that processes read in streams of their own may be wrong or
     # differ; they agree in every step instead.
     num_rows = None if options.per_process or spec is None else source.num_rows
     return _FirstRows(source, rows, spec, num_rows, elements, block)
 
 
-def _check_on_mesh(
-    batch: PyTree, num_rows: int, layout: Layout, global_batch_size: int
-) -> None:
+def _check_on_mesh(batch: PyTree, rows: int, layout: Layout, size: int) -> None:
     """Raises DataError unless a batch of the source can pass through unchanged."""
     devices = set(layout.mesh.devices.flat)
     shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
@@ -458,10 +385,10 @@ def _check_on_mesh(
             "Place them on this mesh, or yield NumPy arrays."
         )
         raise DataError(msg)
-    if num_rows != global_batch_size:
+    if rows != size:
         msg = (
-            f"the source yields batches of {num_rows} rows that are on the mesh "
-            f"already, and global_batch_size={global_batch_size}. They pass through "
-            f"unchanged: give global_batch_size={num_rows}."
+            f"the source yields batches of {rows} rows that are on the mesh already, "
+            f"and global_batch_size={size}. They pass through unchanged: give "
+            f"global_batch_size={rows}."
         )
         raise DataError(msg)

@@ -64,6 +64,7 @@ class RandomAccessSource(Protocol):
         ...
 
 
+@runtime_checkable
 class Stream(Iterator[PyTree], Protocol):
     """One pass over a `StreamSource`; an iterator of its elements."""
 

@@ -259,7 +259,6 @@ class Strategy:
         remainder: str = "pad",
         shuffle: int | None = None,
         epochs: int | None = 1,
-        steps: int | None = None,
         prefetch: int = 2,
         per_process: bool = False,
         strings: str = "error",
@@ -282,7 +281,6 @@ class Strategy:
                 (the last batch is short), `"drop"`, `"repeat"` or `"error"`.
             shuffle: A seed for a source with random access.
             epochs: Passes over the source in one iteration.
-            steps: Batches in one iteration.
             prefetch: How many batches are prepared ahead.
             per_process: Whether each process has a source of its own rows.
             strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays
@@ -313,7 +311,6 @@ class Strategy:
             remainder=remainder,
             shuffle=shuffle,
             epochs=epochs,
-            steps=steps,
             prefetch=prefetch,
             per_process=per_process,
             strings=strings,
@@ -328,7 +325,6 @@ class Strategy:
         remainder: str = "pad",
         shuffle: int | None = None,
         epochs: int | None = 1,
-        steps: int | None = None,
         prefetch: int = 2,
         strings: str = "error",
         batched: bool | None = None,
@@ -348,7 +344,6 @@ class Strategy:
             remainder: As for `distribute_dataset`, like those that follow.
             shuffle: A seed for a source with random access.
             epochs: Passes over the source in one iteration.
-            steps: Batches in one iteration.
             prefetch: How many batches are prepared ahead.
             strings: `"error"` or `"host"`.
             batched: Whether the elements of an iterable are batches; None takes
@@ -378,7 +373,6 @@ class Strategy:
             remainder=remainder,
             shuffle=shuffle,
             epochs=epochs,
-            steps=steps,
             prefetch=prefetch,
             strings=strings,
             batched=batched,
