@@ -535,7 +535,10 @@ TABLES = {
     ),
     "a dict of series": ({"a": Series(A), "b": Series(B)}, {"a": A, "b": B}),
     "a series": (Series(A), A),
-    "lists": ({"a": A.tolist(), "b": [[x] for x in B.tolist()]}, {"a": A, "b": B[:, None]}),
+    "lists": (
+        {"a": A.tolist(), "b": [[x] for x in B.tolist()]},
+        {"a": A, "b": B[:, None]},
+    ),
     "a pair of lists": ((A.tolist(), B.tolist()), (A, B)),
     "a list of rows": ([[x, 1.0] for x in A.tolist()], np.stack([A, A * 0 + 1], 1)),
 }
@@ -564,8 +567,14 @@ def test_a_pandas_frame_and_its_columns():
     [
         ({"x": A, "y": {1, 2}}, "leaf 'y' is a set, which is not an array, number or"),
         ((A, object()), "leaf '1' is an object, which is not an array, number or"),
-        ({"x": A, "y": [[1.0], [1.0, 2.0]] * 4}, "leaf 'y': a list cannot be converted"),
-        ({"x": A, "y": Series(list("abcdefgh"))}, "leaf 'y' holds strings, which devices"),
+        (
+            {"x": A, "y": [[1.0], [1.0, 2.0]] * 4},
+            "leaf 'y': a list cannot be converted",
+        ),
+        (
+            {"x": A, "y": Series(list("abcdefgh"))},
+            "leaf 'y' holds strings, which devices",
+        ),
         ({"x": A, "y": 3.0}, "leaf 'y' is a single float64, without a dim for the"),
         ({"x": A, "y": [1, 2]}, "leaf 'x' has 8 rows and leaf 'y' 2: the first dim of"),
     ],
@@ -746,7 +755,9 @@ def test_wide_dtypes_become_what_jax_makes_of_them_and_are_reported(dtype, sourc
     np.testing.assert_array_equal(batch["x"], expected)
     # Integers are checked to fit, so that only floats lose something.
     note = f"x: {dtype} becomes {WIDE[dtype]}, as JAX does without jax_enable_x64."
-    assert data.report().notes == ((note,) if dtype in ("float64", "complex128") else ())
+    assert data.report().notes == (
+        (note,) if dtype in ("float64", "complex128") else ()
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

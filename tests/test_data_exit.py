@@ -47,7 +47,11 @@ for _ in range(4):
 
 ENDS = {
     "the end": ("time.sleep(0.3)", 0, ""),
-    "an exception": ("time.sleep(0.3); raise ValueError('of the loop')", 1, "of the loop"),
+    "an exception": (
+        "time.sleep(0.3); raise ValueError('of the loop')",
+        1,
+        "of the loop",
+    ),
     "sys.exit": ("time.sleep(0.3); sys.exit(7)", 7, ""),
     "the end while a loop waits": (
         "threading.Thread(target=lambda: list(it), daemon=True).start(); time.sleep(0.3)",

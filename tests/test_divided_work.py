@@ -143,9 +143,11 @@ def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     assert ml.data.process_rows(mesh, 16).size == 16
     assert ml.data.per_replica_batch_size(16, mesh) == 2
     kernel = jax.ShapeDtypeStruct((784, 128), "float32")
-    assert not ml.parallel.fsdp(mesh).resolve({"kernel": kernel})[
-        "kernel"
-    ].layout.is_fully_replicated
+    assert (
+        not ml.parallel.fsdp(mesh)
+        .resolve({"kernel": kernel})["kernel"]
+        .layout.is_fully_replicated
+    )
     assert not caplog.records
 
 

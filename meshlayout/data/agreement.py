@@ -165,6 +165,7 @@ class Turns:
         (first, (_, where)), *others = values.items()
         for process, (_, other) in others:
             if other != where:
+                self._is_over = True  # all raise it
                 msg = (
                     f"the processes read different batches at once: {where} on process "
                     f"{first}, {other} on process {process}. Start their iterations at "

@@ -261,6 +261,8 @@ class _Batches:
                 if batch is None and not self._position.row:
                     # With epochs=None this would be an endless loop of empty epochs.
                     raise DataError(no_rows(self._position.epoch))
+                if batch is not None:
+                    self._plan.check_padding(batch)
                 batch = self._agreed(batch)
                 if batch is not None:
                     self._position = batch.after

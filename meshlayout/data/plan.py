@@ -40,6 +40,21 @@ Reader: TypeAlias = RowReader | StreamReader
 Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
 
 
+def checked_seed(shuffle: Any, where: str = "") -> int | None:
+    """Returns `shuffle=` of a function: a seed, or None to keep the order of rows."""
+    if isinstance(shuffle, (bool, np.bool_)):
+        msg = (
+            f"{where}{': ' * bool(where)}shuffle={bool(shuffle)} is no seed: give a "
+            "seed, shuffle=0, which with the epoch determines the order of the rows; "
+            "or shuffle=None, which keeps their order."
+        )
+        raise DataError(msg)
+    context = _checks.Context(where=where, error=DataError)
+    if shuffle is None:
+        return None
+    return _checks.count("shuffle", shuffle, at_least=0, **context)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The arguments of `distribute_dataset`, of the same names, checked."""
@@ -54,15 +69,8 @@ class DataOptions:
     strings: str = "error"
 
     def __post_init__(self) -> None:
-        if isinstance(self.shuffle, (bool, np.bool_)):
-            msg = (
-                f"shuffle={bool(self.shuffle)} is no seed: give a seed, shuffle=0, "
-                "which with the epoch determines the order of the rows; or "
-                "shuffle=None, which keeps their order."
-            )
-            raise DataError(msg)
+        object.__setattr__(self, "shuffle", checked_seed(self.shuffle))
         for name, at_least, can_be_none in (
-            ("shuffle", 0, True),
             ("global_batch_size", 1, False),
             ("epochs", 1, True),
             ("prefetch", 0, False),
@@ -232,19 +240,25 @@ class DataPlan:
             self._first.rows,
         )
 
-    def placed(self, batch: HostBatch) -> Batch:
-        """Returns a batch on the mesh, with its weights."""
-        if self._placement is None:
-            placed = batch.leaves[0]
-            return placed if self._assemble is None else self._assemble(placed, None)
-        is_padded = batch.count < self.size
-        # Of sources whose length is known, `_check_length` refuses this earlier.
+    def check_padding(self, batch: HostBatch) -> None:
+        """Raises DataError if a batch is padded and cannot carry weights.
+
+        Of sources whose length is known, `_check_length` refuses this earlier.
+        """
+        is_padded = self._placement is not None and batch.count < self.size
         if is_padded and not self.has_weights:
             msg = (
                 f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
                 f"have {self.size}. {self.padding_hint}"
             )
             raise DataError(msg)
+
+    def placed(self, batch: HostBatch) -> Batch:
+        """Returns a batch on the mesh, with its weights."""
+        if self._placement is None:
+            placed = batch.leaves[0]
+            return placed if self._assemble is None else self._assemble(placed, None)
+        is_padded = batch.count < self.size
         with self.clock.timed("place_s"):
             is_real = self.own < batch.count if is_padded else None
             placed = self._placement(batch.leaves, is_real)

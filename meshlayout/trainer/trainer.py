@@ -18,6 +18,7 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
 from meshlayout.data import DistributedDataset
 from meshlayout.data.adapters.arrays import is_columns
+from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -285,7 +286,7 @@ class Trainer:
             labels,
             batch_size,
             layout=self._layout(),
-            shuffle=shuffle,
+            shuffle=checked_seed(shuffle, "fit"),
         )
         source = self._input(
             "fit",
