@@ -63,11 +63,11 @@ def distribute_dataset(
 ) -> "DistributedDataset":
     """Makes global batches on a mesh from a source of examples.
 
-    Use this to feed a train or eval step from anything: arrays in memory, a generator,
-    or a dataset of another framework. Every example is in exactly one batch of an
-    epoch, and each process loads only the rows that its devices need. All batches have
-    the same shape and structure; those that the source cannot fill are padded with its
-    last row, and the padding is marked by weights of 0.
+    Use this to feed a step from anything: arrays in memory, a generator, or a dataset
+    of another framework. Every example is in exactly one batch of an epoch, and each
+    process loads only the rows that its devices need. All batches have the same shape
+    and structure; the last one of an epoch is padded with its last row, and the padding
+    is marked by weights of 0.
 
     On several processes, all of them must pass the same source (or
     `per_process=True`), and iterate over the dataset alike. When it is made, they
@@ -301,9 +301,8 @@ class DistributedDataset:
 
     def __reduce__(self) -> NoReturn:
         msg = (
-            "a dataset holds its source, threads and devices, and cannot be copied or "
-            "pickled. Make another one with distribute_dataset; a position in it is "
-            "saved by get_state() of its iterator."
+            "a dataset holds threads and devices, and cannot be pickled. Make another "
+            "one; get_state() of its iterator saves a position in it."
         )
         raise DataError(msg)
 
@@ -314,9 +313,8 @@ class DistributedDataset:
         """Returns the next iteration; it can be used in a `with` block.
 
         Args:
-            epoch: Where it starts. None for the epoch after those of the iterations
-                before it; a number, as for measuring the same rows each time, does not
-                count as one of them.
+            epoch: Where it starts, as for measuring the same rows each time; None for
+                the epoch after those of the iterations before it.
         """
         if epoch is not None:
             epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)

@@ -58,41 +58,39 @@ class LeafSpec:
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
         """Copies rows into an array of the devices' dtype, if all integers fit."""
-        if (
-            values.dtype != out.dtype
-            and values.size
-            and jnp.issubdtype(values.dtype, np.integer)
-        ):
+        is_cast = values.dtype != out.dtype and values.size
+        if is_cast and jnp.issubdtype(values.dtype, np.integer):
             bounds: Any = np.iinfo(out.dtype)
-            for extreme in (values.min(), values.max()):
-                if not bounds.min <= extreme <= bounds.max:
-                    msg = (
-                        f"{leaf_text(self.path)} has the value {extreme}, which does "
-                        f"not fit into {out.dtype}: without jax_enable_x64, "
-                        f"{self.dtype} becomes {out.dtype}. Set "
-                        "jax.config.update('jax_enable_x64', True), or give smaller "
-                        "numbers."
-                    )
-                    raise DataError(msg)
+            low, high = values.min(), values.max()
+            if low < bounds.min or high > bounds.max:
+                worst = high if high > bounds.max else low
+                msg = (
+                    f"{leaf_text(self.path)} has the value {worst}, which does not fit "
+                    f"into {out.dtype}: without jax_enable_x64, {self.dtype} becomes "
+                    f"{out.dtype}. Set jax.config.update('jax_enable_x64', True), or "
+                    "give smaller numbers."
+                )
+                raise DataError(msg)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
             out[...] = values
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
         """Raises DataError if a leaf, whose examples have a shape, is not like this."""
+        name = leaf_text(self.path)
         if shape != self.shape:
             msg = (
-                f"{leaf_text(self.path)} is ragged: an example has shape {shape}, and "
-                f"the first one has {self.shape}. Pad the examples to one shape."
+                f"{name} is ragged: an example has shape {shape}, and the first one "
+                f"has {self.shape}. Pad the examples to one shape."
             )
             raise DataError(msg)
-        if leaf.dtype == self.dtype or (self.to is None and is_string(leaf)):
-            return  # NumPy's dtypes of strings differ with their lengths
-        msg = (
-            f"{leaf_text(self.path)} changes its dtype: an example is "
-            f"{array_text(leaf.dtype, shape)}, and the first one is "
-            f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
-        )
-        raise DataError(msg)
+        # NumPy's dtypes of strings differ with their lengths.
+        if leaf.dtype != self.dtype and not (self.to is None and is_string(leaf)):
+            msg = (
+                f"{name} changes its dtype: an example is "
+                f"{array_text(leaf.dtype, shape)}, and the first one is "
+                f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
+            )
+            raise DataError(msg)
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,7 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of `count` rows, which must be like the first example.
-
-        None for arrays that are known to agree in their number.
-        """
+        """Returns the leaves of `count` rows, which must be like the first example."""
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
             raise structure_error(rows, [leaf.path for leaf in self.leaves])
@@ -122,9 +117,7 @@ class ExampleSpec:
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
     """Returns the spec of the examples, given the first of them as rows.
 
-    Calls `warn` with a sentence about every leaf that loses precision. Refuses leaves
-    that cannot be placed: objects, strings unless they stay on the host (`strings`),
-    dtypes that JAX does not have.
+    Calls `warn` with a sentence about every leaf that loses precision.
     """
     named, treedef = named_leaves(rows)
     if not named:
@@ -135,40 +128,37 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
         to = _device_dtype(path, leaf, strings)
         # Integers are checked to fit, so that only floats are worth a warning.
         if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
-            name = path or "the array"
-            warn(
-                f"{name}: {leaf.dtype} becomes {to}, as JAX does without jax_enable_x64."
-            )
+            change = f"{path or 'the array'}: {leaf.dtype} becomes {to}"
+            warn(f"{change}, as JAX does without jax_enable_x64.")
         specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
     return ExampleSpec(treedef, tuple(specs))
 
 
 def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
     dtype = leaf.dtype
+    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
+    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
     if is_string(leaf) and leaf.size:  # an empty array of objects is not of strings
         if strings == "host":
             return None
-        msg = (
-            f"{leaf_text(path)} holds strings, which devices do not take. Leave it "
-            "out, or keep it on the host with strings='host'."
+        what = (
+            "holds strings, which devices do not take. Leave it out, or keep it on the "
+            "host with strings='host'."
         )
-        raise DataError(msg)
-    if dtype.kind == "O":
-        msg = (
-            f"{leaf_text(path)} is an array of objects, which devices do not take. "
-            "Ragged rows have to be padded to one shape; numbers need a dtype, as "
-            "array.astype('float32')."
+    elif dtype.kind == "O":
+        what = (
+            "is an array of objects, which devices do not take. Ragged rows have to be "
+            "padded to one shape; numbers need a dtype, as array.astype('float32')."
         )
-        raise DataError(msg)
-    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
-    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
-    if too_wide or not _jax.is_array_dtype(dtype):
-        msg = (
-            f"{leaf_text(path)} has dtype {dtype}, which JAX does not have. Convert "
-            "it, for instance with array.astype('float32')."
+    elif too_wide or not _jax.is_array_dtype(dtype):
+        what = (
+            f"has dtype {dtype}, which JAX does not have. Convert it, for instance "
+            "with array.astype('float32')."
         )
-        raise DataError(msg)
-    return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    else:
+        return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    msg = f"{leaf_text(path)} {what}"
+    raise DataError(msg)
 
 
 def is_string(array: np.ndarray) -> bool:
@@ -203,10 +193,9 @@ def leaf_text(path: str) -> str:
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf as a NumPy array, without a copy if it is one already.
+    """Returns anything with `__array__`, a PyTorch tensor, a number, or a string.
 
-    It may be anything with `__array__`, a PyTorch tensor, a number, or a string, which
-    becomes an array of one object.
+    Nothing is copied; a string becomes an array of one object.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -227,8 +216,7 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
 def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
     """Returns a leaf that a source's `read_rows` returned for some indices."""
     array = as_array(path, leaf)
-    # Too few rows would be filled up like the last batch of an epoch, as if they were
-    # examples.
+    # Too few rows would be filled up like the last batch of an epoch.
     if not array.ndim or len(array) != count:
         indices = "1 index" if count == 1 else f"{count} indices"
         msg = (
@@ -240,7 +228,6 @@ def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
 
 
 def _tensor_to_numpy(tensor: Any) -> np.ndarray:
-    """Returns a PyTorch tensor as an array, without a copy if it is on the host."""
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
         msg = (
             f"a PyTorch tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is "
@@ -292,8 +279,8 @@ def is_placed(batch: Batch) -> bool:
 
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
     """Returns a user's batch as a tree of NumPy arrays, and the number of its rows."""
-    entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    leaves = [as_array(leaf_path(keys), leaf) for keys, leaf in entries]
+    named, treedef = named_leaves(batch)
+    leaves = [as_array(path, leaf) for path, leaf in named]
     sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
@@ -322,16 +309,12 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     except ValueError:
         other = next(e for e in examples if jax.tree.structure(e) != treedef)
         raise structure_error(other, paths) from None
-    return treedef.unflatten(
-        _stacked(path, column, (dtypes or {}).get(path))
-        for path, column in zip(paths, zip(*flat, strict=True), strict=True)
-    )
+    columns = zip(paths, zip(*flat, strict=True), strict=True)
+    dtypes = dtypes or {}
+    return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
 
 
-def _stacked(
-    path: str, column: Sequence[Leaf], dtype: npt.DTypeLike | None
-) -> np.ndarray:
-    """Returns one leaf of all examples, stacked; the common kinds take a fast way."""
+def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
     first, kinds = column[0], set(map(type, column))
     if isinstance(first, (str, bytes)):
         strings = np.empty(len(column), object)
@@ -374,12 +357,11 @@ def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
         ", ".join(map(repr, listed)) or "none"
         for listed in ([path for path, _ in named_leaves(example)[0]], paths)
     )
-    msg = (
-        "an example has another structure than the first one: leaves "
-        f"{names} instead of {first_names}. Lists of numbers count as structure: make "
-        "them arrays with np.asarray."
+    return DataError(
+        f"an example has another structure than the first one: leaves {names} instead "
+        f"of {first_names}. Lists of numbers count as structure: make them arrays with "
+        "np.asarray."
     )
-    return DataError(msg)
 
 
 def ambiguous(what: str) -> str:

@@ -88,9 +88,8 @@ class DataIterator:
 
     def __reduce__(self) -> NoReturn:
         msg = (
-            "a data iterator holds threads and devices, and cannot be copied or "
-            "pickled. Save its get_state(), and set it on another one with "
-            "set_state()."
+            "a data iterator holds threads and devices, and cannot be pickled. Save its "
+            "get_state(), and set it on another one with set_state()."
         )
         raise DataError(msg)
 

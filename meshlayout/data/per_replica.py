@@ -65,7 +65,7 @@ class InputContext:
             raise DataError(msg)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns how many rows of a global batch each replica gets; they must divide."""
+        """Returns how many rows of a global batch each replica gets."""
         return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
     @classmethod
@@ -93,10 +93,9 @@ def distribute_datasets_from_function(
     """Makes global batches from the sources that a function makes on each process.
 
     Use this to port a pipeline from tf.distribute, or if each process must read its own
-    part of the data. The function decides what its process reads; nothing is sharded
-    for it. The source that it returns is cut into this process's part of the global
-    batches, one replica's rows after another's. A source of batches of the per-replica
-    size, as for tf.distribute, feeds one batch to each replica in turn.
+    part of the data. The source that the function returns is cut into this process's
+    part of the global batches, one replica's rows after another's. A source of batches
+    of the per-replica size, as for tf.distribute, feeds one to each replica in turn.
 
     Args:
         fn: Called once with an `InputContext`; returns any source that
@@ -147,19 +146,15 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
-            msg = (
-                f"{name} returned None, and must return a source of batches of the "
-                "per-replica size. A function that ends without `return` gives None."
-            )
+            msg = f"{name} returned None, and must return a source of batches."
             raise DataError(msg)
         source, rows = first_batch(dataset, clock, batched=batched)
         size = options.get("global_batch_size")
         if size is None:
             if isinstance(source, RandomAccessSource):
                 msg = (
-                    f"{name} returned a source of single rows, from which the size of "
-                    "a batch cannot be inferred. Give global_batch_size=, or return "
-                    "batches of the per-replica size."
+                    f"{name} returned a source of single rows. Give global_batch_size=, "
+                    "or return batches of the per-replica size."
                 )
                 raise DataError(msg)
             size = (rows or 1) * context.num_replicas_in_sync

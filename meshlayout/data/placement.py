@@ -36,8 +36,7 @@ def process_rows(
 
     Use this to write a source for `per_process=True`, or to read only what is needed
     from a file. These are the rows of which the process's devices hold a part, each of
-    them once, however the mesh spans the processes. A process without devices in the
-    mesh has none.
+    them once, however the mesh spans the processes.
 
     Args:
         layout: The layout of the array, or a mesh: then its batch axes shard the first
@@ -47,10 +46,6 @@ def process_rows(
 
     Returns:
         The row indices, ascending, int64.
-
-    Raises:
-        LayoutError: If the shape does not fit the layout.
-        DataError: If there is no such process.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -92,15 +87,9 @@ def process_rows(
 
 
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
-    """Returns how many rows of a global batch each replica gets.
+    """Returns how many rows of a global batch each replica gets; they must divide.
 
-    Args:
-        global_batch_size: Rows of the global batch.
-        layout_or_mesh: The layout of batches, or a mesh, whose replicas are then along
-            its batch axes.
-
-    Raises:
-        DataError: If they do not divide.
+    The replicas of a mesh are along its batch axes.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -149,10 +138,10 @@ def batch_layout(
     if isinstance(layout_or_mesh, PartitionSpec):
         return Layout(layout_or_mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
+        shown = _checks.shown(layout_or_mesh)
         msg = (
-            "batches need a Layout, a mesh or a NamedSharding, got "
-            f"{_checks.shown(layout_or_mesh)}. For a list of entries, write "
-            "mesh.layout(...)."
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
+            "of entries, write mesh.layout(...)."
         )
         raise DataError(msg)
     layout = Layout.of(layout_or_mesh)
@@ -209,11 +198,7 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 class Placement:
-    """Makes global arrays of this process's `own` rows of a batch of `num_rows`.
-
-    Everything that is the same for every batch is computed once: shardings, and which
-    slice of the rows each device gets.
-    """
+    """Makes global arrays of this process's `own` rows of a batch of `num_rows`."""
 
     def __init__(
         self,

@@ -50,21 +50,20 @@ def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
 def from_state(identity: dict[str, JSON], state: Any) -> Position:
     """Returns the position in a dict made by `to_state`, for the same dataset."""
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
-        msg = (
-            "the state is not that of a data iterator: expected what get_state() "
-            f"returned, got {_checks.shown(state)}."
-        )
+        shown = _checks.shown(state)
+        msg = f"the state must be what get_state() of a data iterator returned, got {shown}."
         raise DataError(msg)
-    if state.get("version") != _VERSION:
-        msg = (
-            f"the state has version {state.get('version')!r}, and this release reads "
-            f"version {_VERSION}."
-        )
+    version = state.get("version")
+    if version != _VERSION:
+        msg = f"the state has version {version!r}, and this release reads {_VERSION}."
         raise DataError(msg)
     for name in [*Position._fields, *(f"of_{name}" for name in identity)]:
         if name not in state:
             msg = f"the state lacks {name!r}; it was cut or written by hand."
             raise DataError(msg)
+        if name in Position._fields and name != "source":
+            what = f"the state's {name!r}"
+            _checks.count(what, state[name], at_least=0, error=DataError)
     for name, here in identity.items():
         there = state[f"of_{name}"]
         # The size of its batches matters only to a position of the stream's own.
@@ -75,11 +74,4 @@ def from_state(identity: dict[str, JSON], state: Any) -> Position:
                 "dataset as it was when the state was saved."
             )
             raise DataError(msg)
-    counts = {
-        name: _checks.count(
-            f"the state's {name!r}", state[name], at_least=0, error=DataError
-        )
-        for name in Position._fields
-        if name != "source"
-    }
-    return Position(source=state["source"], **counts)
+    return Position(**{name: state[name] for name in Position._fields})

@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 class PipelineReport:
     """The work of an input pipeline so far, on this process.
 
-    Use this to find out whether training waits for data: if `waited_s` is near 0, the
-    pipeline keeps up. Otherwise the larger of `read_s` and `place_s` is where to look.
+    If `waited_s` is near 0, the pipeline keeps up with training. Otherwise the larger
+    of `read_s` and `place_s` is where to look.
 
     Attributes:
         read_s: Seconds spent making batches on the host, in the user's source and here.
@@ -48,15 +48,7 @@ class PipelineReport:
 
 
 class Clock:
-    """Adds up the work of a pipeline, and keeps its notes; any thread may use it.
-
-    Example:
-        >>> clock = Clock()
-        >>> with clock.timed("read_s", rows=32):
-        ...     pass
-        >>> clock.report.rows
-        32
-    """
+    """Adds up the work of a pipeline, and keeps its notes; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

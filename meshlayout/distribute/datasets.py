@@ -21,7 +21,7 @@ from meshlayout.data.dataset import make_plan
 from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.data.plan import DataPlan
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, replica_layout
-from meshlayout.errors import DataError, StrategyError
+from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
 

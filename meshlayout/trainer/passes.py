@@ -1,6 +1,6 @@
-"""`Input`: passes over the data that can be interrupted and resumed.
+"""`Input`: passes over the data of a `fit` that can be interrupted and resumed.
 
-`Loop` and `Trainer.fit` share it. Two ways lead back into the middle of a pass: an
+Two ways lead back into the middle of a pass: an
 iterator with `get_state` and `set_state` is moved there, and any other data is read up
 to there and dropped. Looking at a batch without yielding it (to see the structure of
 metrics before a restore) must not change what the training sees, so that batches and
@@ -10,13 +10,12 @@ even a whole next pass may be waiting here.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 
 from meshlayout._annotations import Batch
-from meshlayout.checkpoint.data_state import Continues
 from meshlayout.errors import CheckpointError
 
 
@@ -26,6 +25,19 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """An iterable of batches, a function that returns one, or an iterator."""
 
 _END: Any = object()
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """An iterator whose position can be saved and restored."""
+
+    def get_state(self) -> Any:
+        """Returns the position."""
+        ...
+
+    def set_state(self, state: Any) -> Any:
+        """Moves to a position."""
+        ...
 
 
 def why_not(data: object) -> str:
