@@ -24,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint import safetensors as reading
 from tests.error_messages import message_of
 
 
@@ -200,7 +199,7 @@ def test_published_weights_land_on_a_layout_map(tmp_path, mesh_2x4, most):
     )
     plan = ml.describe(lambda: Published(nnx.Rngs(0)), layouts)
     model = checkpoint.load_safetensors(
-        tmp_path, plan, rename=TABLE, transpose=TURNED, allow="num_batches"
+        tmp_path, plan, rename=TABLE, transpose=TURNED, partial="num_batches"
     )
     assert isinstance(model, Published)
     dense: Any = model.h.layers[1]
@@ -267,8 +266,8 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         "differs  wanted       saved\n"
         "───────  ───────────  ───────────\n"
         "shape    w f32[2, 3]  w f32[3, 2]\n"
-        "allow=[pattern] keeps the values of arrays of another shape. "
-        "transpose={pattern: (1, 0)} permutes dims."
+        "partial=[pattern] leaves the arrays that it matches as they are. "
+        "transpose={pattern: (1, 0)} permutes dims where files are read."
     )
 
 
@@ -316,28 +315,30 @@ def test_linen_variables_are_loaded_in_their_boxes(tmp_path, mesh_2x4):
 # Safetensors: only what is needed.
 
 
-@pytest.mark.parametrize("most", [2**30, 100])
-def test_only_the_slices_that_devices_hold_are_read_each_once(
-    tmp_path, mesh_2x4, monkeypatch, most
-):
-    state = {"w": values((16, 8)), "v": values((8, 4)), "left": values((64, 64))}
-    checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=most)
-    read = []
-    original = reading._Files.read
+class Counted:
+    """An array that notes the shape of every slice that is taken of it."""
 
-    def spy(self, leaf, index):
-        part = original(self, leaf, index)
-        assert part.base is None  # no view of something larger
-        read.append((leaf.path, part.shape))
+    def __init__(self, name, array, read):
+        self.shape, self.dtype = array.shape, array.dtype
+        self._name, self._array, self._read = name, array, read
+
+    def __getitem__(self, index):
+        part = self._array[index]
+        self._read.append((self._name, part.shape))
         return part
 
-    monkeypatch.setattr(reading._Files, "read", spy)
+
+def test_only_the_slices_that_devices_hold_are_read_each_once(mesh_2x4):
+    state = {"w": values((16, 8)), "v": values((8, 4)), "left": values((64, 64))}
+    read = []
+    saved = {name: Counted(name, x.T, read) for name, x in state.items()}
     layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model"), "v": (None, "model")})
     like = {name: np.empty_like(state[name]) for name in ("w", "v")}
-    got = checkpoint.load_safetensors(tmp_path, like, layouts=layouts, allow="left")
+    options = {"transpose": {"": (1, 0)}, "layouts": layouts}
+    got = checkpoint.load_arrays(saved, like, partial="left", **options)
     equal(got, {"v": state["v"], "w": state["w"]})
     # The replicas along `batch` of v share one reading.
-    assert sorted(read) == [("v", (8, 1))] * 4 + [("w", (8, 2))] * 8
+    assert sorted(read) == [("v", (1, 8))] * 4 + [("w", (2, 8))] * 8
 
 
 def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
@@ -351,26 +352,16 @@ def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
     assert peak < big.nbytes / 4
 
 
-def aligned(array):
-    """A copy that begins where the devices of a CPU could use it as it is."""
-    room = np.empty(array.nbytes + 64, "uint8")
-    begin = -room.ctypes.data % 64
-    made = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return made
-
-
-def test_restored_arrays_share_no_memory(tmp_path, mesh_2x4, monkeypatch):
-    saved = {"w": values((256, 256))}
+def test_restored_arrays_can_be_donated(tmp_path, mesh_2x4):
+    # Many: a CPU device takes over memory that happens to be aligned.
+    saved = {f"w{at}": values((256,), seed=at) for at in range(64)}
     checkpoint.save_safetensors(tmp_path, saved)
-    original = reading._Files.read
-    monkeypatch.setattr(
-        reading._Files, "read", lambda self, *where: aligned(original(self, *where))
-    )
     got = checkpoint.load_safetensors(tmp_path, ml.LayoutMap(mesh_2x4))
-    equal(got, saved)
-    places = {part.data.unsafe_buffer_pointer() for part in got["w"].addressable_shards}
-    assert len(places) == 8
+    step = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)
+    got = step(step(step(got)))
+    for name, array in got.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), -saved[name])
 
 
 def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch):
@@ -392,6 +383,9 @@ def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch
 
 
 # Safetensors: damage.
+
+
+WHICH = "Give one file, or the index of shards, which says whether they are complete."
 
 
 def damaged(file, data, like):
@@ -441,24 +435,24 @@ def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
     text = index.read_text()
     second.rename(tmp_path / "away")
     assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second}, which {index.name} names, does not exist."
+        f"{second} does not hold 'w', as {index.name} says."
     )
     shutil.copy(first, second)
     assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second} does not hold the array 'w', which {index.name} lists for it. They are from different saves."
+        f"{second} does not hold 'w', as {index.name} says."
     )
     for bad in ("", "{}", text[:-9], text.replace(second.name, f"../{second.name}")):
         index.write_text(bad)
         assert error_of(
             load, tmp_path, like, error=ml.errors.DamagedCheckpointError
         ) == (
-            f"{index} is not an index of safetensors files: it has no 'weight_map' from the names of arrays, each once, to the names of files next to it."
+            f"{index} is not an index of safetensors files: it has no 'weight_map' from "
+            "the names of arrays to the names of files next to it."
         )
     index.unlink()
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds shards, such as {first.name}, and no index "
-        "*.safetensors.index.json, without which nobody knows whether they are "
-        "complete."
+        f"{tmp_path}: it is unclear which safetensors file to read of these: "
+        f"{first.name}, {second.name}. {WHICH}"
     )
 
 
@@ -467,15 +461,19 @@ def test_what_is_not_there_is_named(tmp_path):
     like = {"w": values(3)}
     away = tmp_path / "away.safetensors"
     assert error_of(load, away, like) == f"{away} does not exist."
-    assert error_of(load, tmp_path, like) == (f"{tmp_path} holds no safetensors file.")
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: it is unclear which safetensors file to read of these: none. "
+        f"{WHICH}"
+    )
     assert error_of(load, "gs://bucket/x.safetensors", like) == (
-        "gs://bucket/x.safetensors: safetensors files are read and written by mapping them into memory, which needs a local path. Copy them to a disk."
+        "gs://bucket/x.safetensors: safetensors files are mapped into memory: give a "
+        "local path."
     )
     for name in "ab":
         checkpoint.save_safetensors(tmp_path / f"{name}.safetensors", like)
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds several: a.safetensors, b.safetensors. Give the path of "
-        "one file or index."
+        f"{tmp_path}: it is unclear which safetensors file to read of these: "
+        f"a.safetensors, b.safetensors. {WHICH}"
     )
 
 
@@ -488,26 +486,25 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         assert not list(tmp_path.iterdir())
         return message
 
-    assert save({"rng": jax.random.key(0)}) == (
-        "rng: safetensors files cannot hold PRNG keys. Save the "
-        "parameters alone, as state.params or nnx.state(model, nnx.Param), or "
-        "jax.random.key_data(key) instead of the key."
+    alone = (
+        "Save the parameters alone, as state.params or nnx.state(model, nnx.Param), and "
+        "of PRNG keys jax.random.key_data."
     )
-    assert save({"step": 3}) == (
-        "step: safetensors files hold arrays, and this is 3 of type int. Save the "
-        "parameters alone, as state.params or nnx.state(model, nnx.Param)."
-    )
-    assert save({"w": jax.ShapeDtypeStruct((2,), "float32")}).startswith(
-        "w: safetensors files hold arrays, and this is ShapeDtypeStruct("
-    )
-    assert save({"w": jnp.zeros(2, "int4")}) == (
-        "w: safetensors files cannot hold the dtype int4. Cast it to another one."
-    )
-    assert save({"a.b": values(2)}) == (
-        "a.b: a key contains '.', which also separates keys in the file. Give separator='/', or rename the array."
-    )
-    assert save(values(2)) == (
-        "the state is a single leaf without a name. Put it into a dict."
+    for value, what in (
+        (jax.random.key(0), "dtype key<fry>"),
+        (3, "3"),
+        (jnp.zeros(2, "int4"), "dtype int4"),
+    ):
+        assert save({"a": values(2), "x": value}) == (
+            "x: safetensors files hold arrays of common dtypes, and this is "
+            f"{what}. {alone}"
+        )
+    message = save({"w": jax.ShapeDtypeStruct((2,), "float32")})
+    assert message.startswith("w: safetensors files hold arrays of common dtypes, and")
+    assert save(values(2)).startswith("state must hold arrays by name, got ")
+    assert save({"a.b": values(2), "a": {"b": values(2)}}) == (
+        "the saved arrays 'a/b' and 'a.b' both become 'a.b'. Change rename= so that "
+        "they differ."
     )
     assert save({"a": values(2), "b": values(2)}, rename={"[ab]": "c"}) == (
         "the saved arrays 'a' and 'b' both become 'c'. Change rename= so that they "
@@ -519,8 +516,8 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
     assert save({"a": values(2)}, separator="-") == (
         "separator must be '.' or '/', got '-'."
     )
-    assert save({"a": values(2)}, metadata={"x": 1}) == (
-        "metadata= must be strings by name, got {'x': 1}."
+    assert save({"a": values(2)}, metadata="x") == (
+        "metadata= must be strings by name, got 'x'."
     )
 
 
@@ -645,7 +642,8 @@ def test_names_inside_names_make_no_tree(tmp_path, mesh_2x4):
     save_file({"a": values(2), "a.b": values(2)}, tmp_path / "x.safetensors")
     message = error_of(checkpoint.load_safetensors, tmp_path, ml.LayoutMap(mesh_2x4))
     assert message == (
-        "a.b: the name 'a/b' and that of another array contain each other. Change rename= so that no name is the beginning of another."
+        "the name 'a/b' and that of another array contain each other. Change rename= so "
+        "that names are shorter, and no name is the beginning of another."
     )
 
 
@@ -687,6 +685,92 @@ def test_other_memory_is_kept_to(tmp_path, mesh_2x4):
     got = checkpoint.load_safetensors(tmp_path, like)
     assert got["w"].sharding == where
     equal(got, state)
+
+
+# Mappings.
+
+
+def test_an_npz_file_is_a_mapping_of_arrays(tmp_path, mesh_2x4):
+    saved = {"net.w": values((8, 4)), "net.n": np.int32(3)}
+    np.savez(tmp_path / "x.npz", **saved)
+    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model")})
+    got = checkpoint.load_arrays(np.load(tmp_path / "x.npz"), layouts)
+    equal(got, {"net": {"w": saved["net.w"], "n": saved["net.n"]}})
+    assert str(ml.fetch_layout(got["net"]["w"])) == "[batch, model]"
+
+
+def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mesh_2x4):
+    layout = mesh_2x4.layout("model", None)
+    path = tmp_path / "w"
+    np.memmap(path, "float32", "w+", shape=(4, 2))[:] = values((4, 2))
+    saved = {
+        "layers": [{"w": ml.relayout(values((8, 4)), layout)}, {"w": values((2, 2))}],
+        "mapped": np.memmap(path, "float32", "r", shape=(4, 2)),
+        "big": values(4).astype(">f4"),
+        "int4": jnp.arange(4, dtype="int4"),
+        "float8": jnp.ones(4, "float8_e5m2"),
+        "key": np.asarray(jax.random.key_data(jax.random.key(3))),
+        "step": 5,
+        "none": None,
+        "name": "text",
+    }
+    like = {
+        "layers": [{"w": jnp.zeros((8, 4))}, {"w": np.zeros((2, 2), "float32")}],
+        "mapped": jnp.zeros((4, 2)),
+        "big": jnp.zeros(4),
+        "int4": jnp.zeros(4, "int4"),
+        "float8": jnp.zeros(4, "float8_e5m2"),
+        "key": jax.random.key(0),
+        "step": 0,
+    }
+    got = checkpoint.load_arrays(saved, like)
+    assert got.pop("step") == 5
+    key = jax.random.key_data(got.pop("key"))
+    np.testing.assert_array_equal(key, saved["key"])
+    expected = {name: saved[name] for name in got} | {"big": values(4)}
+    equal(got, expected)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    load = checkpoint.load_arrays
+    like = {"w": np.zeros(2, "float32")}
+    assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
+        "the mapping: a.w is {1, 2}, which is neither an array of numbers nor a number."
+    )
+    assert error_of(load, {"w": np.array(["x"])}, like).startswith("the mapping: w is ")
+    assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
+        "the mapping: two arrays have the path 'a.w'."
+    )
+    for empty in ({}, None, [values(2)]):
+        assert error_of(load, empty, like).startswith(
+            "the mapping holds no arrays by name: it is "
+        )
+
+
+def test_a_state_dict_of_torch_is_loaded(mesh_2x4):
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(4, 8)
+    saved = dict(layer.state_dict()) | {
+        "half": torch.arange(4).to(torch.bfloat16),
+        "grad": layer.bias,
+        "count": torch.tensor(3),
+    }
+    layouts = ml.LayoutMap(mesh_2x4, {"weight": (None, "model")})
+    like = {
+        "weight": jax.ShapeDtypeStruct((4, 8), "float32"),
+        "bias": jnp.zeros(8),
+        "half": jnp.zeros(4, "bfloat16"),
+        "grad": np.zeros(8, "float32"),
+        "count": np.int64(0),
+    }
+    options = {"transpose": {"weight": (1, 0)}, "layouts": layouts}
+    got = checkpoint.load_arrays(
+        saved, like | {"count": jnp.int32(0)}, dtype="int32", **options
+    )
+    np.testing.assert_array_equal(got["weight"], layer.weight.detach().numpy().T)
+    np.testing.assert_array_equal(got["grad"], layer.bias.detach().numpy())
+    assert got["half"].tolist() == [0, 1, 2, 3]
+    assert (int(got["count"]), got["count"].dtype) == (3, jnp.int32)
 
 
 # Flax msgpack.
@@ -774,16 +858,12 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
             written[at] ^= 1 << bit
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "is truncated or is not Flax's msgpack: Unpack failed: incomplete input"),
-        (b"\x01", "is not msgpack of a state: it holds 1"),
-    ],
-)
-def test_what_is_not_msgpack_of_a_state_is_refused(data, reason):
-    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
-    assert message == f"the msgpack data {reason}."
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x80"])
+def test_what_is_not_msgpack_of_a_state_is_refused(data):
+    damaged = ml.errors.DamagedCheckpointError
+    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)}, error=damaged)
+    start = "the msgpack data is truncated or is not a state in Flax's msgpack: "
+    assert message.startswith(start)
 
 
 def test_a_missing_msgpack_file_is_named(tmp_path):
@@ -898,14 +978,14 @@ def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, wr
 def test_orbax_arrays_are_renamed_left_out_and_cast(tmp_path, mesh_2x4):
     state = {"old": {"w": jnp.asarray(values((4, 2)))}, "more": jnp.ones(3)}
     where = save_standard(tmp_path / "x", state)
-    like = {"new": {"w": jnp.zeros((2, 4), "bfloat16")}, "head": jnp.full(2, 7.0)}
+    like = {"new": {"w": jnp.zeros((2, 4))}, "head": jnp.full(2, 7.0)}
     got = checkpoint.load_orbax(
         where,
         like,
         rename={"^old/": "new/"},
         transpose={"w": (1, 0)},
         partial=True,
-        dtype={"w": "bfloat16"},
+        dtype="bfloat16",
     )
     equal(got["new"]["w"], values((4, 2)).T.astype(jnp.bfloat16))
     assert got["head"].tolist() == [7, 7]
@@ -926,12 +1006,12 @@ def test_arrays_that_orbax_wrote_over_each_other_are_found_out(tmp_path):
     where = save_standard(tmp_path / "x", state)
     load = checkpoint.load_orbax
     assert error_of(load, where, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{where}: ('a', 'b') and ('a.b',) have the same name in Orbax's files, which hold only one of them."
+        f"{where}: two arrays have the name 'a.b'; one may be lost."
     )
     state = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
     where = save_standard(tmp_path / "y", state)
     assert error_of(load, where, like) == (
-        f"{where}: ('a', 'b') and ('a/b',) have the same path. Read them with Orbax, and rename one."
+        f"{where}: two arrays have the name 'a/b'; one may be lost."
     )
 
 
@@ -949,8 +1029,8 @@ def test_float_arrays_of_orbax_never_become_integers(tmp_path):
         "differs  wanted    saved\n"
         "───────  ────────  ────────\n"
         "dtype    w i32[3]  w f32[3]\n"
-        "dtype= asks for another dtype of the same kind; floating point never becomes "
-        "integer."
+        "partial=[pattern] leaves the arrays that it matches as they are. dtype= asks "
+        "for another dtype of the same kind; floating point never becomes integer."
     )
 
 
@@ -965,26 +1045,23 @@ def test_orbax_directories_with_several_trees_ask_which(tmp_path, mesh_2x4):
     step = tmp_path / "x" / "2"
     like = {"w": jnp.ones(3)}
     load = checkpoint.load_orbax
-    assert error_of(load, tmp_path / "x", like) == (
-        f"{tmp_path / 'x'} holds the steps 1, 2. Give the directory of one of "
-        f"them, such as {step}."
-    )
-    assert error_of(load, step, like) == (
-        f"{step} holds several trees: 'a', 'b'. Choose one with item=."
-    )
-    assert error_of(load, step, like, item="c") == (
-        f"{step} has no tree 'c', only 'a', 'b'."
-    )
+    way_out = "Give the directory of one step, and item= if it holds several trees."
+    for where, item, trees, steps in (
+        (tmp_path / "x", None, "none", " It holds the steps 1, 2."),
+        (step, None, "'a', 'b'", ""),
+        (step, "c", "'a', 'b'", ""),
+        (tmp_path, None, "none", ""),
+        (tmp_path / "away", None, "none", ""),
+    ):
+        assert error_of(load, where, like, item=item) == (
+            f"{where}: of the trees that Orbax finished writing here ({trees}), one is "
+            f"needed.{steps} {way_out}"
+        )
     equal(load(step, like, item="b"), {"w": np.zeros(3, "float32")})
-    assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds nothing that Orbax finished writing."
-    )
-    away = tmp_path / "away"
-    assert (
-        error_of(load, away, like) == f"{away} does not exist, or is not a directory."
-    )
 
 
+# Orbax leaves reads behind when one of them fails, and they find its loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "write", [save_standard, save_pytree, save_new], ids=lambda one: one.__name__
 )
@@ -1030,7 +1107,9 @@ def test_prng_keys_of_another_generator_are_refused(tmp_path, write):
         "differs  wanted           saved\n"
         "───────  ───────────────  ──────────────\n"
         "dtype    key key<urbg>[]  key key<rbg>[]\n"
-        "A PRNG key is restored only for the generator that it was saved for: create the state with jax.random.key(seed, impl='rbg')."
+        "partial=[pattern] leaves the arrays that it matches as they are. A PRNG key is "
+        "restored only for the generator that it was saved for: create the state with "
+        "jax.random.key(seed, impl='rbg')."
     )
 
 
@@ -1106,10 +1185,9 @@ def test_rules_that_match_nothing_are_named(tmp_path, mesh_2x4):
         checkpoint.load_safetensors(tmp_path, layouts)
 
 
-def test_loading_says_what_it_did(tmp_path, caplog):
+def test_loading_says_what_differs(tmp_path, caplog):
     checkpoint.save_safetensors(tmp_path, {"w": values((4, 4)), "v": values(2)})
     with caplog.at_level("INFO", "meshlayout.checkpoint"):
         checkpoint.load_safetensors(tmp_path, {"w": values((4, 4))}, partial=True)
-    first, second = caplog.messages
-    assert first.startswith(f"loaded 1 arrays, 64 B, from {tmp_path} in ")
-    assert second.startswith(f"{tmp_path} differs: 1 extra\n")
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path} differs: 1 extra\n")

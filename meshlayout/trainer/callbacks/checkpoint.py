@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+
 from meshlayout import _checks
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.resume import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
+from meshlayout.trainer.resume import KEY, METRICS, notes_of
 
 
 if TYPE_CHECKING:
@@ -21,11 +23,11 @@ class Checkpoint(Callback):
 
     A checkpoint holds the state and the position in the data. Its metadata has the
     epoch, the epoch's values (`"logs"`) if it is over, and whatever else
-    `fit(resume=True)` needs: the history, and the metrics of the epoch so far.
+    `fit(resume=True)` needs, such as the history; the metrics of the epoch so far are a
+    tree of their own.
     `checkpointer.restore(like=state)` restores the state alone.
 
-    If the checkpointer has `every=` or `every_s=`, too, a save happens when both are
-    due. If it has `best=`, the end of every epoch is saved, due or not, with the values
+    If the checkpointer has `every=`, too, a save happens when both are due. If it has `best=`, the end of every epoch is saved, due or not, with the values
     of the epoch; within an epoch there are none. An epoch that was stopped and not
     validated has no value for `best`, and is never the best.
 
@@ -46,8 +48,7 @@ class Checkpoint(Callback):
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        is_class = isinstance(checkpointer, type)
-        if is_class or not callable(getattr(checkpointer, "save", None)):
+        if not isinstance(checkpointer, Checkpointer):
             msg = (
                 "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
                 f"{_checks.shown(checkpointer)}."
@@ -57,7 +58,7 @@ class Checkpoint(Callback):
             hint = "Or write every='epoch'."
             every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
-        best = getattr(checkpointer, "best", None)
+        best = checkpointer.best
         self._best: str | None = best[0] if best else None  # the name of a metric
         # The step of the last save, and whether it was inside an epoch.
         self._saved_at: tuple[int, bool] | None = None
@@ -142,5 +143,6 @@ class Checkpoint(Callback):
             metadata=metadata,
             metrics=measured or None,
             force=force,
+            _beside={METRICS: metrics} if jax.tree.leaves(metrics) else None,
         ):
             self._saved_at = position.step, metrics is None
