@@ -638,7 +638,5 @@ class Checkpointer:
 
 
 def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
-    try:
+    with saved.unchanged():
         return read(saved)
-    finally:
-        saved.check_unchanged()  # then whatever went wrong has this cause

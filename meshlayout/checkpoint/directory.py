@@ -38,17 +38,13 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-_REMOTE = "gs://"
 # What declares a step whole: here the sizes and hashes of its files, in a store a file
-# of Orbax. Orbax's metadata hold the facts of a step that we give it; a manifest was in
-# the place of a seal before this format.
+# of Orbax. Orbax's metadata hold the facts of a step that we give it. Before this
+# format, steps had a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
 # How long what another machine wrote may take to appear here.
 _SHARED_S = 5.0
-
-
-# Paths.
 
 
 def path_text(name: str, path: object, hint: str = "") -> str:
@@ -64,8 +60,8 @@ def as_directory(path: object) -> Path:
     """Returns an absolute path; in a store, Orbax's kind of path."""
     hint = "Write Checkpointer('/data/run') or 'gs://...'."
     text = path_text("a checkpoint directory", path, hint)
-    if text.startswith(_REMOTE):
-        require("gcsfs", extra="gcs", purpose=f"A directory in {_REMOTE}")
+    if text.startswith("gs://"):
+        require("gcsfs", extra="gcs", purpose="A directory in gs://")
         epath = require("etils.epath", extra="checkpoint", purpose="Checkpointing")
         return epath.Path(text.rstrip("/"))
     if "://" in text or text.startswith("gs:/"):
@@ -79,18 +75,7 @@ def as_directory(path: object) -> Path:
 
 def is_remote(path: Path) -> bool:
     """Returns whether a path is in a store, where nothing can be renamed."""
-    return str(path).startswith(_REMOTE)
-
-
-def _refresh(path: Path) -> None:
-    """Has listings of a store see what other machines wrote."""
-    if is_remote(path):
-        # `test_checkpoint_store` notices if this is left out. etils has no public way
-        # to reach its client.
-        backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
-        client = backend.fsspec_backend.fs(_REMOTE)
-        client.invalidate_cache()
-        client.dircache.use_listings_cache = False
+    return str(path).startswith("gs://")
 
 
 # Which steps there are.
@@ -98,30 +83,61 @@ def _refresh(path: Path) -> None:
 
 def step_paths(directory: Path) -> dict[int, Path]:
     """Returns the directories of the steps that exist, in ascending order."""
-    _refresh(directory)
-    try:
-        names = [path.name for path in directory.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    if is_remote(directory):
+        # What other machines write is seen at once. etils has no public way to reach
+        # its client; `test_checkpoint_store` notices if this is left out.
+        backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
+        client = backend.fsspec_backend.fs("gs://")
+        client.invalidate_cache()
+        client.dircache.use_listings_cache = False
     paths: dict[int, Path] = {}
-    for name in sorted(names, key=len, reverse=True):  # `5.new` before `5`, which wins
-        match, path = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", name), directory / name
-        if match and (is_whole(path) or not match[2] and _is_unsealed_step(path)):
+    children = list(directory.iterdir()) if directory.is_dir() else []
+    for path in sorted(children, key=lambda x: -len(x.name)):  # `5` wins over `5.new`
+        match = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", path.name)
+        if match and (is_whole(path) or (not match[2] and _is_unsealed(path))):
             paths[int(match[1])] = path
     return dict(sorted(paths.items()))
 
 
 def is_whole(path: Path) -> bool:
     """Returns whether a directory is a step that this format wrote to its end."""
-    return _seal_of(path).exists()
+    return (path / (_COMMIT if is_remote(path) else _SEAL)).exists()
+
+
+def _is_unsealed(path: Path) -> bool:
+    """Returns whether it is a step of an older format, or one whose seal was lost."""
+    facts = path / _FACTS
+    is_ours = (
+        not is_remote(path) and facts.exists() and b'"format"' in facts.read_bytes()
+    )
+    return is_ours or (path / _MANIFEST).exists()
+
+
+def mark(path: Path) -> Any:
+    """Returns what tells this copy of a step from another one in its place."""
+    if is_remote(path):
+        return (path / _FACTS).read_bytes()
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Returns what a step is, as its save gave it to Orbax.
+    """Returns what a step is, as its save gave it to Orbax."""
+    try:
+        facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path / _FACTS, f"cannot be read: {error}") from error
+    if not isinstance(facts, Mapping) or facts.get("format") != 4:
+        msg = f"{path} was not written by a Checkpointer, but perhaps for load_orbax."
+        raise CheckpointError(msg)
+    return dict(facts)
 
-    Raises:
-        DamagedCheckpointError: If it cannot be read.
-        CheckpointError: If this format did not write it.
+
+def check(path: Path, *, verify: bool) -> None:
+    """Compares this process's share of a step's files with what was saved.
+
+    Raises DamagedCheckpointError, which names the file. Without `verify`, only sizes
+    are compared.
     """
     if (path / _MANIFEST).exists():
         msg = (
@@ -131,75 +147,25 @@ def read_facts(path: Path) -> dict[str, Any]:
             "exports it, and ml.checkpoint.load_safetensors loads that file here."
         )
         raise CheckpointError(msg)
+    if is_remote(path):
+        return
     try:
-        facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path / _FACTS, f"cannot be read: {error}") from error
-    if not isinstance(facts, Mapping) or facts.get("format") != 4:
-        msg = (
-            f"{path} was not written by a Checkpointer of this version. "
-            "ml.checkpoint.load_orbax loads what plain Orbax wrote."
-        )
-        raise CheckpointError(msg)
-    return dict(facts)
-
-
-def read_seal(path: Path) -> bytes:
-    """Returns what declares a step whole; another save of it would change this."""
-    return _seal_of(path).read_bytes()
-
-
-def check(path: Path, *, verify: bool) -> bytes:
-    """Compares this process's share of a step's files with what was saved.
-
-    Returns the seal; raises DamagedCheckpointError, which names the file. Without
-    `verify`, only sizes are compared.
-    """
-    if (path / _MANIFEST).exists():
-        read_facts(path)  # says that it is of an older format
-    try:
-        content = read_seal(path)
-        files = {} if is_remote(path) else json.loads(content)
+        files = json.loads((path / _SEAL).read_bytes())
         names = _share({name: size for name, (size, _) in files.items()})
-        share = [(path / name, *files[name]) for name in names]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(_seal_of(path), f"is not as it was saved: {error}") from error
-    for file, size, digest in share:
+        raise _damaged(path / _SEAL, f"is not as it was saved: {error}") from error
+    for name in names:
         try:
-            found = [file.stat().st_size]
-            if found == [size] and verify:
-                found = _digest(file)
+            found = [(path / name).stat().st_size]
+            if found == files[name][:1] and verify:
+                found = _digest(path / name)
         except OSError as error:
-            raise _damaged(file, f"cannot be read: {error.strerror}") from error
-        if found[0] != size:
-            raise _damaged(file, f"has {found[0]} bytes, but {size} were saved")
-        if found[1:] not in ([], [digest]):
-            raise _damaged(file, "has other content than was saved")
-    return content
-
-
-def num_bytes(path: Path) -> int:
-    """Returns the size of a step's files."""
-    # Orbax's kind of path has another name for it.
-    size = "length" if is_remote(path) else "st_size"
-    return sum(getattr(file.stat(), size) for file in _files_below(path))
-
-
-def _seal_of(path: Path) -> Path:
-    return path / (_COMMIT if is_remote(path) else _SEAL)
-
-
-def _is_unsealed_step(path: Path) -> bool:
-    """Returns whether it is a step of an older format, or one whose seal was lost."""
-    if is_remote(path) or not (path / _FACTS).exists():
-        return (path / _MANIFEST).exists()
-    try:
-        read_facts(path)
-    except DamagedCheckpointError:
-        return True
-    except CheckpointError:
-        return False
-    return True
+            raise _damaged(path / name, f"cannot be read: {error.strerror}") from error
+        if found[0] != files[name][0]:
+            what = f"has {found[0]} bytes, but {files[name][0]} were saved"
+            raise _damaged(path / name, what)
+        if found not in (files[name], files[name][:1]):
+            raise _damaged(path / name, "has other content than was saved")
 
 
 def _damaged(path: Path, what: str) -> DamagedCheckpointError:
@@ -207,6 +173,11 @@ def _damaged(path: Path, what: str) -> DamagedCheckpointError:
         f"{path} {what}. Restore another step, or the newest intact one with "
         "fallback=True; verify=False reads whatever is there."
     )
+
+
+def num_bytes(path: Path) -> int:
+    """Returns the size of a step's files; in a store 0, as it costs a request each."""
+    return 0 if is_remote(path) else sum(x.stat().st_size for x in _files_below(path))
 
 
 # A step that is written.
@@ -217,16 +188,17 @@ def clear(directory: Path, step: int) -> None:
     path, new = directory / str(step), directory / f"{step}.new"
     if is_remote(path):
         # What a save or deletion that was cut off left has no other files at its top.
-        known = {_COMMIT, _FACTS, "orbax.checkpoint"}
-        files = path.iterdir() if path.exists() else ()
-        is_foreign = any(x.name not in known and not x.is_dir() for x in files)
+        files = (
+            [x.name for x in path.iterdir() if not x.is_dir()] if path.exists() else []
+        )
+        is_ours = {*files} <= {"", _COMMIT, _FACTS, "orbax.checkpoint"}
     else:
-        is_ours = is_whole(path) or _is_unsealed_step(path)
-        is_foreign = path.exists() and (not is_ours or (path / _MANIFEST).exists())
-    if is_foreign or (new.exists() and not is_remote(path)):
+        is_old = (path / _MANIFEST).exists()
+        is_ours = (is_whole(path) or _is_unsealed(path)) and not is_old
+    if path.exists() and not is_ours or not is_remote(path) and new.exists():
         msg = (
-            f"{path if is_foreign else new} is in the way, which no Checkpointer of "
-            "this version wrote. Save to another directory, or remove it."
+            f"{new if is_ours else path} is in the way, which no Checkpointer of this "
+            "version wrote. Save to another directory, or remove it."
         )
         raise CheckpointError(msg)
     if is_remote(path):
@@ -267,23 +239,20 @@ def delete(path: Path) -> None:
     if not is_remote(path):
         _remove(_hidden(path))
     elif path.exists():
-        _seal_of(path).unlink(missing_ok=True)
+        (path / _COMMIT).unlink(missing_ok=True)
         path.rmtree()  # type: ignore[attr-defined]
-        _refresh(path)
 
 
 def recover(directory: Path) -> None:
     """Finishes what a save that was cut off has begun; the lock must be held."""
-    if is_remote(directory):
-        return
-    for path in list(directory.iterdir()):
+    for path in [] if is_remote(directory) else list(directory.iterdir()):
         if re.fullmatch(r"\d+\.new", path.name):
-            # First, as what is being deleted may be the only other copy.
+            # Before any removal: what is being deleted may be the only other copy.
             if is_whole(path):
                 take_name(directory, int(path.stem))
             elif (path / _FACTS).exists():
-                delete(path)
-    for path in list(directory.iterdir()):
+                _hidden(path)
+    for path in [] if is_remote(directory) else list(directory.iterdir()):
         if re.fullmatch(r"\d+\.(new\.orbax-checkpoint-tmp.*|deleting-\d+)", path.name):
             _remove(path)
         elif re.fullmatch(r"\.shared-\w{16}", path.name):
@@ -291,22 +260,19 @@ def recover(directory: Path) -> None:
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    for child in path.iterdir():
-        if child.is_dir():
-            yield from _files_below(child)
-        elif not child.name.startswith(_SEAL):
-            yield child
+    files = (x for x in path.rglob("*") if not x.is_dir())
+    return (x for x in files if not x.name.startswith(_SEAL))
 
 
 def _share(sizes: Mapping[str, int]) -> list[str]:
     """Returns the files of this process, of about as many bytes as any other's."""
     loads = [0] * jax.process_count()
-    shares: list[list[str]] = [[] for _ in loads]
+    share: list[str] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         process = loads.index(min(loads))
         loads[process] += sizes[name] + 1
-        shares[process].append(name)
-    return shares[jax.process_index()]
+        share += [name] * (process == jax.process_index())
+    return share
 
 
 def _digest(path: Path) -> list[Any]:
@@ -357,17 +323,16 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
     The system frees it with the process, and when the process closes any descriptor of
     the file: nothing else may open it, and `_held` says whether this process has it.
     """
+    nobody = "%s cannot be locked (%s): nobody guards it from other runs"
+    refusal = "{} saves to {}. Save to another directory, or end that one first."
     if is_remote(directory):
-        logger.warning("%s has no locks: nobody guards it from other runs", directory)
+        logger.warning(nobody, directory, "it is in a store")
         return lambda: None
     status, pid = directory.stat(), os.getpid()
     key = status.st_dev, status.st_ino
-    refusal = (
-        "{} saves to {}. Save to another directory, or end that one first."
-    ).format
     if _held.get(key) == pid:
         who = "another Checkpointer of this process"
-        raise CheckpointError(refusal(who, directory))
+        raise CheckpointError(refusal.format(who, directory))
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -375,12 +340,9 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise CheckpointError(refusal("another run", directory)) from None
+        raise CheckpointError(refusal.format("another run", directory)) from None
     except (ImportError, OSError) as error:
-        logger.warning(
-            "%s cannot be locked (%s): nobody guards it from other runs",
-            *(directory, error),
-        )
+        logger.warning(nobody, directory, error)
     _held[key] = pid
 
     def unlock() -> None:

@@ -1,4 +1,4 @@
-"""`Save`: one save, which runs in a thread of its own, where Ctrl-C cannot cut it in two.
+"""`Save`: one save, in a thread of its own, where Ctrl-C cannot cut it in two.
 
 All processes must agree on each outcome, or some would wait forever for the others. So
 each exchange is reached on every path: a process that fails sends its error instead of
@@ -50,9 +50,6 @@ class Save:
     ) -> None:
         self._directory, self._step, self._channel = directory, step, channel
         self._trees, self._facts, self._after = trees, facts, after
-        self._nbytes = sum(
-            x.nbytes for arrays in trees.values() for x in arrays.values()
-        )
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self._copied = threading.Event()
         self._result: Future[CheckpointError | None] = Future()
@@ -107,33 +104,31 @@ class Save:
         self._copied.set()
 
     def _write(self) -> None:
-        is_remote = steps.is_remote(self._directory)
+        is_remote, channel = steps.is_remote(self._directory), self._channel
         name = str(self._step) if is_remote else f"{self._step}.new"
         path = self._directory / name
-        with self._channel.failure_told(), failures(self._step, self._directory):
+        with channel.failure_told(), failures(self._step, self._directory):
+            trees, self._trees = self._trees, {}
+            nbytes = sum(x.nbytes for tree in trees.values() for x in tree.values())
             with orbax.undisturbed():
-                response = orbax.start_writing(path, self._trees, self._facts)
-            self._trees = {}
+                response = orbax.start_writing(path, trees, self._facts)
+            del trees
             stall_s = time.perf_counter() - self._begin_s
             self._copied.set()
             self._await(response)
             digests = {} if is_remote else steps.digests(path)
-        parts = self._channel.exchange(digests).values()
+        parts = channel.exchange(digests).values()
         # The others wait for what process 0 does, so that all list the same steps.
-        with self._channel.failure_told(), failures(self._step, self._directory):
+        with channel.failure_told(), failures(self._step, self._directory):
             if jax.process_index() == 0 and not is_remote:
                 steps.seal(path, {k: v for part in parts for k, v in part.items()})
                 steps.take_name(self._directory, self._step)
-        self._channel.exchange(None)
+        channel.exchange(None)
         activity.now.checkpoint = f"step {self._step} in {self._directory}"
-        logger.info(
-            "saved step %d: %s in %.2f s (the caller waited %.2f s)",
-            self._step,
-            _render.bytes_text(self._nbytes),
-            time.perf_counter() - self._begin_s,
-            stall_s,
-        )
-        self._channel.on_first(self._after)
+        size, end_s = _render.bytes_text(nbytes), time.perf_counter()
+        text = "saved step %d: %s in %.2f s (the caller waited %.2f s)"
+        logger.info(text, self._step, size, end_s - self._begin_s, stall_s)
+        channel.on_first(self._after)
 
     def _await(self, response: Any) -> None:
         """Waits for Orbax, which would wait for minutes for a process that failed."""

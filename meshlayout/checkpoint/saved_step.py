@@ -1,7 +1,7 @@
 """`SavedStep`: a step that is intact on all processes, from which states are read."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,38 +21,49 @@ class GoneError(DamagedCheckpointError):
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step, by its number and directory, and what it is.
+    """A step: its number and directory, which copy of it is there, and what it is.
 
-    `confirm` is called before arrays are read, which no process begins alone; another
-    save of the step would change the seal.
+    `confirm` is called before arrays are read, which no process begins alone.
     """
 
     number: int
     path: Path
-    facts: Mapping[str, Any]
+    mark: Any
     confirm: Callable[[], Any]
-    seal: bytes
+    facts: Mapping[str, Any]
 
     @classmethod
     def open(
         cls, directory: Path, number: int, confirm: Callable[[], Any], *, verify: bool
     ) -> "SavedStep":
         """Opens a step, and compares its files with what was saved."""
-        path = steps.step_paths(directory).get(number)
-        if path is None:
-            here = f"on process {jax.process_index()}"
-            raise GoneError(f"{directory} has no step {number} {here}.")
-        try:
-            seal = steps.check(path, verify=verify)
+        path, mark = steps.step_paths(directory).get(number), None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                mark = steps.mark(path)
+        if path is None or mark is None:
+            process = jax.process_index()
+            raise GoneError(f"{directory} has no step {number} on process {process}.")
+        with cls(number, path, mark, confirm, {}).unchanged():
+            steps.check(path, verify=verify)
             facts = steps.read_facts(path)
-        except DamagedCheckpointError as error:
-            if path.exists():
-                raise
-            raise GoneError(str(error)) from error
         if facts["step"] != number:
             msg = f"{path} is step {facts['step']}: the directory was renamed."
             raise DamagedCheckpointError(msg)
-        return cls(number, path, facts, confirm, seal)
+        return cls(number, path, mark, confirm, facts)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raises GoneError if another run deletes or replaces the step meanwhile."""
+        try:
+            yield
+        finally:  # and then this is why anything else went wrong
+            now = None
+            with contextlib.suppress(OSError):
+                now = steps.mark(self.path)
+            if now != self.mark:
+                msg = f"{self.path} was deleted or replaced while it was read."
+                raise GoneError(msg)
 
     def positions(self) -> list[Any]:
         """Returns the positions of the input iterators."""
@@ -75,11 +86,3 @@ class SavedStep:
         """Returns one of its trees, restored into `request.like`."""
         with undisturbed():
             return load(self.source(tree), request)
-
-    def check_unchanged(self) -> None:
-        """Raises GoneError if another run has deleted or replaced it meanwhile."""
-        with contextlib.suppress(OSError):
-            if steps.read_seal(self.path) == self.seal:
-                return
-        msg = f"{self.path} was deleted or replaced by another run while it was read."
-        raise GoneError(msg)
