@@ -33,7 +33,7 @@ from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
 
-class ReplicaDataset(DistributedDataset[Any]):
+class ReplicaDataset(DistributedDataset):
     """Batches for a strategy's `run`; made by its `distribute_dataset`.
 
     Iterating yields trees of the source's structure. Each leaf is a `PerReplica`, or a
