@@ -265,8 +265,8 @@ class Roots:
             if not (leads and isinstance(entry.value, (list, *_MAPPINGS))):
                 self._alive.append(entry.value)
 
-    def difference(self, fn: Any, objects: Sequence[tuple[str, Any]]) -> str | None:
-        """Returns the name of the first root that is another one now, or None."""
+    def difference(self, fn: Any, objects: Sequence[tuple[str, Any]]) -> Any:
+        """Returns the name and value of the first root that is another one, or None."""
         roots = (fn, *(value for _, value in objects))
         values: list[Any] = []
         for parent, get, key, kind, expected, path in self._entries:
@@ -276,7 +276,7 @@ class Roots:
                 else:
                     value = get(values[parent] if parent >= 0 else None, key)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                return path
+                return path, None
             if kind == _IDENTITY:
                 is_same = id(value) == expected
             elif kind == _CODE:
@@ -292,7 +292,7 @@ class Roots:
                 is_frozen |= ref is not None and ref() is values[parent]
                 is_same |= is_frozen and isinstance(value, _PLAIN)
             if not is_same:
-                return path
+                return path, value
             values.append(value)
         return None
 

@@ -85,6 +85,10 @@ class CentralStorageStrategy(Strategy):
             return _jax.put(x, layout.sharding)  # as the shape rule of another wants it
         return super()._place(path, x, is_own=is_own)
 
+    def _mark(self, variable: Any) -> None:
+        """Makes code outside of `run` read the Variable's value on the device."""
+        variable.set_metadata(on_get_value=_fetched)
+
     def _compile(self, step: Callable[..., Any]) -> Any:
         """Compiles a step that moves variables in; their layouts move them back."""
         whole = self.mesh.layout(...)
@@ -102,3 +106,9 @@ class CentralStorageStrategy(Strategy):
 
         on_devices.__name__ = step.__name__
         return compile_step(on_devices, on_recompile="ignore")
+
+
+def _fetched(variable: Any, value: Any) -> Any:
+    """Returns the value of a Variable where operations can take it."""
+    del variable
+    return jax.tree.map(_jax.in_device_memory, value)

@@ -104,6 +104,7 @@ class ReplicaProgram:
         self.modes = Modes([x.node for x in self._nodes.values()], gone)
         del self._nodes
         self._place()
+        self._changed_paths = {i: self._paths.of(self.variables[i]) for i in self._changed}
         self._paths = _Paths(())
 
         def step(state: Any, rest: Any, leaves: Any) -> Any:
@@ -189,7 +190,7 @@ class ReplicaProgram:
                 x = _zeros(x)
             elif array_of(x) is None and not _jax.is_key(x):
                 _refuse_value(self._paths.of(variable), x)
-            return jax.lax.optimization_barrier(jnp.asarray(x))
+            return jax.lax.optimization_barrier(_jax.in_device_memory(jnp.asarray(x)))
 
         value = raw_value(variable)
         if type(variable).__name__ == "HijaxVariable" or any(
@@ -507,12 +508,12 @@ class ReplicaProgram:
             ]
         for variable, value in zip(self.variables, self._values, strict=True):
             set_raw_value(variable, value)
-        changed = set(self._changed)
-        self._rest = [i for i in range(len(self.variables)) if i not in changed]
-        self._is_changed = [i in changed for i in range(len(self.variables))]
+        self._is_changed = [i in self._changed for i in range(len(self.variables))]
+        self._is_rest = [not is_changed for is_changed in self._is_changed]
         self._changed_variables = [self.variables[i] for i in self._changed]
         # Two Variables with one array, as after nnx.clone: the program uses it up.
-        seen = {id(x) for i in self._rest for x in jax.tree.leaves(self._values[i])}
+        rest = list(itertools.compress(self._values, self._is_rest))
+        seen = set(map(id, jax.tree.leaves(rest)))
         for index in self._changed:
             ids = {id(x) for x in jax.tree.leaves(self._values[index])}
             if not seen.isdisjoint(ids) and not _jax.is_tracing():
@@ -540,7 +541,7 @@ class ReplicaProgram:
                         values[i] = self._placed(i, value)
             self._values = values
         state = tuple(itertools.compress(values, self._is_changed))
-        return state, [values[i] for i in self._rest], arguments.leaves
+        return state, list(itertools.compress(values, self._is_rest)), arguments.leaves
 
     def __call__(self, fn: Callable[..., PyTree], arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
@@ -577,10 +578,10 @@ class ReplicaProgram:
         for index in self._changed:
             if not belongs_here(self.variables[index]):
                 msg = (
-                    f"{self._name} changes the variable "
-                    f"{type(self.variables[index]).__name__} from outside of the "
-                    "function that is being compiled. run compiles by itself: call it "
-                    "without jit, or pass the objects through nnx.jit as arguments."
+                    f"{self._name} changes the variable {self._changed_paths[index]} "
+                    "from outside of the function that is being compiled. run compiles "
+                    "by itself: call it without jit, or pass the objects through "
+                    "nnx.jit as arguments."
                 )
                 raise StrategyError(msg)
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshlayout import _checks, _jax
@@ -60,18 +62,16 @@ class _Versions:
         programs: For other objects and modes each, the last one called first.
         last: The roots of the one compiled last.
         num_compiled: How many were compiled because a root changed.
-        has_warned: Whether somebody was told.
     """
 
     def __init__(self) -> None:
         self.programs: list[ReplicaProgram] = []
         self.last: Any = None
         self.num_compiled = 0
-        self.has_warned = False
 
     def drop(self, program: list[ReplicaProgram]) -> None:
         """Forgets a program whose objects are gone."""
-        with contextlib.suppress(ValueError, IndexError):
+        if program and program[0] in self.programs:
             self.programs.remove(program[0])
 
 
@@ -262,8 +262,8 @@ class Strategy:
         versions = self._versions.get(key)
         if versions is not None:
             for index, program in enumerate(versions.programs):
-                is_same = program.roots.difference(fn, arguments.objects) is None
-                if is_same and program.modes.are_current():
+                other = program.roots.difference(fn, arguments.objects)
+                if other is None and program.modes.are_current():
                     if index:
                         versions.programs.insert(0, versions.programs.pop(index))
                     self._versions.move_to_end(key)
@@ -286,17 +286,22 @@ class Strategy:
         self, fn: Any, arguments: Arguments, versions: _Versions, program: ReplicaProgram
     ) -> None:
         """Warns once of a function that is compiled for other objects at each call."""
-        name = getattr(fn, "__name__", type(fn).__name__)
-        before, versions.last = versions.last, program.roots
-        what = before.difference(fn, arguments.objects) if before is not None else ""
-        versions.num_compiled += what is not None
-        if what and versions.num_compiled >= 3 and not versions.has_warned:
-            versions.has_warned = True
+        name, code = getattr(fn, "__name__", "fn"), getattr(fn, "__func__", fn)
+        before, versions.last = versions.last, (program.roots, weakref.ref(code))
+        other = before and before[0].difference(fn, arguments.objects)
+        # Another function with the same code has objects of its own; and an object
+        # among the arguments is another one for all to see.
+        is_own = not before or before[1]() is not code
+        is_data = other and isinstance(other[1], jax.Array | np.ndarray)
+        is_argument = other and any(other[1] is x for _, x in arguments.objects)
+        if before and (not other or is_argument or (is_own and not is_data)):
+            return
+        versions.num_compiled += 1
+        if versions.num_compiled == 3:
             warnings.warn(
-                f"{name} was compiled {versions.num_compiled} times for arguments of "
-                f"the same shapes and types: {what} stands for another object than "
-                "before. Pass what changes as an argument, or keep it in an "
-                "nnx.Variable.",
+                f"{name} was compiled three times for arguments of the same shapes and "
+                f"types: {other[0]} stands for another object than before. Pass what "
+                "changes as an argument, or keep it in an nnx.Variable.",
                 RecompileWarning,
                 stacklevel=stack_level(),
             )
@@ -567,6 +572,9 @@ class Strategy:
         )
         raise StrategyError(msg)
 
+    def _mark(self, variable: "nnx.Variable[Any]") -> None:
+        """Is called with each Variable that is made in the scope."""
+
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Mirrors a Variable that was made in the scope."""
         is_own = aggregation(variable) == "per_replica"
@@ -709,8 +717,10 @@ def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
     def mirrored_init(self: nnx.Variable[Any], *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         strategy = current_strategy.get()
-        if strategy is not None and not _jax.is_tracing():
-            strategy._store(self)
+        if strategy is not None and in_cross_replica_context():
+            strategy._mark(self)
+            if not _jax.is_tracing():
+                strategy._store(self)
 
     return mirrored_init
 
