@@ -115,20 +115,22 @@ def _combined(op: ReduceOp, x: jax.Array, axes: Any, mask: Any) -> jax.Array:
     """Reduces an array; along dim 0 alone if a mask says which of its rows are real."""
     # Chosen, not multiplied by the mask: a padded row may hold NaN.
     is_real = None if mask is None else mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
-    if op is ReduceOp.SUM:
-        return jnp.sum(x, axis=axes, where=is_real)
-    if op is ReduceOp.MEAN:
-        wide = jnp.sum(x.astype(jnp.promote_types(x.dtype, "float32")), axes, where=is_real)
-        rows = x.size // max(wide.size, 1) if mask is None else mask.sum()
-        mean = wide / jnp.maximum(rows, 1)
-        return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
-    is_max, is_inexact = op is ReduceOp.MAX, jnp.issubdtype(x.dtype, jnp.inexact)
-    if x.dtype == jnp.bool_:
-        worst: Any = not is_max
-    elif is_inexact:
-        worst = -jnp.inf if is_max else jnp.inf
-    else:
-        worst = jnp.iinfo(x.dtype).min if is_max else jnp.iinfo(x.dtype).max
+    is_inexact, dtype = jnp.issubdtype(x.dtype, jnp.inexact), x.dtype
+    is_float = is_inexact or op is ReduceOp.MEAN
+    if dtype.itemsize < 4 or (is_float and not is_inexact):  # they would wrap around
+        is_signed = not jnp.issubdtype(dtype, jnp.unsignedinteger)
+        x = x.astype("float32" if is_float else "int32" if is_signed else "uint32")
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        total = jnp.sum(x, axis=axes, where=is_real)
+        if op is ReduceOp.MEAN:
+            rows = x.size // max(total.size, 1) if mask is None else mask.sum()
+            total = total / jnp.maximum(rows, 1)
+        return total.astype(dtype) if is_inexact else total
+    is_max = op is ReduceOp.MAX
+    worst: Any = -jnp.inf if is_max else jnp.inf
+    if not is_inexact:
+        limits = jnp.iinfo(x.dtype)
+        worst = limits.min if is_max else limits.max
     reduction = jnp.max if is_max else jnp.min
     initial = None if mask is None else worst
     extreme = reduction(x, axis=axes, where=is_real, initial=initial)
@@ -136,7 +138,7 @@ def _combined(op: ReduceOp, x: jax.Array, axes: Any, mask: Any) -> jax.Array:
         # An all-reduce between devices may drop a NaN, which jnp.max does not.
         is_nan = jnp.any(jnp.isnan(x), axis=axes, where=is_real)
         extreme = jnp.where(is_nan, jnp.nan, extreme)
-    return extreme
+    return extreme.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="axis")

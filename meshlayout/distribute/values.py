@@ -66,7 +66,7 @@ class PerReplica(DistributedValues):
         self.array, self.mask = array, mask
         self.num_replicas, self.is_scalar = num_replicas, is_scalar
         shape = getattr(array, "shape", ())
-        is_wrong = not shape or shape[0] % num_replicas
+        is_wrong = num_replicas < 1 or not shape or shape[0] % num_replicas
         is_wrong = is_wrong or (is_scalar and shape != (num_replicas,))
         if is_wrong or (mask is not None and mask.shape != shape[:1]):
             msg = (
@@ -191,12 +191,12 @@ def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
     if isinstance(array, Tracer):
         return list(jnp.split(array, num_replicas))
     rows = array.shape[0] // num_replicas
-    shards = array.addressable_shards
-    devices = array.sharding.device_set
+    shards = getattr(array, "addressable_shards", ())  # on the host, there are none
+    devices = array.sharding.device_set if shards else ()
     if len(devices) == num_replicas and all(s.data.shape[0] == rows for s in shards):
         shards = sorted(shards, key=lambda shard: shard.index[0].start or 0)
         return [shard.data for shard in shards]
-    return list(jnp.split(array, num_replicas))  # made by hand
+    return list(jnp.split(jnp.asarray(array), num_replicas))  # made by hand
 
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
