@@ -2,14 +2,9 @@
 
 import threading
 
-import jax
-
 from meshlayout import _optional, distribute
-from meshlayout.distribute.parameter_server.servers import (
-    ParameterServer,
-    ServerIsEmpty,
-)
-from meshlayout.distribute.parameter_server.workers import (
+from meshlayout.distribute.parameter_server.servers import ParameterServer
+from meshlayout.distribute.parameter_server.worker import (
     ServerLost,
     Worker,
     WorkerLost,
@@ -25,31 +20,29 @@ class LocalCluster:
 
     Args:
         num_workers: The number of workers.
+        num_servers: The number of servers.
         fault: Called as `fault(when, method, count)` around every call of a worker to a
             server: `when` is "before" or "after", `count` counts the calls of this
             method. It may raise `WorkerKilled`, or kill a server.
     """
 
-    def __init__(self, num_workers, fault=None):
+    def __init__(self, num_workers, num_servers, fault=None):
         self.num_workers = num_workers
         self.fault = fault or (lambda when, method, count: None)
-        self.servers = {}
+        self.servers = [ParameterServer() for _ in range(num_servers)]
         self.workers = {}
         self.datasets = []
         self.num_started = {}
         self.num_calls = {}
+        self.num_duplicates = 0
         self.lock = threading.RLock()
-
-    def start_server(self, server, life, snapshot):
-        self.servers[server] = ParameterServer(life, snapshot)
 
     def kill_server(self, server):
         self.servers[server] = None
 
     def start_worker(self, worker):
         self.num_started[worker] = self.num_started.get(worker, 0) + 1
-        devices = jax.devices()[2 * worker : 2 * worker + 2]
-        self.workers[worker] = Worker(worker, self.num_workers, devices)
+        self.workers[worker] = Worker(worker, self.num_workers)
 
     def add_dataset(self, pickled):
         self.datasets.append(pickled)
@@ -59,20 +52,16 @@ class LocalCluster:
         results = {}
         for server, argument in arguments.items():
             with self.lock:
-                actor = self.servers[server]
-                if actor is None:
+                if self.servers[server] is None:
                     raise ServerLost(server)
-                try:
-                    results[server] = getattr(actor, method)(argument)
-                except ServerIsEmpty as error:
-                    raise ServerLost(server) from error
+                results[server] = getattr(self.servers[server], method)(argument)
+                self.num_duplicates += results[server] is False
         return results
 
-    def run(self, worker, number, packed, world):
-        datasets = dict(enumerate(lambda data=data: data for data in self.datasets))
+    def run(self, worker, closure, placed):
         try:
             return self.workers[worker].run(
-                number, packed, datasets, world, _FaultyServers(self)
+                closure, self.datasets.__getitem__, placed, _FaultyServers(self)
             )
         except WorkerKilled as killed:
             raise WorkerLost("killed") from killed
@@ -99,7 +88,7 @@ class _FaultyServers:
 def start(monkeypatch, num_workers=1, num_servers=1, fault=None, **options):
     """Returns a strategy, its coordinator and its cluster."""
     monkeypatch.setattr(_optional, "require", lambda *args, **kwargs: None)
-    strategy = distribute.ParameterServerStrategy(num_workers, num_servers, **options)
-    cluster = LocalCluster(num_workers, fault)
+    strategy = distribute.ParameterServerStrategy(num_workers, num_servers)
+    cluster = LocalCluster(num_workers, num_servers, fault)
     monkeypatch.setattr(strategy, "_start_cluster", lambda: cluster)
-    return strategy, distribute.ClusterCoordinator(strategy), cluster
+    return strategy, distribute.ClusterCoordinator(strategy, **options), cluster

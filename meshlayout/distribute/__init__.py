@@ -28,11 +28,7 @@ from meshlayout.distribute.distributions import (
 )
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
-    FixedShardsPartitioner as FixedShardsPartitioner,
-    MaxSizePartitioner as MaxSizePartitioner,
-    MinSizePartitioner as MinSizePartitioner,
     ParameterServerStrategy as ParameterServerStrategy,
-    Partitioner as Partitioner,
     PerWorkerDataset as PerWorkerDataset,
     PerWorkerIterator as PerWorkerIterator,
     RemoteValue as RemoteValue,

@@ -1,35 +1,28 @@
 """Parameter servers and workers as Ray actors.
 
 Ray starts processes, finds machines for them, carries arguments and notices deaths.
-Actors are not restarted by Ray itself (`max_restarts=0`): a server must not come back
-empty, and a worker's closure must not be run again before others know. They are started
-anew here, and every call passes the handles of today's servers to the worker.
+Actors are not restarted by Ray itself: a server must not come back empty, and a
+worker's closure must not be run again before others know.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from meshlayout import _optional
-from meshlayout.distribute.parameter_server.closures import Packed
-from meshlayout.distribute.parameter_server.servers import (
-    ParameterServer,
-    ServerIsEmpty,
-    Snapshot,
-)
-from meshlayout.distribute.parameter_server.workers import (
+from meshlayout.distribute.parameter_server.closures import Closure
+from meshlayout.distribute.parameter_server.servers import ParameterServer
+from meshlayout.distribute.parameter_server.worker import (
     Outcome,
     ServerLost,
     Worker,
     WorkerLost,
-    World,
 )
 
 
-# Payloads of functions that are not called again are dropped, oldest first.
+# Payloads of functions that are not scheduled again are dropped, oldest first.
 _MOST_PAYLOADS = 64
 
 
@@ -38,21 +31,13 @@ def _ray() -> Any:
 
 
 class RayServers:
-    """The servers, called through Ray.
+    """The servers, called through Ray."""
 
-    Args:
-        handles: The actors, by server.
-    """
-
-    def __init__(self, handles: Mapping[int, Any]) -> None:
+    def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
 
     def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        """Calls a method of several servers at a time.
-
-        Raises:
-            ServerLost: If one does not answer.
-        """
+        """Calls a method of several servers at a time."""
         ray = _ray()
         answers = {
             server: getattr(self._handles[server], method).remote(argument)
@@ -62,7 +47,7 @@ class RayServers:
         for server, answer in answers.items():
             try:
                 results[server] = ray.get(answer)
-            except (ray.exceptions.RayActorError, ServerIsEmpty) as error:
+            except ray.exceptions.RayActorError as error:
                 raise ServerLost(server) from error
         return results
 
@@ -72,43 +57,27 @@ class WorkerActor(Worker):
 
     def run_remote(
         self,
-        number: int,
-        packed: Packed,
+        closure: Closure,
         payload: list[Any],
         datasets: Mapping[int, Any],
-        world: list[Any],
-        handles: Mapping[int, Any],
+        placed: set[int],
+        handles: list[Any],
     ) -> Outcome:
         """As `run`, with references instead of large arguments."""
         get = _ray().get
-        if not self.has_program(packed.digest):
-            packed = dataclasses.replace(packed, payload=get(payload[0]))
-        lazy = {n: functools.partial(get, ref) for n, ref in datasets.items()}
-        return self.run(
-            number, packed, lazy, self._world(world[0]), RayServers(handles)
-        )
-
-    def _world(self, reference: Any) -> World:
-        known = getattr(self, "_last_world", None)
-        if known is None or known[0] != reference:
-            known = self._last_world = (reference, _ray().get(reference))
-        return known[1]
+        if not self.has_function(closure.digest):
+            closure = dataclasses.replace(closure, payload=get(payload[0]))
+        servers = RayServers(handles)
+        return self.run(closure, lambda n: get(datasets[n]), placed, servers)
 
 
 class RayCluster:
-    """The actors of a coordinator.
-
-    Joins the Ray that the program has started, or starts one on this machine.
-
-    Args:
-        num_workers: The number of workers.
-        worker_options: Options of workers' actors.
-        server_options: Options of servers' actors.
-    """
+    """The actors of a coordinator, in the Ray of the program, or one of its own."""
 
     def __init__(
         self,
         num_workers: int,
+        num_servers: int,
         worker_options: Mapping[str, Any],
         server_options: Mapping[str, Any],
     ) -> None:
@@ -119,32 +88,19 @@ class RayCluster:
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
                 ray.init(include_dashboard=False)
         self._num_workers = num_workers
-        self._worker_options = worker_options
-        self._server_options = server_options
+        self._worker = ray.remote(WorkerActor).options(**_options(worker_options, {}))
+        server = ray.remote(ParameterServer).options(
+            **_options(server_options, {"JAX_PLATFORMS": "cpu"})
+        )
+        self.servers = [server.remote() for _ in range(num_servers)]
         self.workers: dict[int, Any] = {}
-        self.servers: dict[int, Any] = {}
         self._datasets: list[Any] = []
         self._payloads: OrderedDict[str, Any] = OrderedDict()
-        self._world: tuple[World | None, Any] = (None, None)
-
-    def start_server(self, server: int, life: int, snapshot: Snapshot | None) -> None:
-        """Starts a server, in place of one that died."""
-        ray = _ray()
-        if server in self.servers:
-            # It may be alive, and cut off from us alone.
-            ray.kill(self.servers[server])
-        options = _with_environment(self._server_options, {"JAX_PLATFORMS": "cpu"})
-        actor = ray.remote(ParameterServer).options(**options)
-        self.servers[server] = actor.remote(life, snapshot)
 
     def start_worker(self, worker: int) -> None:
-        """Starts a worker, in place of one that died."""
-        actor = (
-            _ray()
-            .remote(WorkerActor)
-            .options(**_with_environment(self._worker_options, {}))
-        )
-        self.workers[worker] = actor.remote(worker, self._num_workers)
+        """Starts a worker, in place of one that died, and waits for it."""
+        self.workers[worker] = self._worker.remote(worker, self._num_workers)
+        _ray().get(self.workers[worker].has_function.remote(""))
 
     def add_dataset(self, pickled: bytes) -> int:
         """Keeps a pickled dataset function for the workers; returns its number."""
@@ -152,36 +108,24 @@ class RayCluster:
         return len(self._datasets) - 1
 
     def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        """Calls a method of several servers; see `RayServers.call`."""
+        """Calls a method of several servers at a time."""
         return RayServers(self.servers).call(method, arguments)
 
-    def run(self, worker: int, number: int, packed: Packed, world: World) -> Outcome:
-        """Runs a closure on a worker.
-
-        Raises:
-            WorkerLost: If the worker died.
-        """
+    def run(self, worker: int, closure: Closure, placed: set[int]) -> Outcome:
+        """Runs a closure on a worker; raises `WorkerLost` if it died."""
         ray = _ray()
-        payload = self._payloads.get(packed.digest)
+        payload = self._payloads.get(closure.digest)
         if payload is None:
-            payload = self._payloads[packed.digest] = ray.put(packed.payload)
+            payload = self._payloads[closure.digest] = ray.put(closure.payload)
             if len(self._payloads) > _MOST_PAYLOADS:
                 self._payloads.popitem(last=False)
-        if self._world[0] is not world:
-            self._world = (world, ray.put(world))
-        datasets = {n: self._datasets[n] for n in packed.iterators}
-        light = dataclasses.replace(packed, payload=b"")
+        datasets = {n: self._datasets[n] for n in closure.iterators}
+        light = dataclasses.replace(closure, payload=b"")
+        answer = self.workers[worker].run_remote.remote(
+            light, [payload], datasets, placed, self.servers
+        )
         try:
-            return ray.get(
-                self.workers[worker].run_remote.remote(
-                    number,
-                    light,
-                    [payload],
-                    datasets,
-                    [self._world[1]],
-                    dict(self.servers),
-                )
-            )
+            return ray.get(answer)
         except ray.exceptions.RayActorError as error:
             raise WorkerLost(str(error)[:2000]) from error
 
@@ -189,16 +133,15 @@ class RayCluster:
         """Ends all actors."""
         ray = _ray()
         if ray.is_initialized():
-            for actor in (*self.workers.values(), *self.servers.values()):
+            for actor in (*self.workers.values(), *self.servers):
                 ray.kill(actor)
 
 
-def _with_environment(
+def _options(
     options: Mapping[str, Any], variables: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns options of an actor, with environment variables that the user may set."""
     environment = dict(options.get("runtime_env", {}))
     environment["env_vars"] = {**variables, **environment.get("env_vars", {})}
-    # Never restarted, and never called twice, by Ray: see the head of this module.
     fixed = {"max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
     return {**options, **fixed}

@@ -1,0 +1,156 @@
+"""What an optimizer is on a worker: its `update` hands gradients over to be pushed.
+
+In a function that `strategy.run` compiles, the gradients are traced values; there they
+leave the program as results of their own, and are handed over when it has run.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import jax
+from flax import nnx
+
+from meshlayout import _paths
+from meshlayout._annotations import PyTree
+from meshlayout.distribute.nnx_graph import iter_graph, set_raw_value
+from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.errors import StrategyError
+
+
+class Pushes:
+    """The gradients that a closure hands over in a `with` block, by number and name.
+
+    In the block, a parameter cannot be read after its update: the new value will be on
+    the servers, and the old one would be taken for it. `params` has the names of each
+    optimizer's parameters, in the structure that Optax gets.
+    """
+
+    def __init__(
+        self, variables: Mapping[str, "nnx.Variable[Any]"], params: dict[int, PyTree]
+    ) -> None:
+        self.variables = variables
+        self.params = params
+        self.grads: dict[int, dict[str, jax.Array]] = {}
+        self._hidden: dict[str, Any] = {}
+
+    def take(self, number: int, grads: dict[str, jax.Array]) -> None:
+        """Takes the gradients of one optimizer."""
+        if number in self.grads:
+            msg = (
+                "a closure updates one optimizer twice. Schedule two closures, or add "
+                "the gradients up."
+            )
+            raise StrategyError(msg)
+        self.grads[number] = grads
+        for name in grads:
+            self._hidden[name] = _paths.box_value(self.variables[name])
+            set_raw_value(self.variables[name], _Updated(name))
+
+    def __enter__(self) -> "Pushes":
+        self._token = _pushes.set(self)
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        _pushes.reset(self._token)
+        for name, value in self._hidden.items():
+            updated = _paths.box_value(self.variables[name])
+            set_raw_value(self.variables[name], value)
+            if kind is None and not isinstance(updated, _Updated):
+                _Updated(name)[...] = updated
+
+
+_pushes: ContextVar[Pushes] = ContextVar("pushes")
+
+
+class _Updated:
+    """Takes the place of a parameter's value after its update."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *args: object) -> NoReturn:
+        msg = (
+            "the closure reads variables after optimizer.update, which are updated on "
+            f"the parameter servers when it has ended: {self._name}. Read them before, "
+            "or in another closure."
+        )
+        raise StrategyError(msg)
+
+    __getattr__ = __getitem__ = __jax_array__ = __array__ = _refuse
+
+    def __setitem__(self, *args: object) -> NoReturn:
+        msg = (
+            f"the closure changes {self._name} besides updating it by an optimizer. Do "
+            "that in another closure, or on the coordinator after join."
+        )
+        raise StrategyError(msg)
+
+
+@jax.tree_util.register_static
+class RemoteOptimizer:
+    """An `nnx.Optimizer` on a worker; `model` is that of an `nnx.ModelAndOptimizer`."""
+
+    def __init__(self, number: int, wrt: Any, step: Any, model: Any) -> None:
+        self.number, self.wrt, self.step, self.model = number, wrt, step, model
+
+    def update(self, *args: Any) -> None:
+        """Hands gradients over, for the servers to apply when the closure has ended."""
+        model, grads = args if self.model is None else (self.model, *args)
+        pushes, state = _pushes.get(), nnx.state(model, self.wrt)
+        own = {id(variable): name for name, variable in pushes.variables.items()}
+        nodes = dict(iter_graph(model))
+        names = {id(x): own.get(id(nodes[p])) for p, x in nnx.to_flat_state(state)}
+        if None in names.values():
+            msg = (
+                "optimizer.update got parameters that are not the model's own, but "
+                "copies, as in nnx.jit. Compile the function of the gradients alone, "
+                "or call the step by strategy.run, which compiles it."
+            )
+            raise StrategyError(msg)
+        params = jax.tree.map(lambda x: names[id(x)], state, is_leaf=_is_variable)
+        known = pushes.params.setdefault(self.number, params)
+        if jax.tree.leaves(known) != jax.tree.leaves(params):
+            msg = (
+                "an optimizer was used to update other parameters than before, for "
+                "which it has no state. Make an nnx.Optimizer for each model."
+            )
+            raise StrategyError(msg)
+        values = jax.tree.leaves(nnx.state(grads, self.wrt), is_leaf=_is_variable)
+        arrays = [_paths.box_value(x) if _is_variable(x) else x for x in values]
+        pairs = zip(jax.tree.leaves(params), arrays, strict=True)
+        pushes.take(self.number, dict(pairs))
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+class WorkerStrategy(OneDeviceStrategy):
+    """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Compiles and calls a function, and hands its gradients over."""
+        result, grads = super().run(functools.partial(_call, fn), args, kwargs)
+        for number, by_name in grads.items():
+            _pushes.get().take(number, by_name)
+        return result
+
+
+def _call(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    outer = _pushes.get()
+    with Pushes(outer.variables, outer.params) as pushes:
+        result = fn(*args, **kwargs)
+    return result, pushes.grads
+
+
+@functools.cache
+def worker_strategy() -> WorkerStrategy:
+    """Returns the strategy of this worker."""
+    return WorkerStrategy(jax.local_devices()[0])

@@ -1,0 +1,278 @@
+"""A worker: runs closures, one at a time.
+
+It pulls the variables that a closure uses, calls its function, and pushes gradients and
+changes to every server that has a part of them. All closures share its Variables, one
+per name, and a function that was sent before is the same object, so that what has been
+compiled for it is used again.
+"""
+
+import contextlib
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from meshlayout import _checks, _paths
+from meshlayout._annotations import PyTree
+from meshlayout.data import InputContext
+from meshlayout.distribute.captured import refuse_appends
+from meshlayout.distribute.nnx_graph import set_raw_value
+from meshlayout.distribute.parameter_server.closures import Closure, ClosureInput
+from meshlayout.distribute.parameter_server.pushes import Pushes, RemoteOptimizer
+from meshlayout.distribute.parameter_server.servers import Push
+from meshlayout.errors import StrategyError
+
+
+_OBJECTS = (nnx.Pytree, nnx.Variable, RemoteOptimizer)
+
+
+class Servers(Protocol):
+    """The parameter servers, as a worker calls them."""
+
+    def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
+        """Calls a method of several servers; raises `ServerLost` if one is dead."""
+        ...
+
+
+class ServerLost(Exception):  # noqa: N818 - an event, not a mistake
+    """A parameter server died; its number is the argument."""
+
+
+class WorkerLost(Exception):  # noqa: N818 - an event, not a mistake
+    """A worker died while it ran a closure."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a closure on a worker.
+
+    Attributes:
+        result: What the function returned, pickled, if the closure is done.
+        error: The exception that it raised, pickled; None if it cannot be pickled.
+        text: The traceback of the exception.
+        lost_server: The number of a server that is dead.
+        params: The parameters of optimizers that are to be placed on the servers. The
+            closure is then sent here again, where its gradients are kept.
+    """
+
+    result: bytes | None = None
+    error: bytes | None = None
+    text: str = ""
+    lost_server: int | None = None
+    params: Mapping[int, PyTree] = field(default_factory=dict)
+
+
+class Worker:
+    """Runs closures, as worker `index` of `num_workers`."""
+
+    def __init__(self, index: int, num_workers: int) -> None:
+        self._index = index
+        self._context = InputContext(num_workers, index, 1)
+        self._variables: dict[str, nnx.Variable[Any]] = {}
+        self._roles: dict[str, str | None] = {}
+        self._own: set[str] = set()  # "per_replica" variables that were pulled once
+        self._iterators: dict[int, Any] = {}
+        self._functions: dict[str, Any] = {}
+        self._params: dict[int, PyTree] = {}
+        self._unpushed: tuple[int, bytes, dict[int, Push], set[int]] | None = None
+
+    def has_function(self, digest: str) -> bool:
+        """Returns whether it has unpickled a closure's function."""
+        return digest in self._functions
+
+    def run(
+        self,
+        closure: Closure,
+        datasets: Callable[[int], bytes],
+        placed: set[int],
+        servers: Servers,
+    ) -> Outcome:
+        """Runs a closure, and pushes what it changes.
+
+        Args:
+            closure: The closure.
+            datasets: Returns the pickled dataset function of an iterator.
+            placed: The numbers of the optimizers whose state is on the servers.
+            servers: The servers.
+        """
+        try:
+            if self._unpushed is None or self._unpushed[0] != closure.number:
+                self._unpushed = self._compute(closure, datasets, servers)
+            _, result, pushes, optimizers = self._unpushed
+            if optimizers - placed:
+                return Outcome(params={n: self._params[n] for n in optimizers - placed})
+            servers.call("push", pushes)
+            self._unpushed = None
+            return Outcome(result)
+        except ServerLost as lost:
+            return Outcome(lost_server=lost.args[0])
+        except StopIteration:
+            msg = (
+                f"{closure.name} asked for a batch on worker {self._index}, where the "
+                "dataset has ended. Let the dataset function return one that repeats: "
+                "it is not known how many closures a worker will run."
+            )
+            return _failed(StrategyError(msg))
+        except Exception as error:
+            return _failed(error)
+
+    def _compute(
+        self, closure: Closure, datasets: Callable[[int], bytes], servers: Servers
+    ) -> tuple[int, bytes, dict[int, Push], set[int]]:
+        for number in closure.iterators:
+            if number not in self._iterators:
+                self._iterators[number] = self._iterator(datasets(number))
+        if closure.digest not in self._functions:
+            unpickler = pickle.Unpickler(io.BytesIO(closure.payload))
+            unpickler.persistent_load = self._load  # pyright: ignore
+            self._functions[closure.digest] = unpickler.load()
+        fn, *arguments = self._functions[closure.digest]
+        inputs, random = pickle.loads(closure.values)
+        args, kwargs = jax.tree.map(
+            lambda x: inputs[x.index] if isinstance(x, ClosureInput) else x,
+            arguments,
+            is_leaf=lambda x: isinstance(x, (ClosureInput, Iterator, *_OBJECTS)),
+        )
+        self._draw(closure.number, random)
+        before = self._pull(closure.servers, servers)
+        try:
+            with (
+                refuse_appends(fn, closure.name),
+                Pushes(self._variables, self._params) as handed_over,
+            ):
+                result = fn(*args, **kwargs)
+            grads = handed_over.grads
+            pushes = self._pushes(closure, grads, before)
+            return closure.number, _pickled(result), pushes, set(grads)
+        except BaseException:
+            # Variables of this worker alone are as if the closure had not run.
+            for name in self._own & before.keys():
+                self._set(name, before[name])
+            raise
+
+    def _value(self, name: str) -> Any:
+        return _paths.box_value(self._variables[name])
+
+    def _load(self, pid: Any) -> Any:
+        """Returns what stands for a reference on this worker."""
+        if isinstance(pid, int):
+            return self._iterators[pid]
+        if pid.name not in self._variables:
+            variable = pid.kind.from_metadata(jnp.zeros(()), pid.metadata)
+            self._variables[pid.name], self._roles[pid.name] = variable, pid.role
+        return self._variables[pid.name]
+
+    def _draw(self, number: int, random: Mapping[str, jax.Array]) -> None:
+        """Gives random streams the values that they have in this closure."""
+        for name, x in random.items():
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                # Closures differ, and one that is run again draws the same numbers.
+                keys = [jax.random.fold_in(key, number) for key in x.ravel()]
+                x = jnp.stack(keys).reshape(x.shape)  # noqa: PLW2901
+            set_raw_value(self._variables[name], x)
+
+    def _pull(
+        self, places: Mapping[str, int], servers: Servers
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Gives Variables the servers' values, and returns all values."""
+        own = {name: np.asarray(self._value(name)) for name in self._own & places.keys()}
+        by_server: dict[int, list[str]] = {}
+        for name, server in places.items():
+            if name not in own:
+                by_server.setdefault(server, []).append(name)
+        pulled = servers.call("pull", by_server).values()
+        values = {name: x for by_name in pulled for name, x in by_name.items()}
+        for name, value in values.items():
+            self._set(name, value)
+            if self._roles[name] == "per_replica":
+                self._own.add(name)
+        return own | values
+
+    def _set(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        set_raw_value(self._variables[name], jnp.asarray(value))
+
+    def _pushes(
+        self,
+        closure: Closure,
+        grads: Mapping[int, Mapping[str, jax.Array]],
+        before: Mapping[str, np.ndarray[Any, Any]],
+    ) -> dict[int, Push]:
+        """Divides what a closure changes over the servers."""
+        pushes: dict[int, Push] = {}
+
+        def push(name: str) -> Push:
+            return pushes.setdefault(closure.servers[name], Push(closure.number))
+
+        for optimizer, by_name in grads.items():
+            for name, grad in by_name.items():
+                push(name).grads.setdefault(optimizer, {})[name] = np.asarray(grad)
+        for name, old in before.items():
+            role, new = self._roles[name], np.asarray(self._value(name))
+            # By value: Flax's transforms give Variables back as new arrays.
+            is_same = np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
+            if is_same or role == "per_replica":
+                continue
+            if role is None:
+                msg = (
+                    f"the closure changes {name} without an nnx.Optimizer, and the "
+                    "changes of several workers would get lost. Make it with "
+                    'nnx.Variable(x, aggregation="sum") to add them up, or "first" to '
+                    "keep the last value."
+                )
+                raise StrategyError(msg)
+            if role == "first":
+                push(name).assigned[name] = new
+            else:
+                push(name).added[name] = new - old
+        return pushes
+
+    def _iterator(self, pickled: bytes) -> Any:
+        make, takes_context = cloudpickle.loads(pickled)
+        name = getattr(make, "__qualname__", type(make).__name__)
+        with _checks.noted(f"in the dataset function {name} on worker {self._index}"):
+            dataset = make(*[self._context] * takes_context)
+            try:
+                return iter(dataset)
+            except TypeError:
+                msg = (
+                    f"the dataset function {name} must return something that can be "
+                    f"iterated, got {_checks.shown(dataset)}."
+                )
+                raise StrategyError(msg) from None
+
+
+def _pickled(result: PyTree) -> bytes:
+    """Returns what a function returned, on the host."""
+
+    def on_host(leaf: Any) -> Any:
+        if isinstance(leaf, _OBJECTS):
+            kind = type(leaf).__name__.removeprefix("Remote")
+            msg = (
+                f"a closure returned {'an' if kind[0] in 'AEIOU' else 'a'} {kind}. "
+                "Return arrays, numbers, or trees of them: join gives the models on the "
+                "coordinator their values."
+            )
+            raise StrategyError(msg)
+        # Numbers as NumPy's scalars, which can be formatted.
+        return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
+
+    is_leaf = lambda x: isinstance(x, _OBJECTS)  # noqa: E731
+    return cloudpickle.dumps(jax.tree.map(on_host, result, is_leaf=is_leaf))
+
+
+def _failed(error: BaseException) -> Outcome:
+    """Describes an exception that is being handled."""
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):
+        data = cloudpickle.dumps(error)
+        pickle.loads(data)  # an exception with a constructor of its own may fail
+        return Outcome(error=data, text=text)
+    return Outcome(text=text)
