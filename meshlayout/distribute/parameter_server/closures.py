@@ -34,8 +34,9 @@ from meshlayout.errors import StrategyError
 class PerWorkerIterator:
     """An iterator of a per-worker dataset, to be passed to scheduled functions."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, dataset: Any) -> None:
         self.number = number
+        self.dataset = dataset
 
     def __iter__(self) -> "PerWorkerIterator":
         return self
@@ -72,24 +73,24 @@ class Closure:
 
     Attributes:
         name: The name of the function, for messages.
-        payload: The function and its arguments, pickled.
-        digest: A hash of the payload.
-        values: The arrays and numbers among its arguments, and the values of random
+        digest: A hash of the function, pickled with its arguments.
+        values: The arrays and numbers among the arguments, and the values of random
             streams by name, pickled.
         variables: The names of the variables that it uses.
-        iterators: The numbers of the iterators that it uses.
+        datasets: The pickled dataset functions of the iterators that it uses.
         number: The number that servers remember.
         servers: The server of each variable.
+        payload: Where Ray keeps the function.
     """
 
     name: str
-    payload: bytes
     digest: str
     values: bytes
     variables: list[str]
-    iterators: list[int]
+    datasets: dict[int, Any]
     number: int = -1
     servers: Mapping[str, int] = field(default_factory=dict)
+    payload: Any = None
 
 
 class VariableTable:
@@ -111,7 +112,9 @@ class VariableTable:
             return
         graph = [(path, x) for path, x in iter_graph(node) if _is_object(x)]
         self._nodes |= {id(x): x for _, x in graph}
-        owners = {id(v): x for _, x in graph for v in getattr(x, "__dict__", {}).values()}
+        owners = {
+            id(v): x for _, x in graph for v in getattr(x, "__dict__", {}).values()
+        }
         for path, x in graph:
             if isinstance(x, nnx.Variable):
                 self.name(x, "/".join((root, *map(str, path))), owners.get(id(x)))
@@ -138,13 +141,13 @@ class VariableTable:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles a closure, and notes the Variables and iterators in it."""
+    """Pickles a closure, and notes the Variables and datasets in it."""
 
     def __init__(self, file: io.BytesIO, table: VariableTable) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._table = table
         self.variables: dict[str, None] = {}
-        self.iterators: dict[int, None] = {}
+        self.datasets: dict[int, Any] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, nnx.Pytree):
@@ -155,7 +158,7 @@ class _Pickler(cloudpickle.Pickler):
             metadata, role = dict(obj.get_metadata()), self._table.roles[name]
             return VariableReference(name, type(obj), metadata, role)
         if isinstance(obj, PerWorkerIterator):
-            self.iterators[obj.number] = None
+            self.datasets[obj.number] = obj.dataset
             return obj.number
         return None
 
@@ -171,7 +174,7 @@ def pack(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     table: VariableTable,
-) -> Closure:
+) -> tuple[Closure, bytes]:
     """Pickles a function and its arguments.
 
     Raises:
@@ -216,9 +219,9 @@ def pack(
             "and connections inside the dataset function, which runs on each worker."
         )
         raise StrategyError(msg) from problem
-    payload, digest = file.getvalue(), hashlib.sha256(file.getvalue()).hexdigest()
-    variables = [x for x in is_random if not is_random[x]]
-    return Closure(name, payload, digest, values, variables, list(pickler.iterators))
+    payload, variables = file.getvalue(), [x for x in is_random if not is_random[x]]
+    digest = hashlib.sha256(payload).hexdigest()
+    return Closure(name, digest, values, variables, pickler.datasets), payload
 
 
 def _is_object(node: object) -> bool:

@@ -6,9 +6,12 @@ the servers know which closures they have applied.
 """
 
 import dataclasses
+import functools
 import inspect
+import itertools
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from meshlayout import _checks
+from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.parameter_server.closures import (
@@ -25,18 +28,18 @@ from meshlayout.distribute.parameter_server.closures import (
     VariableTable,
     pack,
 )
+from meshlayout.distribute.parameter_server.server import ParameterServer
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
 from meshlayout.distribute.parameter_server.variable_store import VariableStore
-from meshlayout.distribute.parameter_server.worker import (
-    Outcome,
-    ServerLost,
-    WorkerLost,
-)
+from meshlayout.distribute.parameter_server.worker import ServerLost, Worker
 from meshlayout.errors import StrategyError
 
 
 # A closure that was running on so many workers when they died is the likely reason.
 _MOST_LOST = 5
+
+# Functions that are not scheduled again are dropped, oldest first.
+_MOST_FUNCTIONS = 64
 
 
 class RemoteValue:
@@ -91,11 +94,14 @@ class PerWorkerDataset:
     it, to be passed to scheduled functions.
     """
 
-    def __init__(self, add: Callable[[], int]) -> None:
-        self._add = add
+    def __init__(self, pickled: Any) -> None:
+        self._pickled = pickled
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._add())
+        return PerWorkerIterator(next(_numbers), self._pickled)
+
+
+_numbers = itertools.count()
 
 
 class ClusterCoordinator:
@@ -142,8 +148,12 @@ class ClusterCoordinator:
         self.strategy = strategy
         self._checkpointer = checkpointer
         self._table = VariableTable()
-        self._cluster = strategy._start_cluster()
-        self._store = VariableStore(self._table, self._cluster, strategy.num_servers)
+        self._ray = _started_ray()
+        self._put = functools.lru_cache(_MOST_FUNCTIONS)(self._ray.put)
+        self._workers: dict[int, Any] = {}
+        server = self._ray.remote(ParameterServer).options(**strategy._server_options)
+        self._servers = [server.remote() for _ in range(strategy.num_servers)]
+        self._store = VariableStore(self._table, self._servers)
         self._queue = queue.SimpleQueue[tuple[Closure, RemoteValue] | None]()
         self._futures: set[Future[PyTree]] = set()
         self._num_scheduled = 0
@@ -186,14 +196,16 @@ class ClusterCoordinator:
         if kwargs is not None and not isinstance(kwargs, Mapping):
             msg = f"schedule: kwargs must be a dict, got {_checks.shown(kwargs)}."
             raise StrategyError(msg)
-        closure = pack(fn, args, kwargs or {}, self._table)
+        closure, payload = pack(fn, args, kwargs or {}, self._table)
         self._with_servers(self._store.place, closure.variables)
         self._with_servers(self._store.send_changes)
         servers = {name: self._store.places[name][0] for name in closure.variables}
         result, number = RemoteValue(closure.name), self._num_scheduled
         self._num_scheduled += 1
         self._futures.add(result._future)
-        closure = dataclasses.replace(closure, number=number, servers=servers)
+        closure = dataclasses.replace(
+            closure, number=number, servers=servers, payload=[self._put(payload)]
+        )
         self._queue.put((closure, result))
         return result
 
@@ -281,7 +293,7 @@ class ClusterCoordinator:
                 f"{reason} Open files and connections in it."
             )
             raise StrategyError(msg) from problem
-        return PerWorkerDataset(lambda: self._cluster.add_dataset(pickled))
+        return PerWorkerDataset([self._ray.put(pickled)])
 
     def shutdown(self) -> None:
         """Ends workers and servers; what has not run is cancelled.
@@ -291,7 +303,8 @@ class ClusterCoordinator:
         self._fatal = self._fatal or StrategyError("the coordinator was shut down.")
         for _ in range(self.strategy.num_workers):
             self._queue.put(None)
-        self._cluster.stop()
+        for actor in (*self._workers.values(), *self._servers):
+            self._ray.kill(actor)
         self.strategy._has_coordinator = False
 
     def __reduce__(self) -> Any:
@@ -311,28 +324,34 @@ class ClusterCoordinator:
 
     def _serve(self, worker: int) -> None:
         try:
-            self._cluster.start_worker(worker)
+            self._start(worker)
             while (scheduled := self._queue.get()) is not None:
                 closure, result = scheduled
                 try:
                     result._future.set_result(self._run(worker, closure))
-                except WorkerLost as lost:
+                except self._ray.exceptions.RayActorError as lost:
                     result._num_lost += 1
-                    if result._num_lost == _MOST_LOST:
+                    if result._num_lost < _MOST_LOST:
+                        self._queue.put(scheduled)
+                    else:
                         msg = (
                             f"{closure.name} was running on {_MOST_LOST} workers, one "
                             f"after another, when they died. The last one: {lost}"
                         )
                         self._fail(closure, result, StrategyError(msg))
-                    else:
-                        self._queue.put(scheduled)
                     # Others may take the closure meanwhile.
-                    self._cluster.start_worker(worker)
+                    self._start(worker)
                 except BaseException as error:
                     self._fail(closure, result, error)
         except BaseException as error:
             # Nobody sees what a thread raises: join does.
             self._fatal = self._fatal or error
+
+    def _start(self, worker: int) -> None:
+        """Starts a worker, in place of one that died, and waits for it."""
+        actor = self._ray.remote(Worker).options(**self.strategy._worker_options)
+        self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
+        self._ray.get(self._workers[worker].ping.remote())
 
     def _run(self, worker: int, closure: Closure) -> PyTree:
         if self._fatal is not None:
@@ -340,20 +359,21 @@ class ClusterCoordinator:
             raise StrategyError(msg)
         if self._error is not None:
             name, error = self._error
-            msg = (
-                f"{closure.name} was cancelled, because {name} raised "
-                f"{type(error).__name__}."
-            )
+            kind = type(error).__name__
+            msg = f"{closure.name} was cancelled, because {name} raised {kind}."
             raise StrategyError(msg)
         while True:
-            outcome = self._cluster.run(worker, closure, set(self._store.rules))
-            if outcome.lost_server is not None:
-                raise self._server_lost(outcome.lost_server)
-            if outcome.result is not None:
-                return cloudpickle.loads(outcome.result)
-            if not outcome.params:
-                raise _error(outcome, closure.name, worker)
-            self._with_servers(self._store.place_optimizers, outcome.params)
+            run, placed = self._workers[worker].run, set(self._store.rules)
+            try:
+                answer = self._ray.get(run.remote(closure, placed, self._servers))
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ServerLost):
+                    raise self._server_lost(error.cause.args[0]) from None
+                error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
+                raise error.cause from None
+            if not answer[1]:
+                return cloudpickle.loads(answer[0])
+            self._with_servers(self._store.place_optimizers, answer[1])
 
     def _fail(
         self, closure: Closure, result: RemoteValue, error: BaseException
@@ -408,11 +428,11 @@ def _takes_context(function: Callable[..., Any]) -> bool:
     )
 
 
-def _error(failed: Outcome, name: str, worker: int) -> BaseException:
-    """Returns the exception of a closure, with the worker's traceback as a note."""
-    where = f"{name}, on worker {worker}:\n{failed.text}"
-    if failed.error is None:
-        return StrategyError(f"an exception that cannot be pickled, in {where}")
-    error: BaseException = cloudpickle.loads(failed.error)
-    error.add_note(f"In {where}")
-    return error
+def _started_ray() -> Any:
+    ray = _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
+    if not ray.is_initialized():
+        with warnings.catch_warnings():
+            # The fork is followed by exec at once, which is harmless.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
+            ray.init(include_dashboard=False)
+    return ray

@@ -15,7 +15,6 @@ from flax import nnx
 
 from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.parameter_server.actors import RayCluster
 from meshlayout.distribute.parameter_server.pushes import worker_strategy
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
@@ -60,14 +59,9 @@ class ParameterServerStrategy(Strategy):
         )
         self.num_workers = count("num_workers", num_workers)
         self.num_servers = count("num_servers", num_servers)
-        for name, options in (("worker", worker_options), ("server", server_options)):
-            if options is not None and not isinstance(options, Mapping):
-                msg = (
-                    f"{where}: {name}_options must be a dict of options of a Ray "
-                    f"actor, got {_checks.shown(options)}."
-                )
-                raise StrategyError(msg)
-        self._options = dict(worker_options or {}), dict(server_options or {})
+        self._worker_options = _options(f"{where}: worker_options", worker_options, {})
+        cpu = {"JAX_PLATFORMS": "cpu"}
+        self._server_options = _options(f"{where}: server_options", server_options, cpu)
         self._has_coordinator = False
         _optional.require("ray", extra="ray", purpose=where)
         # Objects on the coordinator are on one of its devices.
@@ -108,5 +102,16 @@ class ParameterServerStrategy(Strategy):
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Leaves a Variable as it is: the coordinator places it when it is used."""
 
-    def _start_cluster(self) -> RayCluster:
-        return RayCluster(self.num_workers, self.num_servers, *self._options)
+
+def _options(
+    name: str, options: Mapping[str, Any] | None, variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns options of an actor, with environment variables that the user may set."""
+    if options is not None and not isinstance(options, Mapping):
+        msg = f"{name} must be a dict of options of a Ray actor, got {_checks.shown(options)}."
+        raise StrategyError(msg)
+    environment = dict((options or {}).get("runtime_env", {}))
+    environment["env_vars"] = {**variables, **environment.get("env_vars", {})}
+    # Ray restarts none: a server must not come back empty, nor a closure run unseen.
+    fixed = {"max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
+    return {**(options or {}), **fixed}

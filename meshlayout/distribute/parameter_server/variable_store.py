@@ -8,7 +8,7 @@ coordinator is sent before the next closure, and `join` reads all back.
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from meshlayout._annotations import PyTree
 from meshlayout._render import array_text
 from meshlayout.distribute.nnx_graph import set_raw_value
 from meshlayout.distribute.parameter_server.closures import VariableTable
-from meshlayout.distribute.parameter_server.servers import UpdateRule
-from meshlayout.distribute.parameter_server.worker import Servers
+from meshlayout.distribute.parameter_server.server import UpdateRule
+from meshlayout.distribute.parameter_server.worker import call
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_states import find_slots
 
@@ -39,10 +39,10 @@ class VariableStore:
     state is on the servers, by number.
     """
 
-    def __init__(self, table: VariableTable, servers: Servers, num_servers: int) -> None:
+    def __init__(self, table: VariableTable, servers: Sequence[Any]) -> None:
         self._table = table
         self._servers = servers
-        self._turns = itertools.cycle(range(num_servers))
+        self._turns = itertools.cycle(range(len(servers)))
         # The raw value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -74,7 +74,9 @@ class VariableStore:
         parts: dict[int, set[str]] = {}
         for name in names:
             parts.setdefault(self.places[name][0], set()).add(name)
-        if len(parts) > 1 and _mixes(optimizer.tx, params, values, state, parts.values()):
+        if len(parts) > 1 and _mixes(
+            optimizer.tx, params, values, state, parts.values()
+        ):
             msg = (
                 "the optimizer looks at all parameters at once, as clipping by the "
                 f"global norm does, and they are on {len(parts)} parameter servers, "
@@ -86,7 +88,9 @@ class VariableStore:
         everywhere = tuple(sorted(parts))
         for name, slot in zip(slot_names, find_slots(state, values), strict=True):
             is_shared = slot is None
-            self.places[name] = everywhere if is_shared else self.places[names[slot.param]]
+            self.places[name] = (
+                everywhere if is_shared else self.places[names[slot.param]]
+            )
         self.places[step] = everywhere
         rule = UpdateRule(optimizer.tx, params, slots, step, {})
         self._send([*slot_names, step], {number: rule})
@@ -117,10 +121,10 @@ class VariableStore:
     def read_back(self) -> None:
         """Gives the Variables on the coordinator the servers' values."""
         with self._lock:
-            by_server: dict[int, list[str]] = {}
+            by_server: dict[int, tuple[list[str]]] = {}
             for name in self._known:
-                by_server.setdefault(self.places[name][0], []).append(name)
-            for values in self._servers.call("pull", by_server).values():
+                by_server.setdefault(self.places[name][0], ([],))[0].append(name)
+            for values in call(self._servers, "pull", by_server).values():
                 for name, value in values.items():
                     place = getattr(self._known[name], "sharding", None)
                     self._known[name] = jax.device_put(value, place)
@@ -145,7 +149,7 @@ class VariableStore:
             server: (arrays, {n: self._part(rule, server) for n, rule in rules.items()})
             for server, arrays in values.items()
         }
-        self._servers.call("place", contents)
+        call(self._servers, "place", contents)
         self._known |= known
 
     def _part(self, rule: UpdateRule, server: int) -> UpdateRule:

@@ -6,13 +6,10 @@ per name, and a function that was sent before is the same object, so that what h
 compiled for it is used again.
 """
 
-import contextlib
 import io
 import pickle
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import cloudpickle
 import jax
@@ -20,58 +17,41 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshlayout import _checks, _paths
+from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
 from meshlayout.distribute.captured import refuse_appends
 from meshlayout.distribute.nnx_graph import set_raw_value
 from meshlayout.distribute.parameter_server.closures import Closure, ClosureInput
 from meshlayout.distribute.parameter_server.pushes import Pushes, RemoteOptimizer
-from meshlayout.distribute.parameter_server.servers import Push
+from meshlayout.distribute.parameter_server.server import Push
 from meshlayout.errors import StrategyError
 
 
 _OBJECTS = (nnx.Pytree, nnx.Variable, RemoteOptimizer)
 
 
-class Servers(Protocol):
-    """The parameter servers, as a worker calls them."""
-
-    def call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        """Calls a method of several servers; raises `ServerLost` if one is dead."""
-        ...
-
-
 class ServerLost(Exception):  # noqa: N818 - an event, not a mistake
     """A parameter server died; its number is the argument."""
 
 
-class WorkerLost(Exception):  # noqa: N818 - an event, not a mistake
-    """A worker died while it ran a closure."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a closure on a worker.
-
-    Attributes:
-        result: What the function returned, pickled, if the closure is done.
-        error: The exception that it raised, pickled; None if it cannot be pickled.
-        text: The traceback of the exception.
-        lost_server: The number of a server that is dead.
-        params: The parameters of optimizers that are to be placed on the servers. The
-            closure is then sent here again, where its gradients are kept.
-    """
-
-    result: bytes | None = None
-    error: bytes | None = None
-    text: str = ""
-    lost_server: int | None = None
-    params: Mapping[int, PyTree] = field(default_factory=dict)
+def call(
+    servers: Sequence[Any], method: str, arguments: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Calls a method of several servers at a time, with a tuple of arguments each."""
+    ray = _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
+    answers = {s: getattr(servers[s], method).remote(*x) for s, x in arguments.items()}
+    results = {}
+    for server, answer in answers.items():
+        try:
+            results[server] = ray.get(answer)
+        except ray.exceptions.RayActorError as error:
+            raise ServerLost(server) from error
+    return results
 
 
 class Worker:
-    """Runs closures, as worker `index` of `num_workers`."""
+    """Runs closures, as worker `index` of `num_workers`; an actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
         self._index = index
@@ -84,54 +64,50 @@ class Worker:
         self._params: dict[int, PyTree] = {}
         self._unpushed: tuple[int, bytes, dict[int, Push], set[int]] | None = None
 
-    def has_function(self, digest: str) -> bool:
-        """Returns whether it has unpickled a closure's function."""
-        return digest in self._functions
+    def ping(self) -> None:
+        """Shows that the worker has started."""
 
     def run(
-        self,
-        closure: Closure,
-        datasets: Callable[[int], bytes],
-        placed: set[int],
-        servers: Servers,
-    ) -> Outcome:
+        self, closure: Closure, placed: set[int], servers: Sequence[Any]
+    ) -> tuple[bytes, dict[int, PyTree]]:
         """Runs a closure, and pushes what it changes.
 
         Args:
             closure: The closure.
-            datasets: Returns the pickled dataset function of an iterator.
             placed: The numbers of the optimizers whose state is on the servers.
             servers: The servers.
+
+        Returns:
+            What the function returned, pickled; and the parameters of optimizers that
+            are to be placed on the servers before the closure is sent here again, where
+            its gradients are kept.
         """
-        try:
-            if self._unpushed is None or self._unpushed[0] != closure.number:
-                self._unpushed = self._compute(closure, datasets, servers)
-            _, result, pushes, optimizers = self._unpushed
-            if optimizers - placed:
-                return Outcome(params={n: self._params[n] for n in optimizers - placed})
-            servers.call("push", pushes)
-            self._unpushed = None
-            return Outcome(result)
-        except ServerLost as lost:
-            return Outcome(lost_server=lost.args[0])
-        except StopIteration:
-            msg = (
-                f"{closure.name} asked for a batch on worker {self._index}, where the "
-                "dataset has ended. Let the dataset function return one that repeats: "
-                "it is not known how many closures a worker will run."
-            )
-            return _failed(StrategyError(msg))
-        except Exception as error:
-            return _failed(error)
+        if self._unpushed is None or self._unpushed[0] != closure.number:
+            try:
+                self._unpushed = self._compute(closure, servers)
+            except StopIteration:
+                msg = (
+                    f"{closure.name} asked for a batch on worker {self._index}, where "
+                    "the dataset has ended. Let the dataset function return one that "
+                    "repeats: it is not known how many closures a worker will run."
+                )
+                raise StrategyError(msg) from None
+        _, result, pushes, optimizers = self._unpushed
+        if not optimizers <= placed:
+            return result, {n: self._params[n] for n in optimizers - placed}
+        call(servers, "push", {s: (push,) for s, push in pushes.items()})
+        self._unpushed = None
+        return result, {}
 
     def _compute(
-        self, closure: Closure, datasets: Callable[[int], bytes], servers: Servers
+        self, closure: Closure, servers: Sequence[Any]
     ) -> tuple[int, bytes, dict[int, Push], set[int]]:
-        for number in closure.iterators:
+        ray = _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
+        for number, (dataset,) in closure.datasets.items():
             if number not in self._iterators:
-                self._iterators[number] = self._iterator(datasets(number))
+                self._iterators[number] = self._iterator(ray.get(dataset))
         if closure.digest not in self._functions:
-            unpickler = pickle.Unpickler(io.BytesIO(closure.payload))
+            unpickler = pickle.Unpickler(io.BytesIO(ray.get(closure.payload[0])))
             unpickler.persistent_load = self._load  # pyright: ignore
             self._functions[closure.digest] = unpickler.load()
         fn, *arguments = self._functions[closure.digest]
@@ -180,15 +156,17 @@ class Worker:
             set_raw_value(self._variables[name], x)
 
     def _pull(
-        self, places: Mapping[str, int], servers: Servers
+        self, places: Mapping[str, int], servers: Sequence[Any]
     ) -> dict[str, np.ndarray[Any, Any]]:
         """Gives Variables the servers' values, and returns all values."""
-        own = {name: np.asarray(self._value(name)) for name in self._own & places.keys()}
-        by_server: dict[int, list[str]] = {}
+        own = {
+            name: np.asarray(self._value(name)) for name in self._own & places.keys()
+        }
+        by_server: dict[int, tuple[list[str]]] = {}
         for name, server in places.items():
             if name not in own:
-                by_server.setdefault(server, []).append(name)
-        pulled = servers.call("pull", by_server).values()
+                by_server.setdefault(server, ([],))[0].append(name)
+        pulled = call(servers, "pull", by_server).values()
         values = {name: x for by_name in pulled for name, x in by_name.items()}
         for name, value in values.items():
             self._set(name, value)
@@ -266,13 +244,3 @@ def _pickled(result: PyTree) -> bytes:
 
     is_leaf = lambda x: isinstance(x, _OBJECTS)  # noqa: E731
     return cloudpickle.dumps(jax.tree.map(on_host, result, is_leaf=is_leaf))
-
-
-def _failed(error: BaseException) -> Outcome:
-    """Describes an exception that is being handled."""
-    text = "".join(traceback.format_exception(error))
-    with contextlib.suppress(Exception):
-        data = cloudpickle.dumps(error)
-        pickle.loads(data)  # an exception with a constructor of its own may fail
-        return Outcome(error=data, text=text)
-    return Outcome(text=text)

@@ -1,9 +1,9 @@
 """A parameter server: variables, the optimizers that update them, and what was applied.
 
-A server is a plain object, which Ray runs as an actor: one call at a time, so that a
-push is applied completely or not at all. Each push carries the number of its closure.
-A server remembers the numbers that it has applied, and so a closure that is run a
-second time, because a worker was killed after it had pushed, changes nothing here.
+Ray runs it as an actor: one call at a time, so that a push is applied completely or not
+at all. Each push carries the number of its closure. A server remembers the numbers that
+it has applied, and so a closure that is run a second time, because a worker was killed
+after it had pushed, changes nothing here.
 """
 
 import functools
@@ -40,11 +40,8 @@ class UpdateRule(NamedTuple):
 class Push:
     """What one closure changes on one server.
 
-    Attributes:
-        closure: The number of the closure.
-        grads: Gradients by the number of the optimizer and by name.
-        added: Changes to be added, by name.
-        assigned: New values, by name.
+    Gradients by the number of the optimizer and by name, changes to be added, and new
+    values.
     """
 
     closure: int
@@ -61,9 +58,8 @@ class ParameterServer:
         self._updates: dict[int, Any] = {}
         self._applied: set[int] = set()
 
-    def place(self, contents: tuple[Arrays, Mapping[int, UpdateRule]]) -> None:
+    def place(self, values: Arrays, rules: Mapping[int, UpdateRule]) -> None:
         """Takes values of variables, in place of former ones, and optimizers."""
-        values, rules = contents
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
         for number, rule in rules.items():
             self._updates[number] = jax.jit(functools.partial(_update, rule))
@@ -94,10 +90,14 @@ def _update(
     """Returns the new values of the variables and slots of an optimizer."""
 
     def array(name: str) -> jax.Array:
-        return jnp.zeros_like(rule.absent[name]) if name in rule.absent else values[name]
+        return (
+            jnp.zeros_like(rule.absent[name]) if name in rule.absent else values[name]
+        )
 
     params, slots = jax.tree.map(array, (rule.params, rule.slots))
-    gradients = jax.tree.map(lambda name: grads.get(name, array(name)), rule.params)
+    gradients = jax.tree.map(
+        lambda n: grads[n] if n in grads else array(n), rule.params
+    )
     updates, new_slots = rule.tx.update(gradients, slots, params)
     trees = (optax.apply_updates(params, updates), new_slots)
     names = jax.tree.leaves((rule.params, rule.slots))
