@@ -73,14 +73,14 @@ class Closure:
 
     Attributes:
         name: The name of the function, for messages.
-        digest: A hash of the function, pickled with its arguments.
+        digest: A hash of the payload: the function, pickled with its arguments.
         values: The arrays and numbers among the arguments, and the values of random
             streams by name, pickled.
         variables: The names of the variables that it uses.
-        datasets: The pickled dataset functions of the iterators that it uses.
+        datasets: The dataset functions of the iterators that it uses.
         number: The number that servers remember.
         servers: The server of each variable.
-        payload: Where Ray keeps the function.
+        payload: Where Ray keeps the payload.
     """
 
     name: str
@@ -135,9 +135,11 @@ class VariableTable:
 
     def number(self, optimizer: "nnx.Optimizer[Any]") -> int:
         """Returns the number of an optimizer."""
-        if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
-        return next(i for i, known in enumerate(self.optimizers) if known is optimizer)
+        ids = [id(known) for known in self.optimizers]
+        if id(optimizer) in ids:
+            return ids.index(id(optimizer))
+        self.optimizers.append(optimizer)
+        return len(ids)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -204,10 +206,8 @@ def pack(
     pickler = _Pickler(file, table)
     try:
         pickler.dump((fn, *treedef.unflatten(leaves)))
-        is_random = {x: table.roles[x] == "random" for x in pickler.variables}
-        random = {
-            x: _paths.box_value(table.variables[x]) for x in is_random if is_random[x]
-        }
+        names = {x: table.roles[x] == "random" for x in pickler.variables}
+        random = {x: _paths.box_value(table.variables[x]) for x in names if names[x]}
         values = cloudpickle.dumps((inputs, random))
     except StrategyError:
         raise
@@ -219,7 +219,7 @@ def pack(
             "and connections inside the dataset function, which runs on each worker."
         )
         raise StrategyError(msg) from problem
-    payload, variables = file.getvalue(), [x for x in is_random if not is_random[x]]
+    payload, variables = file.getvalue(), [x for x in names if not names[x]]
     digest = hashlib.sha256(payload).hexdigest()
     return Closure(name, digest, values, variables, pickler.datasets), payload
 

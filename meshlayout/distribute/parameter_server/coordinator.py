@@ -42,15 +42,15 @@ _MOST_LOST = 5
 _MOST_FUNCTIONS = 64
 
 
-class RemoteValue:
+class RemoteValue(Future[PyTree]):
     """What a scheduled function returns, once it has run.
 
-    Made by `ClusterCoordinator.schedule`.
+    Made by `ClusterCoordinator.schedule`; a `concurrent.futures.Future` besides.
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._future: Future[PyTree] = Future()
         self._num_lost = 0
 
     def fetch(self, timeout_s: float | None = None) -> PyTree:
@@ -63,18 +63,14 @@ class RemoteValue:
             StrategyError: If it takes longer, or the function was cancelled.
             Exception: The function's own exception, if it raised one.
         """
-        if timeout_s is not None:
-            timeout_s = _checks.number(
-                "timeout_s", timeout_s, at_least=0, where="fetch", error=StrategyError
-            )
-        if not wait([self._future], timeout_s).done:
+        if not wait([self], timeout_s).done:
             msg = f"fetch: {self._name} has not finished within {timeout_s:g} s."
             raise StrategyError(msg)
-        return self._future.result()
+        return self.result()
 
     def is_ready(self) -> bool:
         """Returns whether the function has finished, failed or been cancelled."""
-        return self._future.done()
+        return self.done()
 
     def __reduce__(self) -> Any:
         msg = (
@@ -155,7 +151,7 @@ class ClusterCoordinator:
         self._servers = [server.remote() for _ in range(strategy.num_servers)]
         self._store = VariableStore(self._table, self._servers)
         self._queue = queue.SimpleQueue[tuple[Closure, RemoteValue] | None]()
-        self._futures: set[Future[PyTree]] = set()
+        self._results: set[RemoteValue] = set()
         self._num_scheduled = 0
         self._error: tuple[str, BaseException] | None = None
         self._fatal: BaseException | None = None
@@ -202,7 +198,7 @@ class ClusterCoordinator:
         servers = {name: self._store.places[name][0] for name in closure.variables}
         result, number = RemoteValue(closure.name), self._num_scheduled
         self._num_scheduled += 1
-        self._futures.add(result._future)
+        self._results.add(result)
         closure = dataclasses.replace(
             closure, number=number, servers=servers, payload=[self._put(payload)]
         )
@@ -223,10 +219,10 @@ class ClusterCoordinator:
                 checkpoint is the last.
         """
         self._with_servers(self._store.send_changes)
-        while wait(self._futures, 0.5).not_done:  # in parts, so that Ctrl-C ends it
+        while wait(self._results, 0.5).not_done:  # in parts, so that Ctrl-C ends it
             pass
         self._with_servers(self._store.read_back)
-        self._futures.clear()
+        self._results.clear()
         self._raise_error()
 
     def done(self) -> bool:
@@ -235,7 +231,7 @@ class ClusterCoordinator:
         Raises:
             Exception: As `join`.
         """
-        is_done = all(future.done() for future in self._futures)
+        is_done = all(result.done() for result in self._results)
         if is_done:
             self._raise_error()
         return is_done
@@ -274,11 +270,10 @@ class ClusterCoordinator:
         Raises:
             StrategyError: If it is not such a function, or cannot be sent to a worker.
         """
-        where = "create_per_worker_dataset: dataset_fn"
         if isinstance(dataset_fn, type) or not callable(dataset_fn):
             msg = (
-                f"{where} must be a function that returns a dataset, got "
-                f"{_checks.shown(dataset_fn)}."
+                "create_per_worker_dataset: dataset_fn must be a function that returns "
+                f"a dataset, got {_checks.shown(dataset_fn)}."
             )
             raise StrategyError(msg)
         takes_context = _takes_context(dataset_fn)
@@ -287,10 +282,9 @@ class ClusterCoordinator:
         try:
             pickled = cloudpickle.dumps((dataset_fn, takes_context))
         except Exception as problem:
-            reason = str(problem).partition("\n")[0]
             msg = (
-                f"{where} cannot be sent to a worker: {type(problem).__name__}: "
-                f"{reason} Open files and connections in it."
+                "create_per_worker_dataset: dataset_fn cannot be sent to a worker: "
+                f"{type(problem).__name__}: {problem}. Open files and connections in it."
             )
             raise StrategyError(msg) from problem
         return PerWorkerDataset([self._ray.put(pickled)])
@@ -328,7 +322,7 @@ class ClusterCoordinator:
             while (scheduled := self._queue.get()) is not None:
                 closure, result = scheduled
                 try:
-                    result._future.set_result(self._run(worker, closure))
+                    result.set_result(self._run(worker, closure))
                 except self._ray.exceptions.RayActorError as lost:
                     result._num_lost += 1
                     if result._num_lost < _MOST_LOST:
@@ -373,14 +367,15 @@ class ClusterCoordinator:
                 raise error.cause from None
             if not answer[1]:
                 return cloudpickle.loads(answer[0])
-            self._with_servers(self._store.place_optimizers, answer[1])
+            for number, params in answer[1].items():
+                self._with_servers(self._store.place_optimizer, number, params)
 
     def _fail(
         self, closure: Closure, result: RemoteValue, error: BaseException
     ) -> None:
         if self._error is None:
             self._error = closure.name, error
-        result._future.set_exception(error)
+        result.set_exception(error)
 
     def _raise_error(self) -> None:
         if self._fatal is not None:
@@ -416,16 +411,10 @@ class ClusterCoordinator:
 
 def _takes_context(function: Callable[..., Any]) -> bool:
     """Returns whether a function needs an argument, or has one that is called so."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(
-        parameter.default is parameter.empty or "context" in parameter.name
-        for parameter in parameters[:1]
-        if parameter.kind in kinds
-    )
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind < 2
+        return is_needed or "context" in name
+    return False
 
 
 def _started_ray() -> Any:

@@ -54,11 +54,14 @@ class Pushes:
 
     def __exit__(self, kind: object, *error: object) -> None:
         _pushes.reset(self._token)
+        updated = {
+            name: _paths.box_value(self.variables[name]) for name in self._hidden
+        }
         for name, value in self._hidden.items():
-            updated = _paths.box_value(self.variables[name])
             set_raw_value(self.variables[name], value)
-            if kind is None and not isinstance(updated, _Updated):
-                _Updated(name)[...] = updated
+        for name, value in updated.items():
+            if kind is None and not isinstance(value, _Updated):
+                _Updated(name)[...] = value
 
 
 _pushes: ContextVar[Pushes] = ContextVar("pushes")

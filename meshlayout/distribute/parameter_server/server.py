@@ -19,35 +19,29 @@ import optax
 from meshlayout._annotations import PyTree
 
 
-Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
+Arrays: TypeAlias = Mapping[str, Any]
 
 
 class UpdateRule(NamedTuple):
-    """An optimizer, and the names of its parameters and state, as Optax has them.
+    """An optimizer, and the names of its parameters, its state and its counter.
 
-    Variables in `absent` are on other servers. Zeros take their place, so that trees
-    have one structure; the compiler leaves out what would be computed from them.
+    The trees are Optax's, with `optax.MaskedNode` for what is on other servers.
     """
 
     tx: optax.GradientTransformation
     params: PyTree
     slots: PyTree
     step: str
-    absent: Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclass
 class Push:
-    """What one closure changes on one server.
-
-    Gradients by the number of the optimizer and by name, changes to be added, and new
-    values.
-    """
+    """What a closure changes on a server: gradients by optimizer and name, and so on."""
 
     closure: int
-    grads: dict[int, Arrays] = field(default_factory=dict)
-    added: Arrays = field(default_factory=dict)
-    assigned: Arrays = field(default_factory=dict)
+    grads: dict[int, dict[str, Any]] = field(default_factory=dict)
+    added: dict[str, Any] = field(default_factory=dict)
+    assigned: dict[str, Any] = field(default_factory=dict)
 
 
 class ParameterServer:
@@ -84,26 +78,13 @@ class ParameterServer:
         return True
 
 
-def _update(
-    rule: UpdateRule, values: Mapping[str, jax.Array], grads: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _update(rule: UpdateRule, values: Arrays, grads: Arrays) -> Arrays:
     """Returns the new values of the variables and slots of an optimizer."""
-
-    def array(name: str) -> jax.Array:
-        return (
-            jnp.zeros_like(rule.absent[name]) if name in rule.absent else values[name]
-        )
-
-    params, slots = jax.tree.map(array, (rule.params, rule.slots))
-    gradients = jax.tree.map(
-        lambda n: grads[n] if n in grads else array(n), rule.params
-    )
+    params, slots = jax.tree.map(values.__getitem__, (rule.params, rule.slots))
+    gradients = jax.tree.map(grads.__getitem__, rule.params)
     updates, new_slots = rule.tx.update(gradients, slots, params)
-    trees = (optax.apply_updates(params, updates), new_slots)
+    new = jax.tree.leaves((optax.apply_updates(params, updates), new_slots))
     names = jax.tree.leaves((rule.params, rule.slots))
-    new = {
-        name: x.astype(jnp.result_type(array(name)))
-        for name, x in zip(names, jax.tree.leaves(trees), strict=True)
-        if name not in rule.absent
-    }
+    pairs = zip(names, new, strict=True)
+    new = {name: x.astype(jnp.result_type(values[name])) for name, x in pairs}
     return {**new, rule.step: values[rule.step] + 1}

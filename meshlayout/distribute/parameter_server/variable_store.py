@@ -8,7 +8,7 @@ coordinator is sent before the next closure, and `join` reads all back.
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._render import array_text
 from meshlayout.distribute.nnx_graph import set_raw_value
@@ -34,8 +34,8 @@ _MOST_UPDATES = 100
 class VariableStore:
     """The variables of a table, on parameter servers.
 
-    `places` has the servers of each variable: one, but for the counters of an optimizer,
-    which are on all that have one of its parameters. `rules` has the optimizers whose
+    `places` has the servers of each variable: one, but for the counters of an
+    optimizer, which are wherever it has a parameter. `rules` has the optimizers whose
     state is on the servers, by number.
     """
 
@@ -58,43 +58,35 @@ class VariableStore:
             self.places |= {name: (next(self._turns),) for name in new}
             self._send(new, {})
 
-    def place_optimizers(self, params: Mapping[int, PyTree]) -> None:
-        """Puts the state of optimizers on the servers of their parameters."""
+    def place_optimizer(self, number: int, params: PyTree) -> None:
+        """Puts the state of an optimizer on the servers of its parameters."""
         with self._lock:
-            for number, tree in params.items():
-                if number not in self.rules:
-                    self._place_optimizer(number, tree)
-
-    def _place_optimizer(self, number: int, params: PyTree) -> None:
-        optimizer, table = self._table.optimizers[number], self._table
-        is_leaf, step = _paths.is_nnx_object, table.name(optimizer.step)
-        slots = jax.tree.map(table.name, optimizer.opt_state, is_leaf=is_leaf)
-        values, state = jax.tree.map(self._raw, (params, slots))
-        names, slot_names = jax.tree.leaves(params), jax.tree.leaves(slots)
-        parts: dict[int, set[str]] = {}
-        for name in names:
-            parts.setdefault(self.places[name][0], set()).add(name)
-        if len(parts) > 1 and _mixes(
-            optimizer.tx, params, values, state, parts.values()
-        ):
-            msg = (
-                "the optimizer looks at all parameters at once, as clipping by the "
-                f"global norm does, and they are on {len(parts)} parameter servers, "
-                "each of which would see its own alone. Use num_servers=1; or call "
-                "optax.clip_by_global_norm on the gradients in the closure, before "
-                "optimizer.update."
-            )
-            raise StrategyError(msg)
-        everywhere = tuple(sorted(parts))
-        for name, slot in zip(slot_names, find_slots(state, values), strict=True):
-            is_shared = slot is None
-            self.places[name] = (
-                everywhere if is_shared else self.places[names[slot.param]]
-            )
-        self.places[step] = everywhere
-        rule = UpdateRule(optimizer.tx, params, slots, step, {})
-        self._send([*slot_names, step], {number: rule})
-        self.rules[number] = rule
+            if number in self.rules:
+                return
+            optimizer, table = self._table.optimizers[number], self._table
+            is_leaf, step = _paths.is_nnx_object, table.name(optimizer.step)
+            slots = jax.tree.map(table.name, optimizer.opt_state, is_leaf=is_leaf)
+            rule = UpdateRule(optimizer.tx, params, slots, step)
+            values, state = jax.tree.map(self._raw, (params, slots))
+            names = jax.tree.leaves(params)
+            parts: dict[tuple[int, ...], set[str]] = {}
+            for name in names:
+                parts.setdefault(self.places[name], set()).add(name)
+            if len(parts) > 1 and _mixes(rule, values, state, parts.values()):
+                msg = (
+                    "the optimizer looks at all parameters at once, as clipping by the "
+                    f"global norm does, and they are on {len(parts)} parameter "
+                    "servers, each of which would see its own alone. Use num_servers=1;"
+                    " or call optax.clip_by_global_norm on the gradients in the "
+                    "closure, before optimizer.update."
+                )
+                raise StrategyError(msg)
+            self.places[step] = tuple(sorted(sum(parts, ())))
+            added = jax.tree.leaves(slots)
+            for name, slot in zip(added, find_slots(state, values), strict=True):
+                self.places[name] = self.places[names[slot.param] if slot else step]
+            self._send([*added, step], {number: rule})
+            self.rules[number] = rule
 
     def send_changes(self) -> None:
         """Sends what was assigned to Variables on the coordinator since then."""
@@ -145,49 +137,45 @@ class VariableStore:
         for name, value in known.items():
             for server in self.places[name]:
                 values.setdefault(server, {})[name] = np.asarray(value)
+
+        def part(rule: UpdateRule, server: int) -> UpdateRule:
+            params, slots = jax.tree.map(
+                lambda n: n if server in self.places[n] else optax.MaskedNode(),
+                (rule.params, rule.slots),
+            )
+            return rule._replace(params=params, slots=slots)
+
         contents = {
-            server: (arrays, {n: self._part(rule, server) for n, rule in rules.items()})
+            server: (arrays, {n: part(rule, server) for n, rule in rules.items()})
             for server, arrays in values.items()
         }
         call(self._servers, "place", contents)
         self._known |= known
 
-    def _part(self, rule: UpdateRule, server: int) -> UpdateRule:
-        """Returns a rule without the variables that are on other servers."""
-        absent = {
-            name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-            for name in jax.tree.leaves((rule.params, rule.slots))
-            if server not in self.places[name] and (x := self._raw(name)) is not None
-        }
-        return rule._replace(absent=absent)
-
 
 def _mixes(
-    tx: optax.GradientTransformation,
-    names: PyTree,
-    params: PyTree,
-    state: PyTree,
-    parts: Iterable[set[str]],
+    rule: UpdateRule, params: PyTree, state: PyTree, parts: Iterable[set[str]]
 ) -> bool:
     """Returns whether the update of one part depends on the gradients of another.
 
     The gradients of the others are made NaN, which shows wherever they have a say.
     """
-    update, ones = jax.jit(tx.update), jax.tree.map(jnp.ones_like, params)
+    update, names = jax.jit(rule.tx.update), jax.tree.leaves(rule.params)
 
-    def updates(part: set[str]) -> Iterable[list[Any]]:
-        grads = jax.tree.map(lambda n, x: x if n in part else x * jnp.nan, names, ones)
-        slots = state
+    def updates(part: Iterable[str]) -> Iterator[list[Any]]:
+        def grad(name: str, x: Any) -> Any:
+            return jnp.full_like(x, 1 if name in part else jnp.nan)
+
+        grads, slots = jax.tree.map(grad, rule.params, params), state
         for _ in range(_MOST_UPDATES):
             new, slots = update(grads, slots, params)
             yield jax.tree.leaves(new)
 
-    leaves = jax.tree.leaves(names)
     for part in parts:
-        for plain, poisoned in zip(updates(set(leaves)), updates(part), strict=True):
-            for name, x, y in zip(leaves, plain, poisoned, strict=True):
-                if name in part and not np.array_equal(x, y):
-                    return True
+        for plain, poisoned in zip(updates(names), updates(part), strict=True):
+            triples = zip(names, plain, poisoned, strict=True)
+            if any(n in part and not np.array_equal(x, y) for n, x, y in triples):
+                return True
             if any(np.any(x) for x in plain):
                 break
     return False
@@ -195,21 +183,18 @@ def _mixes(
 
 def _check(name: str, value: Any) -> None:
     """Refuses values of a Variable that a parameter server cannot hold."""
-    try:
-        kind = np.asarray(value).dtype.kind
-    except Exception:  # a PRNG key
-        kind = "O"
-    if kind not in "biufcV":
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float))
+    if not is_array or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
         msg = (
-            f"{name} holds {type(value).__name__}; parameter servers keep arrays of "
-            "numbers. Make it a plain attribute, if it does not change."
+            f"{name} holds {_checks.type_text(value)}; parameter servers keep arrays "
+            "of numbers. Make it a plain attribute, if it does not change."
         )
         raise StrategyError(msg)
-    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+    devices = getattr(getattr(value, "sharding", None), "device_set", ())
+    if len(devices) > 1:
         msg = (
-            f"{name} is on {len(value.sharding.device_set)} devices: it belongs to "
-            "another strategy or mesh. Make it in the scope of the "
-            "ParameterServerStrategy."
+            f"{name} is on {len(devices)} devices: it belongs to another strategy or "
+            "mesh. Make it in the scope of the ParameterServerStrategy."
         )
         raise StrategyError(msg)
 
