@@ -25,7 +25,7 @@ from jax._src import (
     distributed,
     mesh as jax_mesh,
 )
-from jax._src.interpreters import partial_eval, pxla
+from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils, multihost_utils
@@ -86,6 +86,33 @@ _trace_phase = jax.make_user_context()
 def trace_phase(value: Hashable) -> AbstractContextManager[Any]:
     """Returns a context in which JAX traces compiled functions anew."""
     return _trace_phase(value)
+
+
+def current_trace() -> Any:
+    """Returns the trace that operations are recorded in now."""
+    return jax_core.trace_ctx.trace
+
+
+def in_trace(trace: Any) -> AbstractContextManager[Any]:
+    """Returns a context whose operations are recorded in a trace around this one.
+
+    A Variable may be met inside of a scan; its value has to be one of the whole
+    function. If JAX renames this, all of tests/test_distribute.py fails.
+    """
+    return jax_core.set_current_trace(trace)
+
+
+def is_mapped(x: Any, axis_name: str) -> bool:
+    """Returns whether a value differs along an axis of `jax.vmap`, by JAX's own rules.
+
+    The public way, `out_axes=None` and an error, is no answer while a trace goes on. If
+    JAX renames this, no variable is found to differ; tests/test_distribute.py notices.
+    """
+    while isinstance(x, batching.BatchTracer):
+        if x._trace.axis_data.name == axis_name:
+            return True
+        x = x.val
+    return False
 
 
 def is_unreduced(spec: PartitionSpec) -> bool:

@@ -1,47 +1,45 @@
 """From the name of a TFDS dataset to global batches on the mesh.
 
 A split that fits into memory is decoded once and gathered from there. Everything else
-is read by workers, batch by batch. Either way the split is a source with random access,
-so that order, shards, padding and positions work as for any other source.
+is read batch by batch. Either way the split is a source with random access, so that
+order, shards, padding and positions work as for any other source.
 """
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data import decode_cache
+from meshlayout._annotations import PyTree
+from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
-from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset
-from meshlayout.data.examples import describe
-from meshlayout.data.placement import batch_layout, process_rows
-from meshlayout.data.plan import DataOptions, DataPlan
-from meshlayout.data.preparation import Prepared, find_prepared, supervised_keys
+from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
+from meshlayout.data.examples import describe, leaf_text, named_leaves, stack
+from meshlayout.data.prepared import Builder, find_split
 from meshlayout.data.protocols import RandomAccessSource
-from meshlayout.data.records import (
-    FileOrder,
-    MapFunction,
-    RecordDecoder,
-    RowMapper,
-    as_map_function,
-    mapped_batches,
-    worker_rows,
-)
-from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool
+from meshlayout.data.report import Clock
+from meshlayout.data.row_map import RowMap, row_map
+from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
 
-Cache: TypeAlias = Literal["auto", "memory", "none"]
+# Without in_memory=, a split is kept if it takes at most this share of the free memory.
+_MEMORY_SHARE = 0.25
 
-_FIRST_ROW = np.zeros(1, np.int64)
+# How many rows are decoded at a time.
+_CHUNK = 512
+
+# Bytes that Python adds to a string in memory, roughly.
+_STRING_OVERHEAD = 64
 
 
 def from_tfds(
@@ -50,61 +48,43 @@ def from_tfds(
     layout_or_mesh: Any,
     *,
     global_batch_size: int,
-    shuffle: bool = True,
-    seed: int = 0,
+    shuffle: int | None = 0,
     map: Callable[..., Any] | None = None,
-    map_batched: bool = False,
-    num_workers: int | Literal["auto"] = "auto",
-    worker_kind: WorkerKind = "auto",
-    deterministic: bool = True,
-    cache: Cache = "auto",
+    num_workers: int = 0,
+    in_memory: bool | None = None,
     data_dir: str | Path | None = None,
     decoders: Any = None,
     supervised: bool = False,
     remainder: str = "pad",
     weights: str | int | None = "weight",
     epochs: int | None = 1,
-    steps: int | None = None,
     prefetch: int = 2,
     strings: str = "error",
-) -> DistributedDataset[Any]:
+) -> DistributedDataset:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
     array_record are read without TensorFlow; others are downloaded and prepared by
     TFDS, those of the MNIST family without TensorFlow, too. A split that fits into
     memory is decoded once, in its own dtypes, and every batch is gathered from there in
-    one step. What does not fit is read, decoded and mapped in parallel. Batches are a
-    function of seed and epoch, the same on any number of processes and workers, and
-    iteration resumes at any of them.
-
-    Worker processes import the script that starts them, as always with Python's
-    multiprocessing: what the script runs belongs under `if __name__ == "__main__":`.
-    Unless they are asked for, processes are used only if that is the case.
+    one step. Batches are a function of seed and epoch, the same on any number of
+    processes and workers, and iteration resumes at any of them.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
         split: The split, such as `train` or `train[:10%]`.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         global_batch_size: Rows of a global batch.
-        shuffle: Whether each epoch has a different, shuffled order.
-        seed: The seed of the shuffle and of the random numbers of `map`.
+        shuffle: A seed, which together with the epoch determines the order of the rows
+            and the random numbers of `map`. None keeps the order of the files.
         map: Called with every example, a tree of NumPy arrays, after decoding; returns
             a tree. If it requires a second argument, it gets a NumPy random generator
             that is a function of seed, epoch and row.
-        map_batched: Whether `map` is called with a batch of this process's rows. The
-            second argument is then a list of the generators of the rows, which also
-            draws for all rows at once, with `size=(rows, ...)`.
-        num_workers: How many threads or processes read, decode and map; 0 for none
-            besides the prefetching thread. `"auto"` measures on the first batch.
-        worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and means
-            processes if `num_workers` is a number.
-        deterministic: Whether the order is a shuffle of all rows. If False, it follows
-            the files: neighboring rows are read together, from many files at once, and
-            shuffled within a window. That suits disks and buckets, where every read
-            takes time; the order is still the same in every run.
-        cache: `"memory"` decodes the split once and keeps it; `"none"` never does;
-            `"auto"` does if it takes at most a quarter of the free memory.
+        num_workers: How many processes read, decode and map; 0 leaves it to the
+            prefetching thread. Processes import the script that starts them, as always
+            in Python: what it runs belongs under `if __name__ == "__main__":`.
+        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
+            at most a quarter of the free memory.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target; by default
@@ -112,147 +92,235 @@ def from_tfds(
         remainder: As for `distribute_dataset`.
         weights: As for `distribute_dataset`; index 2, after the pair, if `supervised`.
         epochs: As for `distribute_dataset`.
-        steps: As for `distribute_dataset`.
         prefetch: As for `distribute_dataset`.
         strings: As for `distribute_dataset`.
 
     Returns:
-        The batches. Their `report()` says whether the split is in memory, which workers
-        were chosen and why, and how long each stage takes.
+        The batches. Their `report()` says whether the split is in memory, and why.
 
     Raises:
-        DataError: If an argument is wrong, the dataset is not available, or its
-            examples cannot be made into batches.
+        DataError: If an argument is wrong, the dataset can be neither found nor
+            downloaded, or its examples cannot be made into batches.
     """
-    clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.note)
-    flag = functools.partial(_checks.flag, error=DataError)
-    choice = functools.partial(_checks.choice, error=DataError)
-    cache = choice("cache", cache, get_args(Cache))
-    worker_kind = choice("worker_kind", worker_kind, get_args(WorkerKind))
-    if not (isinstance(num_workers, str) and num_workers == "auto"):
-        num_workers = _checks.count(
-            "num_workers",
-            num_workers,
-            at_least=0,
-            error=DataError,
-            hint="Or 'auto', which measures.",
-        )
-    is_shuffled = flag("shuffle", shuffle)
-    is_ordered = flag("deterministic", deterministic)
-    is_supervised = flag("supervised", supervised)
-    seed = _checks.count("seed", seed, at_least=0, error=DataError)
-    function = as_map_function(
-        map, is_batched=flag("map_batched", map_batched), seed=seed
+    in_memory = _checks.choice(
+        "in_memory", in_memory, (True, False, None), error=DataError
     )
-    if not is_ordered and cache == "memory":
-        msg = (
-            "cache='memory' gathers batches from arrays, where no order is faster than "
-            "another. Leave out deterministic=False, for a shuffle of all rows."
-        )
-        raise DataError(msg)
+    hint = "It is a number of processes; 0 starts none."
+    num_workers = _checks.count(
+        "num_workers", num_workers, at_least=0, error=DataError, hint=hint
+    )
+    is_supervised = _checks.flag("supervised", supervised, error=DataError)
     if is_supervised and isinstance(weights, str) and weights == "weight":
         weights = 2  # the default key, of a pair: append them
     options = DataOptions(
         global_batch_size=global_batch_size,
         remainder=remainder,
         weights=weights,
-        # In the order of the files, the source shuffles by itself.
-        shuffle=seed if is_shuffled and is_ordered else None,
+        shuffle=shuffle,
         epochs=epochs,
-        steps=steps,
         prefetch=prefetch,
-        per_process=False,
         strings=strings,
     )
-    batch_size = len(process_rows(layout, options.global_batch_size))
-    # Workers map single examples. A function of batches runs in the prefetching thread:
-    # only there are all rows of a batch together.
-    pools = contextlib.ExitStack()
-    by_batch = function if map_batched else None
-    by_example = None if map_batched else function
+    function = row_map(map, seed=options.shuffle or 0)
+    clock = Clock()
+    closing = contextlib.ExitStack()
 
-    def new_pool(read: RowFunction, num_rows: int, task: str) -> WorkerPool:
-        pool = WorkerPool(
-            read,
-            by_example,
-            num_workers=num_workers,
-            kind=worker_kind,
-            num_rows=num_rows,
-            task=task,
-            note=clock.note,
-        )
-        pools.callback(pool.close)
-        return pool
+    def in_workers(read: "_ExampleReader") -> "_Read":
+        if not num_workers:
+            return read
+        workers = Workers(read, num_workers)
+        closing.callback(workers.close)
+        return workers
 
     def open_source() -> RandomAccessSource:
-        prepared = find_prepared(name, split, data_dir, decoders)
-        keys = supervised_keys(prepared.builder) if is_supervised else None
-        decode = RecordDecoder(prepared.source, keys)
-        # Refuse what cannot be placed before the whole split is decoded.
-        first = replace(decode, map=by_example)(_FIRST_ROW, 0).rows
-        if by_batch is not None:
-            indices = np.repeat(_FIRST_ROW, max(1, batch_size))
-            rows = jax.tree.map(lambda leaf: leaf[indices], first)
-            first = by_batch.batch(rows, indices, 0)
-        describe(first, options.strings, lambda _: None)
-        source = _rows(prepared, decode, by_example, new_pool, cache, clock)
-        if by_batch is not None:
-            source = mapped_batches(source, by_batch, batch_size, clock)
-        if is_ordered:
-            return source
-        how = " and shuffled within a window" if is_shuffled else ""
-        clock.note(
-            f"deterministic=False: rows come in the order of {len(prepared.files)} "
-            f"files, read side by side{how}."
+        builder, source = find_split(name, split, data_dir, decoders)
+        keys = _supervised_keys(builder) if is_supervised else None
+        read = _ExampleReader(source, keys, None)
+        # What cannot be placed is refused before the whole split is decoded.
+        first = read((np.zeros(1, np.int64), ()), 0)
+        mapped = (
+            first if function is None else function(first, np.zeros(1, np.int64), 0)
         )
-        # TFDS numbers rows through its files in this order.
-        counts = (count for _, count in prepared.files)
-        ends = itertools.accumulate(counts, initial=0)
-        files = list(itertools.starmap(range, itertools.pairwise(ends)))
-        order = FileOrder(files, seed if is_shuffled else None)
-        return Rows(
-            len(source),
-            lambda indices, epoch: source.read_rows(order.at(indices, epoch), epoch),
+        describe(stack(mapped), options.strings, lambda _: None)
+        reason = None if in_memory else _why_not_kept(stack(first), builder, split)
+        if in_memory is None and reason:
+            clock.note(f"The split is not kept in memory: {reason}.")
+        num_rows = len(source)
+        if in_memory is False or reason:
+            return _rows(in_workers(_ExampleReader(source, keys, function)), num_rows)
+        decoded = array_rows(_decoded_rows(in_workers(read), num_rows, clock.note))
+        closing.close()
+        if function is None:
+            return decoded
+        return _rows(
+            in_workers(_ExampleReader(None, None, function)), num_rows, decoded
         )
 
-    plan = DataPlan(open_source, layout, options, clock, close=pools.close)
-    if not is_ordered:
-        # The same position in a shuffle of all rows would mean other rows.
-        order = {
-            "source": "rows in file order",
-            "seed": seed if is_shuffled else None,
-        }
-        plan.identity.update(order)
-    return DistributedDataset(plan)
+    return dataset_of(
+        open_source, layout_or_mesh, options, clock=clock, close=closing.close
+    )
+
+
+# Takes row indices, with their rows if these are decoded already, and the epoch.
+_Read = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+
+
+@dataclass(frozen=True)
+class _ExampleReader:
+    """Reads, decodes and maps rows; can be sent to a worker process.
+
+    Attributes:
+        source: TFDS's data source; None if decoded rows come along.
+        keys: The features that make up an example, in the form of TFDS's supervised
+            keys; None for a dict of all features.
+        map: The user's function of an example, or None.
+    """
+
+    source: Any
+    keys: PyTree
+    map: RowMap | None
+
+    def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
+        rows, decoded = inputs
+        if self.source is None:
+            leaves, treedef = jax.tree.flatten(decoded)
+            columns = zip(*leaves, strict=True)
+            examples = [treedef.unflatten(example) for example in columns]
+        else:
+            examples = self._typed(self.source.__getitems__(rows.tolist()))
+        return examples if self.map is None else self.map(examples, rows, epoch)
+
+    @functools.cached_property
+    def _dtypes(self) -> Any:
+        """The dtypes of numbers by path; TFDS would compute them for every batch."""
+        return feature_dtypes(self.source.dataset_info.features)
+
+    def _typed(self, examples: Sequence[PyTree]) -> list[PyTree]:
+        """Returns examples with Python's numbers in the dtypes of their features."""
+        if not examples:
+            return []
+        named, treedef = named_leaves(examples[0])
+        dtypes = [
+            self._dtypes.get(path) if isinstance(leaf, (bool, int, float)) else None
+            for path, leaf in named
+        ]
+        typed = [
+            treedef.unflatten(
+                leaf if dtype is None else dtype.type(leaf)
+                for leaf, dtype in zip(
+                    treedef.flatten_up_to(example), dtypes, strict=True
+                )
+            )
+            for example in examples
+        ]
+        if self.keys is None:
+            return typed
+        return [jax.tree.map(example.__getitem__, self.keys) for example in typed]
 
 
 def _rows(
-    prepared: Prepared,
-    decode: RecordDecoder,
-    function: MapFunction | None,
-    new_pool: Callable[[RowFunction, int, str], WorkerPool],
-    cache: Cache,
-    clock: Clock,
-) -> RandomAccessSource:
-    """Returns the rows of a split, mapped, from memory or read by workers."""
-    num_rows = len(prepared.source)
-    is_kept = cache == "memory"
-    if cache == "auto":
-        reason = decode_cache.why_not_kept(decode(_FIRST_ROW, 0).rows, prepared)
-        is_kept = reason is None
-        if not is_kept:
-            clock.note(f"cache='auto' keeps nothing: {reason}.")
-    if not is_kept:
-        pool = new_pool(replace(decode, map=function), num_rows, "Reading")
-        return worker_rows(pool, num_rows, clock)
-    # The split is kept as it is before `map`, which may differ in every epoch.
-    pool = new_pool(decode, num_rows, "Decoding")
+    read: _Read, num_rows: int, decoded: RandomAccessSource | None = None
+) -> Rows:
+    """Returns a source of rows that are read, or of decoded ones that are mapped."""
+
+    def read_rows(indices: np.ndarray, epoch: int) -> PyTree:
+        rows = () if decoded is None else decoded.read_rows(indices, epoch)
+        return stack(read((indices, rows), epoch))
+
+    return Rows(num_rows, read_rows)
+
+
+def _supervised_keys(builder: Builder) -> PyTree:
+    """Returns the features that are input and target, as TFDS's builder names them."""
+    keys = builder.info.supervised_keys
+    if keys is None:
+        named, _ = named_leaves(builder.info.features.get_tensor_info())
+        msg = (
+            f"{builder.info.full_name} does not say which of its features are input "
+            f"and target, so that supervised=True has no meaning. It has "
+            f"{', '.join(repr(path) for path, _ in named)}: choose with map=."
+        )
+        raise DataError(msg)
+    return keys
+
+
+def _decoded_rows(read: _Read, num_rows: int, note: Callable[[str], None]) -> PyTree:
+    """Returns every row of a split, as a tree of arrays in the dtypes of the dataset.
+
+    Raises:
+        DataError: If a leaf's shape differs between rows.
+    """
+    start_s = time.perf_counter()
+    arrays: list[np.ndarray] = []
+    treedef: Any = None
+    for start in range(0, num_rows, _CHUNK):
+        indices = np.arange(start, min(start + _CHUNK, num_rows))
+        named, treedef = named_leaves(stack(read((indices, ()), 0)))
+        if not arrays:
+            # Allocated once: joining the chunks at the end would take twice the memory
+            # that `_why_not_kept` has counted on.
+            arrays = [
+                np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for _, leaf in named
+            ]
+        for array, (path, leaf) in zip(arrays, named, strict=True):
+            if leaf.shape[1:] != array.shape[1:]:
+                msg = (
+                    f"{leaf_text(path)} is ragged: an example has shape "
+                    f"{leaf.shape[1:]}, and the first one has {array.shape[1:]}. It "
+                    "cannot be kept in one array: use in_memory=False, with a map= "
+                    "that makes the shapes equal."
+                )
+                raise DataError(msg)
+            array[indices] = leaf
+    size = bytes_text(sum(array.nbytes for array in arrays))
+    note(
+        f"Decoded {num_rows:,} examples once into {size} of memory in "
+        f"{time.perf_counter() - start_s:.1f} s."
+    )
+    return treedef.unflatten(arrays)
+
+
+def _why_not_kept(first: PyTree, builder: Builder, split: str) -> str | None:
+    """Returns why a decoded split should not be kept in memory; None if it should.
+
+    Args:
+        first: The first row, as a tree of arrays with one row.
+        builder: TFDS's builder.
+        split: The split.
+    """
+    # An unknown dim does not mean that examples differ, but an array cannot be
+    # allocated for it without decoding all of them.
+    infos = jax.tree.leaves(builder.info.features.get_tensor_info())
+    if any(dim is None for info in infos for dim in info.shape):
+        return "examples differ in size"
+    info = builder.info.splits[split]
+    size = 0
+    for leaf in jax.tree.leaves(first):
+        size += info.num_examples * max(
+            leaf.nbytes, _STRING_OVERHEAD * (leaf.dtype == object)
+        )
+        if leaf.dtype == object:  # strings take at most the size of the files
+            size += sum(Path(path).stat().st_size for path in info.filepaths)
+    allowed = int(_MEMORY_SHARE * free_memory())
+    if size <= allowed:
+        return None
+    return (
+        f"decoded, it takes {bytes_text(size)}, more than {bytes_text(allowed)}, "
+        f"{_MEMORY_SHARE:.0%} of the free memory"
+    )
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that are available to this process."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # macOS reports only the total
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
+    free = sizes["MemAvailable:"]  # including memory that only caches files
     try:
-        decoded = array_rows(decode_cache.decoded_rows(pool, num_rows, clock.note))
-    finally:
-        pool.close()
-    if function is None:
-        return decoded
-    pool = new_pool(RowMapper(function), num_rows, "map=")
-    return worker_rows(pool, num_rows, clock, decoded)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:  # not in a container, or one with cgroups of version 1
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

@@ -5,26 +5,25 @@ sends each host its part. Processes that share a replica must make the same inpu
 the user's function is told which input pipeline it makes, not which process it is on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from meshlayout import _checks
-from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_row_shards
-from meshlayout.data.agreement import FACTS, agreement_of, failure_told
-from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, first_batch
+from meshlayout.data.agreement import Agreement
+from meshlayout.data.dataset import DistributedDataset, checked_options, first_batch
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
     row_groups,
     rows_per_replica,
 )
-from meshlayout.data.plan import DataOptions, DataPlan
+from meshlayout.data.plan import Assemble, DataPlan
 from meshlayout.data.protocols import RandomAccessSource
+from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
@@ -107,16 +106,9 @@ def distribute_datasets_from_function(
     fn: Callable[[InputContext], Any],
     layout_or_mesh: LayoutOrMesh,
     *,
-    global_batch_size: int | None = None,
-    remainder: str = "pad",
-    weights: str | int | None = "weight",
-    shuffle: int | None = None,
-    epochs: int | None = 1,
-    steps: int | None = None,
-    prefetch: int = 2,
-    strings: str = "error",
     batched: bool | None = None,
-) -> DistributedDataset[Any]:
+    **options: Any,
+) -> DistributedDataset:
     """Makes global batches from the sources that a function makes on each process.
 
     Use this to port a pipeline from tf.distribute, or if each process must read its own
@@ -129,17 +121,11 @@ def distribute_datasets_from_function(
         fn: Called once with an `InputContext`; returns any source that
             `distribute_dataset` takes.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
-        global_batch_size: Rows of a batch, on all processes together; None for the
-            size of the first batch of the source times the number of replicas.
-        remainder: As for `distribute_dataset`, like those that follow.
-        weights: Where batches carry one weight per example.
-        shuffle: A seed for a source with random access.
-        epochs: Passes over the source in one iteration.
-        steps: Batches in one iteration.
-        prefetch: How many batches are prepared ahead.
-        strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
             that could be either as batches, as tf.distribute does.
+        **options: Those of `distribute_dataset` but `per_process`. Without
+            `global_batch_size`, it is the size of the first batch of the source times
+            the number of replicas.
 
     Raises:
         DataError: As `distribute_dataset`, or if the batch size cannot be inferred.
@@ -156,48 +142,34 @@ def distribute_datasets_from_function(
         >>> [batch["x"][::2, 0].tolist() for batch in data]
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
-    plan = make_plan_from_function(
-        fn,
-        layout_or_mesh,
-        batched=batched,
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        steps=steps,
-        prefetch=prefetch,
-        strings=strings,
+    return DistributedDataset(
+        make_plan_from_function(fn, layout_or_mesh, options, batched=batched)
     )
-    return DistributedDataset(plan)
 
 
 def make_plan_from_function(
     fn: Callable[[InputContext], Any],
     layout_or_mesh: LayoutOrMesh,
+    options: Mapping[str, Any],
     *,
     name: str = "fn",
-    batched: bool | None,
-    assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
-    **options: Any,
+    batched: bool | None = None,
+    assemble: Assemble | None = None,
 ) -> DataPlan:
     """Returns the plan of a dataset from sources that a function makes.
 
     Args:
         fn: As for `distribute_datasets_from_function`.
         layout_or_mesh: As for `distribute_datasets_from_function`.
+        options: Those of `DataOptions` by name, except `per_process`.
         name: How messages call the function.
         batched: As for `distribute_datasets_from_function`.
         assemble: As for `DataPlan`.
-        **options: Those of `DataOptions`, except `per_process`.
-
-    Raises:
-        DataError: As `distribute_datasets_from_function`.
     """
     clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.note)
-    agreement = agreement_of(layout.mesh)
-    with failure_told(agreement, FACTS):
+    layout = batch_layout(layout_or_mesh, clock.warn)
+    agreement = Agreement(layout.mesh)
+    with agreement.failure_told():
         _checks.function(name, fn, "context", error=DataError)
         context = InputContext.of(layout)
         with _checks.noted(f"This was raised by {name}, called with {context}."):
@@ -209,7 +181,8 @@ def make_plan_from_function(
             )
             raise DataError(msg)
         source, rows = first_batch(dataset, clock, batched=batched)
-        if options["global_batch_size"] is None:
+        size = options.get("global_batch_size")
+        if size is None:
             if isinstance(source, RandomAccessSource):
                 msg = (
                     f"{name} returned a source of single rows, from which the size of "
@@ -217,9 +190,10 @@ def make_plan_from_function(
                     "batches of the per-replica size."
                 )
                 raise DataError(msg)
-            options["global_batch_size"] = (rows or 1) * context.num_replicas_in_sync
+            size = (rows or 1) * context.num_replicas_in_sync
         # Whatever the function returned is this process's own input.
-        checked = DataOptions(**options, per_process=True)
+        own = {**options, "global_batch_size": size, "per_process": True}
+        checked = checked_options(own)
     return DataPlan(
-        lambda: source, layout, checked, clock, agreement, assemble=assemble
+        lambda: source, layout, checked, clock, agreement=agreement, assemble=assemble
     )

@@ -6,6 +6,7 @@ differ between them. Each process sends its errors to the others, so that none o
 waits for a process that has already failed.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,38 +15,31 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
-from meshlayout.data.adapters.torch import LoaderSource
-from meshlayout.data.agreement import (
-    FACTS,
-    PLAN,
-    Agreement,
-    BatchReport,
-    RowDigest,
-    agreement_of,
-    block_digests,
-    failure_told,
-    sample_digests,
+from meshlayout.data.agreement import Agreement, digests, sample_digests
+from meshlayout.data.by_row import HostBatch, RowReader
+from meshlayout.data.by_stream import Elements, StreamReader
+from meshlayout.data.examples import (
+    ExampleSpec,
+    describe,
+    is_placed,
+    named_leaves,
+    no_rows,
+    row_array,
+    rows_text,
 )
-from meshlayout.data.by_row import Cut, HostBatch, RowReader
-from meshlayout.data.by_stream import StreamReader, first_row
-from meshlayout.data.clock import Clock
-from meshlayout.data.element_rows import check_on_mesh, is_placed
-from meshlayout.data.elements import ElementReader, no_rows, rows_text
-from meshlayout.data.examples import ExampleSpec, as_rows, describe
-from meshlayout.data.placement import (
-    Placement,
-    find_weights,
-    local_rows,
-    padding_hint,
-    processes_by_rows,
-)
+from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
+from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
+
+
+Reader: TypeAlias = RowReader | StreamReader
+Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,146 +51,120 @@ class DataOptions:
     """
 
     global_batch_size: int
-    remainder: str
-    weights: str | int | None
-    shuffle: int | None
-    epochs: int | None
-    steps: int | None
-    prefetch: int
-    per_process: bool
-    strings: str
+    remainder: str = "pad"
+    weights: str | int | None = "weight"
+    shuffle: int | None = None
+    epochs: int | None = 1
+    prefetch: int = 2
+    per_process: bool = False
+    strings: str = "error"
 
     def __post_init__(self) -> None:
-        seed_hint = "shuffle=0 is a shuffle that is the same in every run."
-        for name, at_least, can_be_none, hint in (
-            ("shuffle", 0, True, seed_hint),
-            ("global_batch_size", 1, False, ""),
-            ("epochs", 1, True, ""),
-            ("steps", 1, True, ""),
-            ("prefetch", 0, False, ""),
+        if isinstance(self.shuffle, (bool, np.bool_)):
+            msg = (
+                f"shuffle={bool(self.shuffle)} is no seed: give a seed, shuffle=0, "
+                "which with the epoch determines the order of the rows; or "
+                "shuffle=None, which keeps their order."
+            )
+            raise DataError(msg)
+        for name, at_least, can_be_none in (
+            ("shuffle", 0, True),
+            ("global_batch_size", 1, False),
+            ("epochs", 1, True),
+            ("prefetch", 0, False),
         ):
             value = getattr(self, name)
             if value is not None or not can_be_none:
-                number = _checks.count(
-                    name, value, at_least=at_least, error=DataError, hint=hint
-                )
+                number = _checks.count(name, value, at_least=at_least, error=DataError)
                 # NumPy's numbers become Python's: JSON, which processes exchange and
                 # positions are saved as, takes no others.
                 object.__setattr__(self, name, number)
-        remainders = ("pad", "drop", "repeat", "error")
+        remainders = ("pad", "drop", "repeat")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
         per_process = _checks.flag("per_process", self.per_process, error=DataError)
         object.__setattr__(self, "per_process", per_process)
         if isinstance(self.weights, np.integer):
             object.__setattr__(self, "weights", int(self.weights))
-        is_key = isinstance(self.weights, (str, int))
-        is_key = is_key and not isinstance(self.weights, bool)
+        is_key = type(self.weights) in (str, int) or isinstance(self.weights, str)
         if self.weights is not None and not is_key:
             msg = (
                 "weights must be a key of the batch, an index into a tuple, or None, "
                 f"got {_checks.shown(self.weights)}."
             )
             raise DataError(msg)
-        if self.per_process and self.remainder == "repeat" and self.steps is None:
+        if self.per_process and self.remainder == "repeat" and self.epochs is not None:
             msg = (
-                "remainder='repeat' with per_process=True needs steps=: the processes "
-                "may have different numbers of rows, and must take as many steps."
+                "remainder='repeat' with per_process=True needs epochs=None: the "
+                "processes may have different numbers of rows, and must take as many "
+                "steps. itertools.islice(iterator, steps) ends a loop."
             )
             raise DataError(msg)
-
-    @property
-    def continues(self) -> bool:
-        """Whether an iteration starts where the last one ended."""
-        is_part = self.steps is not None or self.epochs is None
-        return is_part or self.remainder == "repeat"
-
-
-Reader: TypeAlias = RowReader | StreamReader
 
 
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
+    Args:
+        open_source: Returns the source; or elements whose first was looked at already.
+        layout: The layout of batches.
+        options: The user's options.
+        clock: Takes times and notes for the report.
+        agreement: With the other processes; None makes it.
+        assemble: Makes a batch of the source's tree on the mesh and float32 weights,
+            which are None if no process has padding in the batch. None for batches that
+            carry weights in the tree, as `options.weights` says.
+        close: Releases what the source holds, if it is not the user's to close.
+
     Attributes:
         options: The user's options.
         clock: Takes times and notes for the report.
-        agreement: With the other processes; None if there are none.
-        cut: How batches are cut from the source's rows.
-        placement: Puts batches on the mesh; None for batches that are on it already.
+        agreement: With the other processes.
+        size: How many rows of the source make a batch: of all processes, or with
+            `per_process` of this one.
+        own: Which of them are this process's own.
         padding_hint: What a user can do if batches cannot be padded.
         filler: The row that fills batches for which a process has no rows, leaf by
             leaf; None if there are no such batches.
         num_steps: Batches of one iteration, or None if that is not known.
-        groups: The processes that must read the same rows, group by group: all of them
-            if they share a stream, and otherwise those whose devices hold the same rows
-            of a batch.
         identity: What must match for a saved position to fit, by name.
     """
 
     def __init__(
         self,
-        open_source: Callable[[], Source | ElementReader],
+        open_source: Callable[[], Source | Elements],
         layout: Layout,
         options: DataOptions,
         clock: Clock,
-        agreement: Agreement | None = None,
         *,
-        assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
+        agreement: Agreement | None = None,
+        assemble: Assemble | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens the source and decides.
-
-        Args:
-            open_source: Returns the source; or a reader that has already looked at its
-                first element.
-            layout: The layout of batches.
-            options: The user's options.
-            clock: Takes times and notes for the report.
-            agreement: With the other processes, if the caller has made it; None makes
-                it.
-            assemble: Makes a batch of the source's tree on the mesh and weights, which
-                are None if no process has padding in the batch. None for batches that
-                carry weights in the tree, as `options.weights` says.
-            close: Releases what the source holds, if it is not the user's to close.
-
-        Raises:
-            DataError: If the source cannot be made into such batches, here or on
-                another process.
-        """
-        self.options, self.clock, self._close_source = options, clock, close
+        self.options, self.clock, self.close_source = options, clock, close
         self._assemble = assemble
-        self.agreement = agreement = agreement or agreement_of(layout.mesh)
-        with failure_told(agreement, FACTS):
-            size, is_per_process = options.global_batch_size, options.per_process
-            own_rows = local_rows(layout, size, per_process=is_per_process)
+        self.agreement = agreement = agreement or Agreement(layout.mesh)
+        with agreement.failure_told():
+            size, is_own = options.global_batch_size, options.per_process
+            own = local_rows(layout, size, per_process=is_own)
             self._first = first = _look(open_source(), layout, options, clock)
-            digests = {} if agreement is None else self._digests()
+            facts = self._facts() if agreement.has_others else ({}, {})
         # A source of this process alone holds nothing but its own rows: all are kept.
-        num_read = len(own_rows) if is_per_process else size
-        self.cut = Cut(num_read, None if len(own_rows) == num_read else own_rows)
-        # Of an epoch, if it is known. Processes with sources of their own must take
-        # the same number of steps, so they agree on it.
+        self.size, self.own = (len(own), np.arange(len(own))) if is_own else (size, own)
         self._num_batches = self._count_batches()
-        if agreement is not None:
-            where = "the first rows" if self.is_stream else "some rows"
-            agreement.check_same(self._facts(), digests, where)
-            if is_per_process and self._num_batches is not None:
-                self._num_batches = agreement.num_batches(
-                    self._num_batches, options.remainder
-                )
-        self.groups: list[list[int]] = []
-        if agreement is not None:
-            self.groups = list(processes_by_rows(layout, size).values())
-            if self._compares_all:
-                self.groups = [[p for group in self.groups for p in group]]
-        self.placement: Placement | None = None
+        if agreement.has_others:
+            agreement.check_same(*facts)
+            if is_own and self._num_batches is not None:
+                # Processes with sources of their own must take as many steps.
+                remainder = options.remainder
+                self._num_batches = agreement.num_batches(self._num_batches, remainder)
+        self._placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
         self.padding_hint = (
             "Batches that are on the mesh already are not padded: yield the same "
             "number on every process, or choose remainder='drop'."
         )
-        with failure_told(agreement, PLAN):
+        with agreement.failure_told(made=True):
             if first.spec is not None:
                 rows, spec, key = first.rows, first.spec, options.weights
                 self.padding_hint = padding_hint(rows)
@@ -207,12 +175,13 @@ class DataPlan:
                 # Nothing but padding needs weights that the source does not have.
                 add = options.remainder == "pad"
                 spec, index = find_weights(rows, spec, key, add=add)
-                self.placement = Placement(spec, index, layout, size, own_rows)
-                if is_per_process and self.has_weights and self.is_stream:
-                    self.filler = first_row(first.spec, first.rows)
+                self._placement = Placement(spec, index, layout, size, own)
+                if is_own and self.has_weights and self.is_stream:
+                    leaves = first.spec.checked(first.rows)
+                    pairs = zip(first.spec.leaves, leaves, strict=True)
+                    self.filler = [leaf.converted(row[:1].copy()) for leaf, row in pairs]
             self._check_length()
-        if agreement is not None:
-            agreement.check_made()
+        agreement.check_made()
         self.num_steps = self._count_steps()
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
@@ -220,18 +189,19 @@ class DataPlan:
         self.identity: dict[str, JSON] = {
             "source": "stream" if self.is_stream else "rows",
             "num_rows": None if self.is_stream else first.num_rows,
-            "global_batch_size": options.global_batch_size,
+            "global_batch_size": size,
             "remainder": options.remainder,
             "seed": options.shuffle,
-            "process": process if is_per_process else None,
+            "process": process if is_own else None,
             "block": first.block,
         }
-        self._idle_readers = [self._new_reader(first.elements)]
+        # Has looked at the first element, which a generator yields only once.
+        self._looked = [] if first.elements is None else [first.elements]
 
     @property
     def has_weights(self) -> bool:
         """Whether batches carry weights."""
-        return self.placement is not None and self.placement.has_weights
+        return self._placement is not None and self._placement.has_weights
 
     @property
     def is_stream(self) -> bool:
@@ -239,78 +209,64 @@ class DataPlan:
         return self._first.elements is not None
 
     @property
-    def _compares_all(self) -> bool:
-        """Whether all processes read all rows, and compare them."""
-        is_shared = self.agreement is not None and not self.options.per_process
-        return self.is_stream and is_shared
-
-    @property
     def element_spec(self) -> PyTree:
         """The abstract batch: a tree of shapes, dtypes and shardings."""
-        if self.placement is not None:
-            spec = self.placement.element_spec
+        if self._placement is not None:
+            spec = self._placement.element_spec
             return spec if self._assemble is None else spec[0]
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=leaf.sharding
-            ),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             self._first.rows,
         )
 
     def placed(self, batch: HostBatch) -> Batch:
-        """Returns a batch on the mesh, with its weights."""
-        if self.placement is None:
+        """Returns a batch on the mesh, with its weights.
+
+        Raises:
+            DataError: If it is padded and cannot carry weights.
+        """
+        if self._placement is None:
             placed = batch.leaves[0]
             return placed if self._assemble is None else self._assemble(placed, None)
-        num_kept = self.cut.num_kept
-        with self.clock.stage("place", num_kept):
-            is_real = self.cut.is_real(batch.count)
-            placed = self.placement(batch.leaves, is_real, num_kept)
-            if self._assemble is None:
-                return placed
-            rows, *weights = placed
-            is_padded = is_real is not None or batch.is_padded_elsewhere
-            return self._assemble(rows, weights[0] if is_padded else None)
-
-    def report_of(self, batch: HostBatch | None, position: Position) -> BatchReport:
-        """Returns the message to other processes about the batch after a position."""
-        report = BatchReport(position.epoch, position.batch, None, {})
-        if batch is None:
-            return report
-        digests = batch.digests
-        here, spec = jax.process_index(), self._first.spec
-        has_others = any(here in group and len(group) > 1 for group in self.groups)
-        if has_others and spec is not None and not self._compares_all:
-            digest = RowDigest(spec.paths)
-            digest.add(batch.leaves)
-            digests = digest.by_leaf()
-        is_full = batch.count >= self.cut.size
-        return report._replace(num_rows=batch.count, digests=digests, is_full=is_full)
-
-    def check_padding(self, batch: HostBatch) -> None:
-        """Raises DataError if a batch is padded and cannot carry weights.
-
-        Of sources whose length is known, `_check_length` refuses this earlier.
-        """
-        is_padded = batch.count < self.cut.size and self.placement is not None
+        is_padded = batch.count < self.size
+        # Of sources whose length is known, `_check_length` refuses this earlier.
         if is_padded and not self.has_weights:
             msg = (
                 f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
-                f"have {self.cut.size}. {self.padding_hint}"
+                f"have {self.size}. {self.padding_hint}"
             )
             raise DataError(msg)
+        with self.clock.placing():
+            is_real = self.own < batch.count if is_padded else None
+            placed = self._placement(batch.leaves, is_real)
+            if self._assemble is None:
+                return placed
+            rows, *weights = placed
+            is_padded = is_padded or batch.is_padded_elsewhere
+            return self._assemble(rows, weights[0] if is_padded else None)
 
-    def check_position(self, position: Position) -> None:
-        """Raises DataError for a position beyond the end of the source's epochs.
+    def check_position(self, position: Position, *, skip: bool) -> None:
+        """Raises DataError for a position that the source does not have.
 
-        Only with random access: a stream is found to be shorter when it is read.
+        Args:
+            position: The position.
+            skip: Whether a stream that cannot seek may be read up to it.
         """
-        num_rows, num_batches = self._first.num_rows, self._num_batches
+        num_rows = self._first.num_rows
         if self.is_stream or num_rows is None:
+            # A shorter stream is found when it is read.
+            if position.source is None and (position.row or position.batch) and not skip:
+                msg = (
+                    f"this source cannot seek to row {position.row} of epoch "
+                    f"{position.epoch + 1}: it has no position of its own. "
+                    "iterator.set_state(state, skip=True) reads the rows before it, "
+                    "and drops them."
+                )
+                raise DataError(msg)
             return
         is_beyond = position.row > num_rows
-        if num_batches is not None:  # padded, so that rows may exceed those there are
-            is_beyond = position.batch > num_batches
+        if self._num_batches is not None:  # padded: rows may exceed those there are
+            is_beyond = position.batch > self._num_batches
         if is_beyond:
             msg = (
                 f"the state is after batch {position.batch} and row {position.row} of "
@@ -319,85 +275,55 @@ class DataPlan:
             )
             raise DataError(msg)
 
-    def take_reader(self) -> Reader:
-        """Returns an idle reader, or a new one.
-
-        At first the reader that has looked at the first rows is idle; later, the one of
-        an iteration that the next iteration continues.
-        """
-        try:
-            return self._idle_readers.pop()  # of several threads, one gets it
-        except IndexError:
-            return self._new_reader()
-
-    def keep_reader(self, reader: Reader) -> None:
-        """Keeps a reader for the next iteration, instead of any kept before."""
-        self._close_readers()
-        self._idle_readers.append(reader)
-
-    def close(self) -> None:
-        """Releases what no iteration is using."""
-        self._close_source()
-        self._close_readers()
-
-    def _close_readers(self) -> None:
-        while self._idle_readers:
-            self._idle_readers.pop().close()
-
-    def _new_reader(self, elements: ElementReader | None = None) -> Reader:
+    def new_reader(self) -> Reader:
+        """Returns a reader of the source for one iteration."""
         first, options = self._first, self.options
         if first.elements is not None:
-            elements = elements or ElementReader(first.source)
-            is_batched = first.block is not None
+            try:
+                elements = self._looked.pop()  # of several threads, one gets it
+            except IndexError:
+                elements = Elements(first.source)
             return StreamReader(
                 elements,
                 first.spec,
-                self.cut,
-                batched=is_batched,
+                self.size,
+                self.own,
+                batched=first.block is not None,
                 remainder=options.remainder,
-                compared=self._compares_all,
                 clock=self.clock,
             )
         assert first.spec is not None
         return RowReader(
             first.source,
             first.spec,
-            self.cut,
+            self.size,
+            self.own,
             num_batches=self._num_batches,
             seed=options.shuffle,
             clock=self.clock,
         )
 
-    def _count_batches(self) -> int | None:
-        """Returns the number of batches of an epoch.
+    def close(self) -> None:
+        """Releases what no iteration is using."""
+        self.close_source()
+        while self._looked:
+            self._looked.pop().close()
 
-        None if it is not known, or if epochs run into each other.
-        """
+    def _count_batches(self) -> int | None:
+        """Returns the batches of an epoch, if it is known and is not run together."""
         num_rows, remainder = self._first.num_rows, self.options.remainder
         if num_rows is None or remainder == "repeat":
             return None
-        size = self.cut.size
+        size = self.size
         return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
 
     def _count_steps(self) -> int | None:
-        """Returns the number of batches of an iteration; None if it is not known."""
-        epochs, steps = self.options.epochs, self.options.steps
-        num_rows = self._first.num_rows
+        num_rows, epochs = self._first.num_rows, self.options.epochs
         if num_rows is None or epochs is None:
-            return steps
+            return None
         if self._num_batches is None:  # epochs run into each other
-            return (
-                math.ceil(epochs * num_rows / self.cut.size) if steps is None else steps
-            )
-        available = epochs * self._num_batches
-        if steps is not None and steps > available:
-            have = "1 epoch has" if epochs == 1 else f"{epochs} epochs have"
-            msg = (
-                f"steps={steps}, and {have} {available} batches. Take more epochs=, "
-                "fewer steps=, or remainder='repeat'."
-            )
-            raise DataError(msg)
-        return steps or available
+            return math.ceil(epochs * num_rows / self.size)
+        return epochs * self._num_batches
 
     def _check_length(self) -> None:
         """Raises DataError if an epoch is known not to divide into batches.
@@ -408,11 +334,9 @@ class DataPlan:
         num_rows, num_batches = self._first.num_rows, self._num_batches
         if num_rows is None or num_batches is None:
             return
-        size, remainder = self.cut.size, self.options.remainder
+        size, remainder = self.size, self.options.remainder
         # `dropped` is negative if this process is padded up to the batches of others.
         left, dropped = num_rows % size, num_rows - num_batches * size
-        what = f"a source of {num_rows} rows, in batches of {size}, leaves {left}"
-        is_unmarked = self.placement is not None and not self.has_weights
         if remainder == "drop" and num_rows < size:
             msg = (
                 f"the source has {num_rows} rows, fewer than a batch of {size}: "
@@ -424,38 +348,32 @@ class DataPlan:
             self.clock.warn(
                 f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
             )
-        if remainder == "error" and left:
-            msg = f"{what}. Choose another remainder=, or another global_batch_size."
-            raise DataError(msg)
-        if remainder == "pad" and is_unmarked and left:
-            raise DataError(f"{what}, to be padded. {self.padding_hint}")
+        is_unmarked = self._placement is not None and not self.has_weights
         if remainder == "pad" and is_unmarked and dropped < 0:
+            what = f"leaves {left}, to be padded"
+            if not left or num_batches * size - num_rows >= size:
+                what = f"is padded up to the {num_batches} batches of other processes"
             msg = (
-                f"the source has {num_rows} rows, and those of other processes fill "
-                f"{num_batches} batches of {size}, up to which this one is padded. "
+                f"a source of {num_rows} rows, in batches of {size}, {what}. "
                 f"{self.padding_hint}"
             )
             raise DataError(msg)
 
-    def _facts(self) -> dict[str, JSON]:
-        """Returns the facts that must be the same on all processes."""
-        facts: dict[str, JSON] = asdict(self.options)
-        if not self.options.per_process:
-            facts["number of rows"] = self._first.num_rows
-        if self._first.spec is not None:
+    def _facts(self) -> tuple[dict[str, JSON], dict[str, JSON]]:
+        """Returns what must be the same on all processes, and digests of some rows."""
+        first, facts = self._first, asdict(self.options)
+        if first.spec is not None:
             facts["leaves"] = [
                 f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"
-                for leaf in self._first.spec.leaves
+                for leaf in first.spec.leaves
             ]
-        return facts
-
-    def _digests(self) -> dict[str, JSON]:
-        """Returns digests of some rows, if all processes read the same ones."""
-        if self.options.per_process or self._first.spec is None:
-            return {}
-        if self.is_stream:
-            return block_digests([self._first.rows])
-        return sample_digests(self._first.source)
+        if self.options.per_process:
+            return facts, {}
+        facts["number of rows"] = first.num_rows
+        if first.spec is None:
+            return facts, {}
+        is_stream = self.is_stream
+        return facts, digests(first.rows) if is_stream else sample_digests(first.source)
 
 
 @dataclass(frozen=True)
@@ -476,29 +394,30 @@ class _FirstRows:
     rows: PyTree
     spec: ExampleSpec | None
     num_rows: int | None
-    elements: ElementReader | None = None
+    elements: Elements | None = None
     block: int | None = None
 
 
 def _look(
-    source: Source | ElementReader, layout: Layout, options: DataOptions, clock: Clock
+    source: Source | Elements, layout: Layout, options: DataOptions, clock: Clock
 ) -> _FirstRows:
     """Returns a source with its first rows, checked."""
     if isinstance(source, RandomAccessSource):
         if not len(source):
             raise DataError(no_rows(0))
-        rows = as_rows(source.read_rows(np.zeros(1, np.int64), 0), 1)
+        named, treedef = named_leaves(source.read_rows(np.zeros(1, np.int64), 0))
+        rows = treedef.unflatten([row_array(path, leaf, 1) for path, leaf in named])
         spec = describe(rows, options.strings, clock.warn)
         return _FirstRows(source, rows, spec, len(source))
+    elements = source if isinstance(source, Elements) else Elements(source)
+    source = elements.source
     if options.shuffle is not None:
         msg = (
             "shuffle= reorders the rows of a source with random access, and this one "
             "is read in order. Shuffle it where it is made, and leave out shuffle=."
         )
         raise DataError(msg)
-    elements = source if isinstance(source, ElementReader) else ElementReader(source)
-    source = elements.source
-    num_parts = source.num_parts if isinstance(source, LoaderSource) else 1
+    num_parts = getattr(source, "num_parts", 1)
     if num_parts > 1 and not options.per_process:
         # Processes compare their rows only if there are several; one process that
         # reads a part of the data would do so without an error.
@@ -506,16 +425,37 @@ def _look(
             f"The DataLoader's sampler gives each of {num_parts} processes its own "
             "part: say per_process=True."
         )
-    rows, block = elements.look()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(elements.close)
+        rows, block = elements.look()
+        spec = None
         if is_placed(rows) and block is not None:
-            check_on_mesh(rows, block, layout, options.global_batch_size)
-            return _FirstRows(source, rows, None, None, elements, block)
-        spec = describe(rows, options.strings, clock.warn).with_objects()
-    except BaseException:
-        elements.close()
-        raise
+            _check_on_mesh(rows, block, layout, options.global_batch_size)
+        else:
+            spec = describe(rows, "error", clock.warn)
+        stack.pop_all()
     # The numbers of rows that processes read in streams of their own may be wrong or
     # differ; they agree in every step instead.
-    num_rows = None if options.per_process else source.num_rows
+    num_rows = None if options.per_process or spec is None else source.num_rows
     return _FirstRows(source, rows, spec, num_rows, elements, block)
+
+
+def _check_on_mesh(
+    batch: PyTree, num_rows: int, layout: Layout, global_batch_size: int
+) -> None:
+    """Raises DataError unless a batch of the source can pass through unchanged."""
+    devices = set(layout.mesh.devices.flat)
+    shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
+    if not all(s is not None and s.device_set == devices for s in shardings):
+        msg = (
+            f"the source yields arrays on devices other than those of {layout.mesh!r}. "
+            "Place them on this mesh, or yield NumPy arrays."
+        )
+        raise DataError(msg)
+    if num_rows != global_batch_size:
+        msg = (
+            f"the source yields batches of {num_rows} rows that are on the mesh "
+            f"already, and global_batch_size={global_batch_size}. They pass through "
+            f"unchanged: give global_batch_size={num_rows}."
+        )
+        raise DataError(msg)

@@ -13,9 +13,8 @@ from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# 2: shuffles use this library's own permutation, and streams record their block size.
 # Increased when a saved position would mean other batches; older ones are refused.
-_VERSION = 2
+_VERSION = 3
 
 # What must be the same for a position to mean the same batches, as messages say it.
 _IDENTITY_TEXTS = {
@@ -40,7 +39,6 @@ class Position(NamedTuple):
         row: The number of rows of this epoch that were used.
         first_epoch: The epoch in which the iteration started.
         first_row: The row of that epoch at which it started.
-        given: The number of batches that the iteration has yielded.
         source: The stream's own position, if it has one: before the block of rows in
             which the next batch starts.
         offset: The number of rows of that block that were used.
@@ -51,7 +49,6 @@ class Position(NamedTuple):
     row: int = 0
     first_epoch: int = 0
     first_row: int = 0
-    given: int = 0
     source: Any = None
     offset: int = 0
 

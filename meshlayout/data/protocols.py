@@ -30,7 +30,6 @@ import numpy as np
 from meshlayout._annotations import PyTree
 
 
-# Positions are saved by checkpoints and exchanged between processes as JSON.
 JSON: TypeAlias = Any
 """What `json.dumps` accepts: numbers, strings, None, lists and dicts of them."""
 

@@ -1,15 +1,15 @@
 """A function per replica, compiled as one program for all of them.
 
-The function is traced under `jax.shard_map`, with the NNX variables that it uses bound
-to this replica's values. A first trace tells which variables change, whether every
-replica computes the same new values, and whether gradients still have to be added up;
-the program is then compiled by `compile_step`, with the variables that change as its
-state. JAX itself could track what differs between replicas, in the types of values; but
-then it refuses scans whose carry starts as a constant, as in every recurrent layer.
+The function is traced twice. The first trace is under `jax.vmap` over the replicas,
+whose batching rules know of every operation what differs between them: which Variables
+would, which gradients still have to be added up, which results are the same everywhere.
+The second one is compiled, under `jax.shard_map`, with the Variables that change as the
+state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
+`shard_map`'s own types, which know what differs, refuse scans whose carry starts as a
+constant, as in every recurrent layer.)
 """
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -17,61 +17,53 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
+from meshlayout.collectives import ReplicaContext, array_of, entered
+from meshlayout.distribute import captured, gradients, sums
+from meshlayout.distribute.aggregation import Combination
 from meshlayout.distribute.arguments import Arguments, is_leaf
-from meshlayout.distribute.bindings import Bindings
-from meshlayout.distribute.gradients import GradientSums
-from meshlayout.distribute.host_step import HostStep, Transfers
-from meshlayout.distribute.host_variables import (
-    find_hosted,
-    hosted_specs,
-    without_host,
-)
-from meshlayout.distribute.nnx_graph import belongs_here
+from meshlayout.distribute.gradients import MARKED, Decisions, ReplicaTrace
 from meshlayout.distribute.padded_statistics import padding_left_out
-from meshlayout.distribute.padding_check import check_padding
-from meshlayout.distribute.sameness import same_values
-from meshlayout.distribute.values import (
-    REPLICA_AXIS,
-    PerReplica,
-    is_per_replica,
-    map_per_replica,
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
+from meshlayout.distribute.variables import (
+    Modes,
+    Variable,
+    Watch,
+    aggregation,
+    belongs_here,
+    raw_value,
+    set_raw_value,
 )
-from meshlayout.distribute.variables import Aggregation, Variables
 from meshlayout.errors import StrategyError
-from meshlayout.hlo import Communication
-from meshlayout.step import StepMemory, compile_step
 
 
 if TYPE_CHECKING:
     from meshlayout.distribute.strategy import Strategy
 
-
-def _is_abstract(value: PyTree) -> bool:
-    leaves = jax.tree.leaves(value)
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+_phases = itertools.count()
 
 
 @dataclasses.dataclass
-class _Trace:
-    """What a trace of a replica's function found out.
+class _Result:
+    """One array that the function returned.
 
     Attributes:
-        changed: The indices of the variables that it changed.
-        treedef: The structure of what it returned.
-        mask_was_read: Whether it asked which rows are real.
-        with_old: Whether the old values of variables follow the new ones.
+        shape: Its shape, in the first trace.
+        differs: Whether replicas have different ones.
+        forgotten: What it is part of, if that was the same on all replicas before.
+        is_aligned: Whether it has one row for each row of a padded batch.
     """
 
-    changed: list[int] = dataclasses.field(default_factory=list)
-    treedef: Any = None
-    mask_was_read: bool = False
-    with_old: bool = False
+    shape: tuple[int, ...]
+    differs: bool
+    forgotten: str = ""
+    is_aligned: bool = False
 
 
 class ReplicaProgram:
@@ -80,15 +72,8 @@ class ReplicaProgram:
     Args:
         strategy: The strategy.
         fn: The function.
-        found: What it uses besides its arguments.
-        variables: The NNX variables that it may use.
         arguments: Its arguments.
-
-    Attributes:
-        step: The compiled step of `inputs`.
-        variables: The NNX variables that it may use.
-        hosted: Those in host memory, by index among the leaves of all.
-        transfers: What of these it moves to the devices; known once it was traced.
+        gone: Called when an object that the program is for is gone.
 
     Raises:
         StrategyError: See `Strategy.run`.
@@ -98,390 +83,200 @@ class ReplicaProgram:
         self,
         strategy: "Strategy",
         fn: Callable[..., PyTree],
-        found: Bindings,
-        variables: Variables,
         arguments: Arguments,
+        gone: Callable[[], None],
     ) -> None:
         self._strategy = strategy
-        self._fn = fn
-        self._found = found
-        self.variables = variables
-        self._axis = REPLICA_AXIS if strategy.num_replicas_in_sync > 1 else None
+        count = strategy.num_replicas_in_sync
+        self._count, self._axis = count, REPLICA_AXIS if count > 1 else None
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._sums = GradientSums()
-        self._changed: list[int] = []
-        # Variables that functions under nnx.jit return as they were.
-        self._passed_on: set[int] = set()
-        # How the new values of variables that differ become one.
-        self._aggregations: dict[int, Aggregation] = {}
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # a constant of the trace under way, if any
-            variables.set(strategy._place_all(variables))
-        self.hosted = find_hosted(variables.get())
-        self.transfers = Transfers()
-        trace = self._examine(arguments)
-        self._treedef = trace.treedef
-        self._is_abstract = any(map(_is_abstract, variables.get()))
-        # Results with one row for each row of a padded batch, by index.
-        self._aligned: list[int] = []
-        # Whether padding counts in its results; None if that is not known yet.
-        self._counts_padding = None if arguments.mask is not None else False
+        self._fn: Any = fn
+        self._arguments: Arguments | None = arguments
+        self._rows: int | None = None
         if arguments.mask is not None:
-            self._aligned = self._find_aligned(arguments)
-            self._check_padding(trace)
-
-        whole = arguments.without_arrays()  # which would live as long as the program
+            self._rows = arguments.mask.shape[0] // count
+        entries = captured.walk(fn, arguments.objects)
+        self._paths = _Paths(entries)
+        with captured.refuse_appends(fn, self._name, entries):
+            self._examine(arguments)
+        touched = {*map(id, self.variables), *self._nodes}
+        self.roots = captured.Roots(entries, touched, gone)
+        self.modes = Modes([x.node for x in self._nodes.values()], gone)
+        del self._nodes
+        self._place()
+        self._paths = _Paths(())
 
         def step(state: Any, rest: Any, leaves: Any) -> Any:
-            return self._traced_step(whole, state, rest, leaves)
+            return self._traced_step(state, rest, leaves)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self.step = strategy._compile(step)
 
-    def is_current(self) -> bool:
-        """Returns whether the objects still have the attributes that were traced."""
-        return self.variables.is_current()
+    # The first trace.
 
-    def __call__(self, arguments: Arguments) -> PyTree:
-        """Runs the program, and sets the variables that changed."""
-        if self._is_abstract:
-            self._refuse_abstract()
-        self._check_trace()
-        values = self.variables.get_for_reuse(self._changed)
-        state, rest, leaves = self._inputs(values, arguments)
-        if self._counts_padding is None and not _jax.is_tracing():
-            check_padding(
-                self._name,
-                lambda leaves: self.step(_copied(state), rest, leaves),
-                leaves,
-                self._aligned,
-            )
-            self._counts_padding = False
-        new, leaves = self.step(state, rest, leaves)
-        for index in self._changed:  # not in the dict's order: JAX sorts keys
-            values[index] = new[self.variables.paths[index]]
-        self.variables.set(values)
-        for index in self._aligned:
-            leaves[index] = self._with_mask(leaves[index], arguments.mask)
-        return self._treedef.unflatten(leaves)
+    def _examine(self, arguments: Arguments) -> None:
+        """Traces the function for what it touches, changes and returns.
 
-    def _check_trace(self) -> None:
-        """Refuses to change variables from outside of the trace under way, if any."""
-        if not _jax.is_tracing():
+        A padded batch is traced with twice its rows, so that the results that have one
+        row for each of them are seen in the second trace.
+        """
+        factor = 2 if self._rows is not None else 1
+        try:
+            self._trace_first(arguments, factor)
+        except StrategyError:
+            raise
+        except Exception:
+            if factor == 1:
+                raise
+            self._trace_first(arguments, 1)  # a function for this number of rows alone
+
+    def _trace_first(self, arguments: Arguments, factor: int) -> None:
+        self._factor = factor
+        self._decisions = Decisions()
+
+        def examined(leaves: list[Any], mark: Any) -> jax.Array:
+            trace = ReplicaTrace(self._decisions, mark, sums.Increments())
+            watch, context, result = self._traced(arguments, leaves, trace, self._enter)
+            self._read(watch, context, arguments, leaves, result)
+            return jnp.zeros(())
+
+        leaves = [self._parts(leaf, factor) for leaf in arguments.leaves]
+        if self._axis is None:
+            jax.eval_shape(lambda x: examined(x, None), leaves)
             return
-        for index in self._changed:
-            if not belongs_here(self.variables.variables[index]):
-                msg = (
-                    f"{self._name} changes the variable {self.variables.paths[index]} "
-                    "from outside of the function that is being compiled. run compiles "
-                    "by itself: call it without jit, or pass the objects through "
-                    "nnx.jit as arguments."
-                )
-                raise StrategyError(msg)
+        axes = [0 if isinstance(leaf, PerReplica) else None for leaf in leaves]
 
-    def _refuse_abstract(self) -> None:
-        values = zip(self.variables.paths, self.variables.get(), strict=True)
-        path = next(path for path, value in values if _is_abstract(value))
-        msg = (
-            f"run: the variable {path} has a shape and no values, as nnx.eval_shape "
-            "makes it. That is enough to look at a program, not to run it: create the "
-            "object in the strategy's scope."
+        def marked(leaves: list[Any]) -> jax.Array:
+            mark = jnp.zeros(1, bool)
+            return jax.vmap(lambda mark: examined(leaves, mark), axis_name=MARKED)(mark)
+
+        mapped = jax.vmap(
+            marked, in_axes=(axes,), axis_name=self._axis, axis_size=self._count
         )
-        raise StrategyError(msg)
+        try:
+            jax.eval_shape(mapped, leaves)
+        except NotImplementedError as error:
+            error.add_note(
+                "run: what differs between replicas is read from a trace under "
+                "jax.vmap, which has no rule for this operation. Give a callback a "
+                "vmap_method, and sum over all replicas instead of groups."
+            )
+            raise
 
-    def communication(self, arguments: Arguments) -> Communication:
-        """Returns what the program sends between devices."""
-        return self.step.communication(*self._inputs(self.variables.get(), arguments))
+    def _parts(self, leaf: Any, factor: int) -> Any:
+        """Returns the shapes of the replicas' own values, one after another."""
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        has_mask = leaf.mask is not None
 
-    def memory(self, arguments: Arguments) -> StepMemory:
-        """Returns the bytes that the program takes on each device."""
-        return self.step.memory(*self._inputs(self.variables.get(), arguments))
+        def part(x: Any) -> Any:
+            rows = x.shape[0] // self._count
+            shape = () if leaf.is_scalar else (rows * (factor if has_mask else 1),)
+            if self._axis is not None:
+                shape = (self._count, *shape)
+            return jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype)
 
-    def _with_mask(self, leaf: Any, mask: jax.Array | None) -> PerReplica:
-        array = leaf.array if isinstance(leaf, PerReplica) else leaf
-        count = self._strategy.num_replicas_in_sync
-        return PerReplica(array, mask, num_replicas=count)
+        return jax.tree.map(part, leaf)
 
-    def _inputs(self, values: list[Any], arguments: Arguments) -> tuple[Any, ...]:
-        """Returns what the compiled step takes: state, other variables, arguments."""
-        paths = self.variables.paths
-        state = {paths[index]: values[index] for index in self._changed}
-        changed = set(self._changed)
-        rest = [value for i, value in enumerate(values) if i not in changed]
-        return state, rest, arguments.leaves
+    def _enter(self, variable: Variable) -> Any:
+        """Returns what a replica sees of a Variable, when the first trace meets it."""
 
-    def _traced_step(
-        self, arguments: Arguments, state: Any, rest: Any, leaves: Any
-    ) -> tuple[Any, Any]:
-        remaining = iter(rest)
-        paths = self.variables.paths
-        values = [state[path] if path in state else next(remaining) for path in paths]
-        specs = hosted_specs(_specs(values), self.hosted)
-        trace = _Trace()
-        outputs = ([specs[index] for index in self._changed], PartitionSpec(self._axis))
-        on_replicas = self._on_replicas(trace, arguments, outputs, specs)
-        new, out = on_replicas(values, leaves)
-        if trace.changed != self._changed:
+        def entered(x: Any) -> Any:
+            if isinstance(x, PerReplica):
+                own = x.array.reshape(self._count, *x.shape)
+                return own[jax.lax.axis_index(self._axis)] if self._axis else own[0]
+            if isinstance(x, jax.ShapeDtypeStruct):
+                x = _zeros(x)
+            elif array_of(x) is None and not _jax.is_key(x):
+                _refuse_value(self._paths.of(variable), x)
+            return jax.lax.optimization_barrier(jnp.asarray(x))
+
+        value = raw_value(variable)
+        if type(variable).__name__ == "HijaxVariable" or any(
+            map(_jax.is_ref, jax.tree.leaves(value))
+        ):
             msg = (
-                f"{self._name} changed other variables when it was traced again: it "
-                "depends on something that changes in Python. Pass that as an argument."
+                f"{self._paths.of(variable)} is a variable with hijax=True or ref=True, "
+                "which cannot be the state of a compiled program. Create it without."
             )
             raise StrategyError(msg)
-        changed = [paths[index] for index in self._changed]
-        return dict(zip(changed, new, strict=True)), out
+        whole = jax.tree.map(entered, value, is_leaf=_is_per_replica)
+        own = self._own(variable, whole)
+        trace = gradients.current.get()
+        if trace is not None and trace.increments is not None:
+            if aggregation(variable) in ("sum", "increments"):
+                trace.increments.start(variable, own)
+        return own
 
-    def _on_replicas(
-        self,
-        trace: _Trace,
-        arguments: Arguments,
-        outputs: Any,
-        specs: list[Any] | None = None,
-    ) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
-        """Returns a function of all values and leaves that runs on all replicas.
+    def _own(self, variable: Variable, value: Any) -> Any:
+        """Returns a replica's own keys of a Variable, and other values as they are."""
 
-        Args:
-            trace: What is found out while it is traced.
-            arguments: The arguments.
-            outputs: The specs of the results.
-            specs: The specs of the values, if they are where they are stored; None for
-                whole values on the devices.
-        """
-
-        def replica(
-            values: list[Any], leaves: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            replica = functools.partial(self._replica, trace, arguments)
-            if specs is None or not self.hosted:
-                return replica(values, leaves)
-            step = HostStep(replica, self.hosted, lambda: trace.changed)
-            self.transfers = step.transfers
-            return step(values, leaves)
-
-        def on_replicas(
-            values: list[Any], leaves: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            # Functions that are jitted inside are traced anew: what they ask of the
-            # context belongs to this trace.
-            with _jax.trace_phase(id(trace)):
-                if self._axis is None:
-                    return replica(values, leaves)
-                return jax.shard_map(
-                    replica,
-                    mesh=self._strategy.mesh.jax_mesh,
-                    in_specs=(specs or _specs(values), _specs(leaves)),
-                    out_specs=outputs,
-                    check_vma=False,
-                )(values, leaves)
-
-        return on_replicas
-
-    def _replica(
-        self, trace: _Trace, arguments: Arguments, values: list[Any], leaves: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Runs the function on one replica: returns new values, and results."""
-        strategy = self._strategy
-        masks = [leaf.mask for leaf in leaves if is_per_replica(leaf)]
-        mask = next((mask for mask in masks if mask is not None), None)
-        context = ReplicaContext(
-            strategy, self._axis, strategy.num_replicas_in_sync, mask
-        )
-        own = [
-            self._own_value(variable, value, context)
-            for variable, value in zip(self.variables.variables, values, strict=True)
-        ]
-        with (
-            entered(context),
-            self._sums.traced(),
-            self._found.watch(),
-            self.variables.bound(own) as bound,
-            padding_left_out(),
-        ):
-            result = arguments.call(
-                self._fn, [map_per_replica(_own, x) for x in leaves]
-            )
-        trace.mask_was_read = context.mask_was_read
-        changed = {i for i, is_changed in enumerate(bound.changed) if is_changed}
-        trace.changed = sorted(changed - self._passed_on)
-        with entered(context):
-            new = [
-                self._combined(index, own[index], bound.new_values[index], context)
-                for index in trace.changed
-            ]
-        if trace.with_old:
-            new += [own[index] for index in trace.changed]
-        out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_refused)
-        return new, [self._result(leaf) for leaf in out]
-
-    def _own_value(self, variable: object, value: Any, context: ReplicaContext) -> Any:
-        """Returns what a replica sees of a variable."""
-
-        def own(leaf: Any) -> Any:
-            is_typed = _jax.is_extended(jax.typeof(leaf).dtype)
-            is_key = is_typed or isinstance(variable, nnx.RngKey)
-            if self._axis is None or not is_key:
-                return leaf
+        def own(x: Any) -> Any:
+            is_typed = _jax.is_extended(jax.typeof(x).dtype)
+            if self._axis is None or not (is_typed or isinstance(variable, nnx.RngKey)):
+                return x
             # Otherwise all replicas would drop the same features. The layers of a scan
             # have an array of keys.
             fold_in = jax.random.fold_in
-            for _ in range(leaf.ndim if is_typed else leaf.ndim - 1):
+            for _ in range(x.ndim if is_typed else x.ndim - 1):
                 fold_in = jax.vmap(fold_in, in_axes=(0, None))
-            return fold_in(leaf, context.replica_id_in_sync_group)
+            return fold_in(x, jax.lax.axis_index(self._axis))
 
-        return jax.tree.map(own, map_per_replica(_own, value))
+        return jax.tree.map(own, value)
 
-    def _combined(self, index: int, old: Any, new: Any, context: ReplicaContext) -> Any:
-        """Returns the new value of a variable for all replicas."""
-        kind = self._aggregations.get(index)
-        if kind is None:
-            return new
-        path = self.variables.paths[index]
-
-        def combined(before: Any, after: Any) -> Any:
-            after = jnp.asarray(after)
-            if kind == "per_replica":
-                return _whole(after, context.num_replicas_in_sync)
-            if kind == "mean":
-                return context.mean_of_real(after).astype(after.dtype)
-            if kind == "first":
-                is_first = context.replica_id_in_sync_group == 0
-                chosen = jnp.where(is_first, after, jnp.zeros_like(after))
-                return context.combine(ReduceOp.SUM, chosen).astype(after.dtype)
-            if after.dtype == jnp.bool_:
-                msg = f"{path} is a variable of booleans, which cannot be summed."
-                raise StrategyError(msg)
-            change = context.combine(ReduceOp.SUM, after - before)
-            return before + change.astype(after.dtype)
-
-        return jax.tree.map(combined, old, new)
-
-    def _result(self, leaf: object) -> jax.Array | PerReplica:
-        if _is_refused(leaf):
-            msg = (
-                f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
-                "function returns arrays. What it sets in NNX objects is kept anyway."
-            )
-            raise StrategyError(msg)
-        x = array_of(leaf)
-        if x is None:
-            msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg)
-        x = _jax.with_weak_type(x, weak_type=False)
-        if self._axis is None:
-            return x  # of one replica, a plain array
-        return _whole(x, self._strategy.num_replicas_in_sync)
-
-    # What is found out before it is compiled.
-
-    def _examine(self, arguments: Arguments) -> _Trace:
-        """Traces the function once, and plans how its results are combined.
+    def _read(
+        self,
+        watch: Watch,
+        context: ReplicaContext,
+        arguments: Arguments,
+        leaves: list[Any],
+        result: Any,
+    ) -> None:
+        """Reads a first trace, inside of it.
 
         Raises:
-            StrategyError: If a variable would differ between replicas.
+            StrategyError: If a Variable would differ between replicas, or its value
+                would be another kind of array.
         """
-        values = without_host(self.variables.get())
-
-        def traced(trace: _Trace) -> Any:
-            on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
-            return jax.make_jaxpr(on_replicas)(values, arguments.leaves)
-
-        trace = _Trace(with_old=True)
-        closed = traced(trace)
-        self._passed_on = self._find_passed_on(closed, trace, values)
-        if self._passed_on:
-            trace = _Trace()
-            closed = traced(trace)
-        self._changed = trace.changed
-        if self._axis is None:
-            return trace
-        inputs = jax.tree.leaves(
-            map_per_replica(
-                lambda leaf: jax.tree.map(lambda _: not is_per_replica(leaf), leaf),
-                (values, arguments.leaves),
-            )
-        )
-        analyze = functools.partial(same_values, closed, self._axis, inputs)
-        same = analyze()
-        self._sums.read(same, analyze)
-        if same.unmatched:
-            msg = (
-                f"{self._name} combines values of all replicas ({same.unmatched[0]}) "
-                "where only some of them may come, as in a branch of jax.lax.cond "
-                "whose condition differs: these would wait for the others for ever. "
-                "Combine them outside, or make the condition the same on all replicas."
-            )
-            raise StrategyError(msg)
-        self._plan_aggregations(trace, same.outputs, values)
-        return trace
-
-    def _find_passed_on(
-        self, closed: Any, trace: _Trace, values: list[Any]
-    ) -> set[int]:
-        """Returns the indices of variables whose new values are the old ones."""
-        counts = [len(jax.tree.leaves(values[index])) for index in trace.changed]
-        outputs = iter(_jax.sources(closed.jaxpr))
-        new = [list(itertools.islice(outputs, count)) for count in counts]
-        old = [list(itertools.islice(outputs, count)) for count in counts]
-        triples = zip(trace.changed, new, old, strict=True)
-        return {
-            index
-            for index, after, before in triples
-            if all(map(operator.is_, after, before))
-        }
-
-    def _plan_aggregations(
-        self, trace: _Trace, same: list[bool], values: list[Any]
-    ) -> None:
-        paths = self.variables.paths
-        outputs = iter(same)
-        differing = []
-        for index in trace.changed:
-            count = len(jax.tree.leaves(values[index]))
-            is_same = all(list(itertools.islice(outputs, count)))
-            kind = self.variables.aggregations[index]
-            if kind in ("sum", "per_replica") or (kind and not is_same):
-                self._aggregations[index] = kind
-            elif not is_same:
-                differing.append(paths[index])
+        self.variables, self._nodes = watch.variables, watch.nodes
+        pairs = zip(self.variables, watch.entered, watch.values, strict=True)
+        self._changed, differing = [], []
+        for index, (variable, before, after) in enumerate(pairs):
+            differs = self._differs(after)
+            if not _is_changed(before, after):
+                continue
+            if isinstance(variable, nnx.RngKey) and differs:
+                continue  # nnx.scan hands keys back as new arrays
+            self._changed.append(index)
+            _check_kind(self._name, self._paths.of(variable), before, after)
+            if differs and aggregation(variable) != "per_replica":
+                differing.append(self._paths.of(variable))
+        self._is_own = [aggregation(x) == "per_replica" for x in self.variables]
         if differing:
-            listed = ", ".join(differing[:3])
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            msg = (
-                f"{self._name} would leave different values of {listed}{more} on the "
-                "replicas: the new values are computed from what differs between them. "
-                "Combine that first, as get_replica_context().all_reduce('MEAN', x) "
-                "does, or say how the variable's values become one: "
-                "nnx.Variable(x, aggregation='mean'), or 'sum', 'first', 'per_replica'."
-            )
-            raise StrategyError(msg)
+            _refuse_differing(self._name, differing)
+        self._check_mask(context, watch, result)
+        flat, self._treedef = self._flattened(result)
+        self._results = [_Result(x.shape, self._differs(x)) for x in flat]
+        self._find_forgotten(arguments, leaves, result)
 
-    def _find_aligned(self, arguments: Arguments) -> list[int]:
-        """Returns the results that have one row for each row of the batch, by index.
+    def _differs(self, value: Any) -> bool:
+        axis = self._axis
+        if axis is None:
+            return False
+        return any(_jax.is_mapped(x, axis) for x in jax.tree.leaves(value))
 
-        Those are the ones that get longer if the batch does.
-        """
-
-        def shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
-            on_replicas = self._on_replicas(_Trace(), arguments, PartitionSpec())
-            values = without_host(self.variables.get())
-            _, out = jax.eval_shape(on_replicas, values, leaves)
-            return [x.array.shape if is_per_replica(x) else x.shape for x in out]
-
-        now = shapes(arguments.leaves)
-        try:
-            later = shapes(arguments.with_twice_the_rows())
-        except Exception:  # a function for this number of rows alone
-            rows = arguments.rows
-            return [i for i, shape in enumerate(now) if shape[:1] == (rows,)]
-        pairs = enumerate(zip(now, later, strict=True))
-        return [i for i, (a, b) in pairs if a[:1] != b[:1]]
-
-    def _check_padding(self, trace: _Trace) -> None:
-        if trace.mask_was_read:
+    def _check_mask(self, context: ReplicaContext, watch: Watch, result: Any) -> None:
+        """Refuses a function that may count padding."""
+        if self._rows is None or context.mask_was_read:
             return
-        num_leaves = trace.treedef.num_leaves
-        changes_statistics_alone = all(map(self._is_statistic, trace.changed))
-        if changes_statistics_alone and len(self._aligned) == num_leaves:
+        rows = self._rows * self._factor
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(result)]
+        statistics = (nnx.BatchStat, nnx.metrics.MetricState)
+        changed = [self.variables[index] for index in self._changed]
+        if all(shape[:1] == (rows,) for shape in shapes) and all(
+            isinstance(x, statistics) and "aggregation" not in x.get_metadata()
+            for x in changed
+        ):
             return
         msg = (
             f"{self._name} got a short batch, which is padded to the shape of the "
@@ -493,40 +288,436 @@ class ReplicaProgram:
         )
         raise StrategyError(msg)
 
-    def _is_statistic(self, index: int) -> bool:
-        """Returns whether a variable is one that `padding_left_out` looks after."""
-        metadata = self.variables.variables[index].get_metadata()
-        is_combined = self.variables.aggregations[index] is not None
-        return is_combined and "aggregation" not in metadata
+    def _find_forgotten(
+        self, arguments: Arguments, leaves: list[Any], result: Any
+    ) -> None:
+        """Finds states that came in the same on all replicas, and would go out not so.
+
+        Raises:
+            StrategyError: If it is more than a plain tree, which gradients are, too.
+        """
+        args, kwargs = arguments.unflatten(list(range(len(leaves))))
+        parts = {id(result): result} | {
+            id(x): x
+            for x in (
+                result.values() if isinstance(result, dict) else result
+                if isinstance(result, (tuple, list)) else ()
+            )
+        }
+        position = {id(x): i for i, x in enumerate(jax.tree.leaves(result))}
+        for argument in (*args, *kwargs.values()):
+            indices, treedef = jax.tree.flatten(argument, is_leaf=is_leaf)
+            is_leaf_alone = jax.tree_util.treedef_is_leaf(treedef)
+            if is_leaf_alone or not all(type(i) is int for i in indices):
+                continue
+            before = [leaves[i] for i in indices]
+            if any(x is None or isinstance(x, PerReplica) for x in before):
+                continue
+            for part in parts.values():
+                paths, structure = jax.tree_util.tree_flatten_with_path(part)
+                after = [x for _, x in paths]
+                if structure != treedef or list(map(jnp.shape, after)) != list(
+                    map(jnp.shape, before)
+                ):
+                    continue
+                names = [
+                    jax.tree_util.keystr(path, simple=True, separator="/")
+                    for path, x in paths
+                    if self._differs(x)
+                ]
+                if names and _is_state(argument):
+                    raise StrategyError(_forgotten_text(self._name, names))
+                for path, x in paths:
+                    if self._differs(x):
+                        name = jax.tree_util.keystr(path, simple=True, separator="/")
+                        self._results[position[id(x)]].forgotten = name
+
+    def _flattened(self, result: Any) -> tuple[list[jax.Array], Any]:
+        """Returns what the function returned as arrays, and its structure."""
+        out, treedef = jax.tree.flatten(result, is_leaf=_is_refused)
+        arrays = []
+        for leaf in out:
+            x = None if _is_refused(leaf) else array_of(leaf)
+            if x is None:
+                msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
+                if _is_refused(leaf):
+                    msg = (
+                        f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
+                        "function returns arrays. What it sets in NNX objects is kept "
+                        "anyway."
+                    )
+                raise StrategyError(msg)
+            arrays.append(_jax.with_weak_type(x, weak_type=False))
+        return arrays, treedef
+
+    # Both traces.
+
+    def _traced(
+        self,
+        arguments: Arguments,
+        leaves: list[Any],
+        trace: ReplicaTrace,
+        enter: Callable[[Variable], Any],
+    ) -> tuple[Watch, ReplicaContext, Any]:
+        """Runs the function on one replica, while it is traced."""
+        masks = [leaf.mask for leaf in leaves if isinstance(leaf, PerReplica)]
+        mask = next((mask for mask in masks if mask is not None), None)
+        context = ReplicaContext(self._strategy, self._axis, self._count, mask)
+        own = [x.array if isinstance(x, PerReplica) else x for x in leaves]
+        token = gradients.current.set(trace)
+        try:
+            # Functions that are jitted inside are traced anew: what they ask of the
+            # context belongs to this trace.
+            with (
+                _jax.trace_phase(next(_phases)),
+                entered(context),
+                gradients.patches,
+                sums.patches,
+                padding_left_out(),
+            ):
+                combination = Combination(context, trace)
+                with Watch(enter, combination) as watch:
+                    combination.watch = watch
+                    result = arguments.call(self._fn, own)
+                    self._check_attributes(watch)
+        finally:
+            gradients.current.reset(token)
+        return watch, context, result
+
+    def _check_attributes(self, watch: Watch) -> None:
+        for attributes in watch.nodes.values():
+            change = attributes.difference()
+            if change is not None:
+                msg = (
+                    f"run: {self._name} {change}. It runs in Python once per compiled "
+                    "program, not at every call: create variables before the call, set "
+                    "them with variable[...] = value, return other values, and switch "
+                    "modes, as model.eval() does, outside. (What sow() keeps can be "
+                    "taken out with nnx.pop inside the function.)"
+                )
+                raise StrategyError(msg)
+
+    # The second trace.
+
+    def _traced_step(self, state: Any, rest: Any, leaves: Any) -> tuple[Any, Any]:
+        assert self._arguments is not None
+        changed, remaining, own_state = set(self._changed), iter(rest), iter(state)
+        values = [
+            next(own_state) if i in changed else next(remaining)
+            for i in range(len(self.variables))
+        ]
+
+        def replica(values: list[Any], leaves: list[Any]) -> tuple[Any, Any]:
+            return self._replica(self._arguments, values, leaves)
+
+        if self._axis is None:
+            return replica(values, leaves)
+        rows, whole = PartitionSpec(self._axis), PartitionSpec()
+        specs = [rows if is_own else whole for is_own in self._is_own]
+        out_specs = (
+            tuple(specs[index] for index in self._changed),
+            [rows if result.differs else whole for result in self._results],
+        )
+        in_specs = [rows if isinstance(x, PerReplica) else whole for x in leaves]
+        return jax.shard_map(
+            replica,
+            mesh=self._strategy.mesh.jax_mesh,
+            in_specs=(specs, in_specs),
+            out_specs=out_specs,
+            check_vma=False,
+        )(values, leaves)
+
+    def _replica(
+        self, arguments: Any, values: list[Any], leaves: list[Any]
+    ) -> tuple[Any, Any]:
+        self._decisions.replay()
+        bound = {id(x): value for x, value in zip(self.variables, values, strict=True)}
+
+        def enter(variable: Variable) -> Any:
+            if id(variable) not in bound:
+                self._refuse_second()
+            value = jax.tree.map(
+                lambda x: _own_part(x) if isinstance(x, PerReplica) else x,
+                bound[id(variable)],
+                is_leaf=_is_per_replica,
+            )
+            return self._own(variable, value)
+
+        leaves = [_own_leaf(x) for x in leaves]
+        trace = ReplicaTrace(self._decisions)
+        watch, _, result = self._traced(arguments, leaves, trace, enter)
+        after = dict(zip(map(id, watch.variables), watch.values, strict=True))
+        before = dict(zip(map(id, watch.variables), watch.entered, strict=True))
+        plan = {id(self.variables[index]) for index in self._changed}
+        for variable in watch.variables:
+            key = id(variable)
+            is_new = _is_changed(before[key], after[key])
+            if is_new and key not in plan and not isinstance(variable, nnx.RngKey):
+                self._refuse_second()
+        new = []
+        for index in self._changed:
+            value = after.get(id(self.variables[index]), values[index])
+            is_own = self._is_own[index]
+            new.append(jax.tree.map(_whole_part(self._count) if is_own else _plain, value))
+        flat, treedef = self._flattened(result)
+        if treedef != self._treedef:
+            self._refuse_second()
+        results = zip(flat, self._results, strict=True)
+        return tuple(new), [self._result(x, result) for x, result in results]
+
+    def _refuse_second(self) -> None:
+        msg = (
+            f"{self._name} did something else when it was traced again: it depends on "
+            "something that changes in Python. Pass that as an argument."
+        )
+        raise StrategyError(msg)
+
+    def _result(self, x: jax.Array, result: _Result) -> Any:
+        if self._rows is not None and self._axis is not None and result.differs:
+            grown = x.shape != result.shape if self._factor > 1 else False
+            aligned = (self._rows * self._factor, *x.shape[1:])
+            if x.shape[:1] == (self._rows,) and result.shape == aligned:
+                result.is_aligned = True
+            elif grown:
+                self._refuse_rows(x)
+        elif self._rows is not None and self._factor > 1 and x.shape != result.shape:
+            self._refuse_rows(x)
+        if not result.differs or self._axis is None:
+            return x
+        return _whole_part(self._count)(x)
+
+    def _refuse_rows(self, x: jax.Array) -> None:
+        msg = (
+            f"{self._name} got a short batch, of which each replica has {self._rows} "
+            f"rows, padding included, and returned an array of shape {x.shape}, which is "
+            "not one value per row: which of its values are padding is unknown. Return "
+            "one value per row, or combine rows under get_replica_context()."
+            "example_mask, or leave such batches out with "
+            "distribute_dataset(..., remainder='drop')."
+        )
+        raise StrategyError(msg)
+
+    # Calls.
+
+    def _place(self) -> None:
+        """Places the Variables on the devices of all replicas, and sorts them."""
+        with jax.ensure_compile_time_eval():
+            self._values = [
+                self._placed(index, raw_value(x)) for index, x in enumerate(self.variables)
+            ]
+        for variable, value in zip(self.variables, self._values, strict=True):
+            set_raw_value(variable, value)
+        changed = set(self._changed)
+        self._rest = [i for i in range(len(self.variables)) if i not in changed]
+        self._is_changed = [i in changed for i in range(len(self.variables))]
+        self._changed_variables = [self.variables[i] for i in self._changed]
+        # Two Variables with one array, as after nnx.clone: the program uses it up.
+        seen = {id(x) for i in self._rest for x in jax.tree.leaves(self._values[i])}
+        for index in self._changed:
+            ids = {id(x) for x in jax.tree.leaves(self._values[index])}
+            if not seen.isdisjoint(ids) and not _jax.is_tracing():
+                self._values[index] = jax.tree.map(jnp.copy, self._values[index])
+                set_raw_value(self.variables[index], self._values[index])
+            seen |= ids
+
+    def _placed(self, index: int, value: Any) -> Any:
+        variable = self.variables[index]
+        path = self._paths.of(variable)
+        place = self._strategy._place
+        return jax.tree.map(
+            lambda x: place(path, x, is_own=self._is_own[index]),
+            value,
+            is_leaf=_is_per_replica,
+        )
+
+    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
+        """Returns what the compiled step takes: state, other variables, arguments."""
+        values = list(map(raw_value, self.variables))
+        if not all(map(operator.is_, values, self._values)):
+            with jax.ensure_compile_time_eval():
+                for i, (value, old) in enumerate(zip(values, self._values, strict=True)):
+                    if value is not old:
+                        values[i] = self._placed(i, value)
+            self._values = values
+        state = tuple(itertools.compress(values, self._is_changed))
+        return state, [values[i] for i in self._rest], arguments.leaves
+
+    def __call__(self, fn: Callable[..., PyTree], arguments: Arguments) -> PyTree:
+        """Runs the program, and sets the variables that changed."""
+        inputs = self.inputs(arguments)
+        if _jax.is_tracing():
+            self._check_trace()
+        # A program does not keep its function alive; JAX may have to trace it anew.
+        self._fn, self._arguments = fn, arguments
+        try:
+            state, out = self.step(*inputs)
+        finally:
+            self._fn = self._arguments = None
+        for index, variable, value in zip(
+            self._changed, self._changed_variables, state, strict=True
+        ):
+            set_raw_value(variable, value)
+            self._values[index] = value
+        for index, result in enumerate(self._results):
+            if result.is_aligned:
+                array = out[index].array
+                mask = arguments.mask
+                out[index] = PerReplica(array, mask, num_replicas=self._count)
+            if result.forgotten:
+                out[index].forgotten = (captured.function_key(fn), result.forgotten)
+        return self._treedef.unflatten(out)
+
+    def held(self, fn: Callable[..., PyTree], arguments: Arguments) -> Any:
+        """Returns the compiled step, for a look at the program alone."""
+        self._fn, self._arguments = fn, arguments
+        return self.step
+
+    def _check_trace(self) -> None:
+        """Refuses to change variables from outside of the trace under way, if any."""
+        for index in self._changed:
+            if not belongs_here(self.variables[index]):
+                msg = (
+                    f"{self._name} changes the variable "
+                    f"{type(self.variables[index]).__name__} from outside of the "
+                    "function that is being compiled. run compiles by itself: call it "
+                    "without jit, or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state that may be used up, in the same memory."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, _jax.sharding_of(x), may_alias=False), state
-    )
+class _Paths:
+    """The names of Variables, by the roots that lead to them."""
+
+    def __init__(self, entries: Any) -> None:
+        self._entries = entries
+        self._found: dict[int, str] | None = None
+
+    def of(self, variable: Variable) -> str:
+        """Returns the path of a Variable, such as `model/encoder/kernel`."""
+        if self._found is None:
+            self._found = {}
+            for entry in self._entries:
+                if captured.is_nnx(entry.value):
+                    for path, value in captured.iter_graph(entry.value):
+                        name = "/".join((entry.path, *map(str, path)))
+                        self._found.setdefault(id(value), name)
+        value = raw_value(variable)
+        kind = type(variable).__name__
+        return self._found.get(id(variable), f"{kind} of shape {np.shape(value)}")
+
+
+def _is_per_replica(leaf: object) -> bool:
+    return isinstance(leaf, PerReplica)
 
 
 def _is_refused(result: object) -> bool:
     """Returns whether this is no result; a Variable, as in gradients, is its value."""
-    return is_leaf(result) and not isinstance(result, nnx.Variable)
+    return is_leaf(result) and not isinstance(result, nnx.Variable | nnx.State)
 
 
-def _specs(tree: PyTree) -> PyTree:
-    """Returns how arguments are divided among the replicas."""
-    rows, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
-    return map_per_replica(lambda leaf: rows if is_per_replica(leaf) else whole, tree)
+def _is_changed(before: Any, after: Any) -> bool:
+    if before is after:
+        return False
+    old, old_structure = jax.tree.flatten(before)
+    new, new_structure = jax.tree.flatten(after)
+    return old_structure != new_structure or not all(map(operator.is_, old, new))
 
 
-def _own(leaf: Any) -> Any:
-    """Returns a replica's own value, inside of shard_map."""
-    if not isinstance(leaf, PerReplica):
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array in place of an abstract one, of which only the shape counts."""
+    if not _jax.is_extended(x.dtype):
+        return jnp.zeros(x.shape, x.dtype)
+    words = jax.eval_shape(jax.random.key_data, x)
+    return _jax.key_of_words(jnp.zeros(words.shape, words.dtype), x.dtype)
+
+
+def _own_part(x: Any) -> Any:
+    return x.array[0] if x.is_scalar else x.array
+
+
+def _own_leaf(leaf: Any) -> Any:
+    """Returns one replica's own value, as its part of a `PerReplica`."""
+    if not isinstance(leaf, PerReplica) or not leaf.is_scalar:
         return leaf
-    return leaf.array[0] if leaf.is_scalar else leaf.array
+    return PerReplica.tree_unflatten((leaf.num_replicas, True), (leaf.array[0], None))
 
 
-def _whole(x: jax.Array, num_replicas: int) -> PerReplica:
-    """Returns a replica's own value as a part of the values of all, in shard_map."""
-    is_scalar = x.ndim == 0
-    array = x[None] if is_scalar else x
-    return PerReplica(array, num_replicas=num_replicas, is_scalar=is_scalar)
+def _plain(x: Any) -> jax.Array:
+    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
+
+
+def _whole_part(count: int) -> Callable[[Any], PerReplica]:
+    """Returns a function that makes a replica's own value its part of all values."""
+
+    def whole(x: Any) -> PerReplica:
+        x = _plain(x)
+        return PerReplica.tree_unflatten(
+            (count, x.ndim == 0), (x[None] if x.ndim == 0 else x, None)
+        )
+
+    return whole
+
+
+# Containers that hold gradients as well as parameters.
+_CONTAINERS = (dict, list, tuple, FrozenDict, nnx.State)
+
+
+def _is_state(tree: Any) -> bool:
+    """Returns whether a tree is more than containers, as states of training are."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in _CONTAINERS)
+    return not all(type(leaf) is int for leaf in leaves)
+
+
+def _forgotten_text(name: str, paths: list[str]) -> str:
+    return (
+        f"{name} returns a state that came in the same on all replicas, and would leave "
+        f"different values of {_listed(paths)} on them. Combine gradients and losses "
+        "first: grads = get_replica_context().all_reduce('SUM', grads)."
+    )
+
+
+def check_forgotten(name: str, key: Any, arguments: Arguments) -> None:
+    """Refuses what the same function returned in place of a value for all replicas."""
+    for leaf in arguments.leaves:
+        known, path = getattr(leaf, "forgotten", None) or (None, "")
+        if path and known == key:
+            raise StrategyError(_forgotten_text(name, [path]))
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
+
+
+def _refuse_differing(name: str, paths: list[str]) -> None:
+    msg = (
+        f"{name} would leave different values of {_listed(paths)} on the replicas: the "
+        "new values are computed from what differs between them. Combine that first, as "
+        "get_replica_context().all_reduce('MEAN', x) does, or say how the variable's "
+        "values become one: nnx.Variable(x, aggregation='mean'), or 'sum', 'first', "
+        "'per_replica'."
+    )
+    raise StrategyError(msg)
+
+
+def _check_kind(name: str, path: str, before: Any, after: Any) -> None:
+    """Refuses a new value of a Variable that a program could not take again."""
+    old, old_tree = jax.tree.flatten(before)
+    new, new_tree = jax.tree.flatten(after)
+    kinds = [[(jnp.shape(x), jnp.result_type(x)) for x in xs] for xs in (old, new)]
+    if old_tree != new_tree or kinds[0] != kinds[1]:
+        was, now = (", ".join(f"{d}{list(s)}" for s, d in kind) for kind in kinds)
+        msg = (
+            f"{name} sets the variable {path}, which was {was}, to {now}. A program's "
+            "state keeps its shapes and dtypes: convert the value, or create the "
+            "variable so."
+        )
+        raise StrategyError(msg)
+
+
+def _refuse_value(path: str, value: object) -> None:
+    msg = (
+        f"{path} is a variable that holds {_checks.type_text(value)}; the state of a "
+        "compiled program consists of arrays. Make it a plain attribute."
+    )
+    raise StrategyError(msg)

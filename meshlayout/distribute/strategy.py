@@ -7,7 +7,10 @@ data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -17,37 +20,59 @@ from flax import nnx
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
+from meshlayout._axes import parse_devices
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
-from meshlayout.collectives import (
-    ReduceOp,
-    entered,
-    in_cross_replica_context,
-)
+from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
-from meshlayout.distribute.datasets import ReplicaDataset
-from meshlayout.distribute.extension import StrategyExtended
-from meshlayout.distribute.replica_run import ReplicaRuns
-from meshlayout.distribute.value_function import (
-    ValueContext,
-    distribute_values_from_function,
-)
-from meshlayout.distribute.values import (
-    PerReplica,
-    map_per_replica,
-    per_replica,
-)
-from meshlayout.distribute.variables import Aggregation, Variables, is_on
-from meshlayout.errors import StrategyError
+from meshlayout.distribute.arguments import Arguments, is_on
+from meshlayout.distribute.captured import function_key
+from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
+from meshlayout.distribute.replica_program import ReplicaProgram, check_forgotten
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, per_replica
+from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
+from meshlayout.errors import RecompileWarning, StrategyError, stack_level
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
+from meshlayout.mesh_creation import create_mesh
+from meshlayout.step import compile_step
 
 
 # The strategy whose scope is open, or whose `run` is under way.
 current_strategy: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
+
+# Functions whose programs were not called for the longest time are forgotten.
+_MOST_FUNCTIONS = 64
+# Of one function and signature: so many modes and globals are remembered.
+_MOST_VERSIONS = 8
+
+# Threads that train one model come one after another, or updates would be lost.
+_lock = threading.RLock()
+
+
+class _Versions:
+    """The programs of one function and signature.
+
+    Attributes:
+        programs: For other objects and modes each, the last one called first.
+        last: The roots of the one compiled last.
+        num_compiled: How many were compiled because a root changed.
+        has_warned: Whether somebody was told.
+    """
+
+    def __init__(self) -> None:
+        self.programs: list[ReplicaProgram] = []
+        self.last: Any = None
+        self.num_compiled = 0
+        self.has_warned = False
+
+    def drop(self, program: list[ReplicaProgram]) -> None:
+        """Forgets a program whose objects are gone."""
+        with contextlib.suppress(ValueError, IndexError):
+            self.programs.remove(program[0])
 
 
 class Strategy:
@@ -65,7 +90,7 @@ class Strategy:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._runs = ReplicaRuns(self)
+        self._versions: OrderedDict[Any, _Versions] = OrderedDict()
 
     if not TYPE_CHECKING:  # to a type checker, any attribute would exist
 
@@ -88,8 +113,8 @@ class Strategy:
         return None
 
     @property
-    def extended(self) -> StrategyExtended:
-        """The methods for authors of libraries."""
+    def extended(self) -> "StrategyExtended":
+        """Extra methods for library authors."""
         return StrategyExtended(self)
 
     @property
@@ -155,6 +180,7 @@ class Strategy:
         fn: Callable[..., PyTree],
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
         """Calls a function once on each replica.
 
@@ -162,12 +188,12 @@ class Strategy:
         Python code in it runs while it is compiled. NNX modules, optimizers and metrics
         may be passed or used from outside; what it changes in them must be the same on
         all replicas, which is proven when it is compiled, unless the Variable says how
-        the replicas' values become one: `nnx.Variable(x, aggregation="sum")` adds up
-        the replicas' changes, `"mean"` averages their values, `"first"` takes replica
-        0's, and `"per_replica"` keeps one value for each. NNX metrics are summed and
-        batch statistics averaged by themselves. `nnx.Optimizer.update` adds up the
-        replicas' gradients, unless the function has combined them itself. Random
-        streams differ between replicas.
+        the replicas' values become one: with `nnx.Variable(x, aggregation="sum")`, what
+        is added to it on each replica is added, and what is assigned is added up;
+        `"mean"` averages, `"first"` takes replica 0's, and `"per_replica"` keeps one
+        value for each. Sums of metrics are added and batch statistics averaged by
+        themselves. `nnx.Optimizer.update` adds up the replicas' gradients, unless the
+        function has combined them itself. Random streams differ between replicas.
 
         Args:
             fn: The function. In it, `get_replica_context()` says which replica this is.
@@ -175,28 +201,33 @@ class Strategy:
                 other array or number is the same for all. A bool stays one of Python's,
                 and of an `nnx.State` the values are passed.
             kwargs: Its arguments by name.
+            options: None; TensorFlow's RunOptions have no meaning here.
 
         Returns:
-            What the function returns, with a `PerReplica` for each array; with one
-            replica, plain arrays.
+            What the function returns: plain arrays where all replicas have the same,
+            and a `PerReplica` where they differ.
 
         Raises:
-            StrategyError: If an argument or result is not an array, a variable would
-                differ between replicas, the function does something in Python that
-                would happen only once, ignores padding, or belongs to another strategy.
+            StrategyError: If an argument or result is not an array, a variable or a
+                state would differ between replicas, the function appends to a list or
+                dict, ignores padding, or uses variables of another strategy.
 
         Example:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> strategy.run(lambda x: 2 * x, args=(3.0,))
+            >>> ids = strategy.run(
+            ...     lambda: ml.distribute.get_replica_context().replica_id_in_sync_group
+            ... )
+            >>> ids
             PerReplica:{
-              0: Array(6., dtype=float32),
-              1: Array(6., dtype=float32)
+              0: Array(0, dtype=int32),
+              1: Array(1, dtype=int32)
             }
         """
-        args, kwargs = self._checked_call(fn, args, kwargs)
-        with self._inside():
-            return self._runs.call(fn, args, kwargs)
+        args, kwargs = self._checked_call(fn, args, kwargs, options)
+        with self._inside(), _lock:
+            arguments = Arguments(fn, args, kwargs, self.mesh)
+            return self._program(fn, arguments)(fn, arguments)
 
     def communication(
         self,
@@ -214,12 +245,68 @@ class Strategy:
         Raises:
             StrategyError: As `run`.
         """
-        args, kwargs = self._checked_call(fn, args, kwargs)
-        with self._inside():
-            return self._runs.communication(fn, args, kwargs)
+        step, inputs = self._compiled_for(fn, args, kwargs)
+        return step.communication(*inputs)
+
+    def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
+        """Returns the compiled step of a call, and a function of its inputs."""
+        args, kwargs = self._checked_call(fn, args, kwargs, None)
+        with self._inside(), _lock:
+            arguments = Arguments(fn, args, kwargs, self.mesh)
+            program = self._program(fn, arguments)
+            return program.held(fn, arguments), program.inputs(arguments)
+
+    def _program(self, fn: Any, arguments: Arguments) -> ReplicaProgram:
+        """Returns the program for a call, compiling it if there is none yet."""
+        key = function_key(fn), arguments.signature
+        versions = self._versions.get(key)
+        if versions is not None:
+            for index, program in enumerate(versions.programs):
+                is_same = program.roots.difference(fn, arguments.objects) is None
+                if is_same and program.modes.are_current():
+                    if index:
+                        versions.programs.insert(0, versions.programs.pop(index))
+                    self._versions.move_to_end(key)
+                    return program
+        check_forgotten(getattr(fn, "__name__", "fn"), key[0], arguments)
+        versions = versions or _Versions()
+        held: list[ReplicaProgram] = []
+        program = ReplicaProgram(self, fn, arguments, lambda: versions.drop(held))
+        held.append(program)
+        self._versions[key] = versions
+        self._versions.move_to_end(key)
+        while len(self._versions) > _MOST_FUNCTIONS:
+            self._versions.popitem(last=False)
+        versions.programs.insert(0, program)
+        del versions.programs[_MOST_VERSIONS:]
+        self._warn(fn, arguments, versions, program)
+        return program
+
+    def _warn(
+        self, fn: Any, arguments: Arguments, versions: _Versions, program: ReplicaProgram
+    ) -> None:
+        """Warns once of a function that is compiled for other objects at each call."""
+        name = getattr(fn, "__name__", type(fn).__name__)
+        before, versions.last = versions.last, program.roots
+        what = before.difference(fn, arguments.objects) if before is not None else ""
+        versions.num_compiled += what is not None
+        if what and versions.num_compiled >= 3 and not versions.has_warned:
+            versions.has_warned = True
+            warnings.warn(
+                f"{name} was compiled {versions.num_compiled} times for arguments of "
+                f"the same shapes and types: {what} stands for another object than "
+                "before. Pass what changes as an argument, or keep it in an "
+                "nnx.Variable.",
+                RecompileWarning,
+                stacklevel=stack_level(),
+            )
+
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        """Compiles `step(state, other variables, arguments)`; the state is used up."""
+        return compile_step(step, on_recompile="ignore")
 
     def _checked_call(
-        self, fn: object, args: Any, kwargs: Any
+        self, fn: object, args: Any, kwargs: Any, options: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not callable(fn):
             msg = f"run: fn must be a function, got {_checks.shown(fn)}."
@@ -232,6 +319,12 @@ class Strategy:
             raise StrategyError(msg)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             msg = f"run: kwargs must be a dict, got {_checks.shown(kwargs)}."
+            raise StrategyError(msg)
+        if options is not None:
+            msg = (
+                f"run: options must be None, got {_checks.shown(options)}. TensorFlow's "
+                "RunOptions have no counterpart."
+            )
             raise StrategyError(msg)
         return tuple(args), dict(kwargs or {})
 
@@ -252,44 +345,23 @@ class Strategy:
             yield
 
     def distribute_dataset(
-        self,
-        dataset: object,
-        global_batch_size: int | None = None,
-        *,
-        remainder: str = "pad",
-        shuffle: int | None = None,
-        epochs: int | None = 1,
-        steps: int | None = None,
-        prefetch: int = 2,
-        per_process: bool = False,
-        strings: str = "error",
-        batched: bool | None = None,
+        self, dataset: object, global_batch_size: int | None = None, **options: Any
     ) -> ReplicaDataset:
         """Divides the batches of a source among the replicas.
 
         Iterating yields trees of the source's structure whose leaves are `PerReplica`,
-        for `run`. If the last batch is too short, some replicas have fewer rows than
-        others, or none; each of its leaves then says so. With one replica, leaves are
-        plain arrays. A dataset can be iterated over again, and its iterators save and
-        restore their position, as those of `ml.distribute_dataset`.
+        for `run`. A last batch that is short is divided evenly if its rows divide among
+        the replicas. If not, some replicas have fewer rows than others, or none, and
+        each leaf then says so. With one replica, leaves are plain arrays. A dataset can
+        be iterated over again, and its iterators save and restore their position, as
+        those of `ml.distribute_dataset`.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
                 like any other key.
             global_batch_size: Rows of a batch, on all replicas together; None for a
                 source of batches, which keep their size: that of the first one.
-            remainder: As for `ml.distribute_dataset`, like those that follow: `"pad"`
-                (the last batch is short), `"drop"`, `"repeat"` or `"error"`.
-            shuffle: A seed for a source with random access.
-            epochs: Passes over the source in one iteration.
-            steps: Batches in one iteration.
-            prefetch: How many batches are prepared ahead.
-            per_process: Whether each process has a source of its own rows.
-            strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays
-                of this process's rows.
-            batched: Whether the elements of an iterable are batches; None decides by
-                the first element, and takes it for a batch without a
-                `global_batch_size`.
+            **options: Other options of `ml.distribute_dataset`.
 
         Raises:
             StrategyError: If the batch size cannot be inferred or does not divide.
@@ -300,38 +372,16 @@ class Strategy:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> data = strategy.distribute_dataset(np.arange(6, dtype="int32"), 4)
-            >>> [
-            ...     strategy.local_results(x) for x in data
-            ... ]  # doctest: +NORMALIZE_WHITESPACE
-            [(Array([0, 1], dtype=int32), Array([2, 3], dtype=int32)),
-             (Array([4, 5], dtype=int32), Array([], shape=(0,), dtype=int32))]
+            >>> [[x.tolist() for x in strategy.local_results(batch)] for batch in data]
+            [[[0, 1], [2, 3]], [[4], [5]]]
         """
-        return datasets.distribute_dataset(
-            dataset,
-            self.mesh,
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            shuffle=shuffle,
-            epochs=epochs,
-            steps=steps,
-            prefetch=prefetch,
-            per_process=per_process,
-            strings=strings,
-            batched=batched,
-        )
+        return datasets.distribute_dataset(dataset, self.mesh, global_batch_size, options)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         global_batch_size: int | None = None,
-        *,
-        remainder: str = "pad",
-        shuffle: int | None = None,
-        epochs: int | None = 1,
-        steps: int | None = None,
-        prefetch: int = 2,
-        strings: str = "error",
-        batched: bool | None = None,
+        **options: Any,
     ) -> ReplicaDataset:
         """Feeds the replicas from sources that a function makes on each process.
 
@@ -345,14 +395,7 @@ class Strategy:
                 input to make; returns any source that `ml.distribute_dataset` takes.
             global_batch_size: Rows of a batch, on all replicas together; None for the
                 size of the source's first batch on each replica.
-            remainder: As for `distribute_dataset`, like those that follow.
-            shuffle: A seed for a source with random access.
-            epochs: Passes over the source in one iteration.
-            steps: Batches in one iteration.
-            prefetch: How many batches are prepared ahead.
-            strings: `"error"` or `"host"`.
-            batched: Whether the elements of an iterable are batches; None takes
-                elements that could be either as batches.
+            **options: As for `distribute_dataset`.
 
         Returns:
             What `distribute_dataset` returns.
@@ -372,16 +415,7 @@ class Strategy:
             (Array([0, 0], dtype=int32), Array([1, 1], dtype=int32))
         """
         return datasets.distribute_datasets_from_function(
-            dataset_fn,
-            self.mesh,
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            shuffle=shuffle,
-            epochs=epochs,
-            steps=steps,
-            prefetch=prefetch,
-            strings=strings,
-            batched=batched,
+            dataset_fn, self.mesh, global_batch_size, options
         )
 
     def distribute_values_from_function(
@@ -411,7 +445,7 @@ class Strategy:
               1: Array(2., dtype=float32)
             }
         """
-        return distribute_values_from_function(value_fn, self.mesh)
+        return datasets.distribute_values_from_function(value_fn, self.mesh)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
@@ -499,38 +533,34 @@ class Strategy:
 
     # Where variables are.
 
-    def _place_all(self, variables: Variables) -> list[Any]:
-        """Returns the values of variables, on the devices of all replicas.
+    def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
+        """Returns how a variable is stored: whole on each replica."""
+        del dtype
+        return self.mesh.layout(...).with_rank(len(shape))
+
+    def _place(self, path: str, x: Any, *, is_own: bool) -> Any:
+        """Returns an array of a variable where this strategy keeps it.
 
         Raises:
-            StrategyError: If one was placed elsewhere, as those of another strategy.
+            StrategyError: If it was placed elsewhere, as those of another strategy.
         """
-        return [
-            map_per_replica(functools.partial(self._place, path, kind), value)
-            for path, kind, value in zip(
-                variables.paths, variables.aggregations, variables.get(), strict=True
-            )
-        ]
-
-    def _place(self, path: str, kind: Aggregation | None, value: Any) -> Any:
-        if isinstance(value, PerReplica):
-            if value.num_replicas == self.num_replicas_in_sync:
-                return value
-            place = f"{value.num_replicas} replicas"
-        elif kind == "per_replica":
-            copies = [value] * len(self.mesh.local_devices)
-            return per_replica(copies, self.mesh)
+        if isinstance(x, PerReplica) and x.num_replicas == self.num_replicas_in_sync:
+            return x
+        if isinstance(x, PerReplica):
+            place = f"{x.num_replicas} replicas"
+        elif is_own:
+            return per_replica([x] * len(self.mesh.local_devices), self.mesh)
         else:
-            if isinstance(value, jax.ShapeDtypeStruct):
-                whole = self.mesh.layout(...).with_rank(len(value.shape)).sharding
-                return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole)
-            is_here = is_on(value, self.mesh.jax_mesh)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                sharding = self._layout(x.shape, x.dtype).sharding
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            is_here = is_on(x, self.mesh.jax_mesh)
             if is_here:
-                return value
+                return x
             if is_here is None:
-                x = jnp.asarray(value)
-                return _jax.put(x, self.mesh.layout(...).with_rank(x.ndim).sharding)
-            place = str(Layout.of(value))
+                x = jnp.asarray(x)
+                return _jax.put(x, self._layout(x.shape, x.dtype).sharding)
+            place = str(Layout.of(x))
         msg = (
             f"the variable {path} is on {place}, and {self!r} needs it whole on each "
             "of its replicas. Create it in this strategy's scope."
@@ -539,12 +569,135 @@ class Strategy:
 
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Mirrors a Variable that was made in the scope."""
-        variables = Variables((("variable", variable),))
-        variables.set(self._place_all(variables))
+        is_own = aggregation(variable) == "per_replica"
+        place = functools.partial(self._place, "variable", is_own=is_own)
+        set_raw_value(variable, jax.tree.map(place, raw_value(variable)))
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
+
+
+class StrategyExtended:
+    """Extra methods for library authors; get it as `strategy.extended`.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[Any, ...]:
+        """The devices that compute: those of all replicas, in order."""
+        return tuple(self._strategy.mesh.devices.flat)
+
+    @property
+    def parameter_devices(self) -> tuple[Any, ...]:
+        """The devices that hold variables, also if in the memory of their host."""
+        return self.worker_devices
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+        """Combines values of all replicas, and puts the result on a device.
+
+        Args:
+            reduce_op: As for `Strategy.reduce`.
+            value: As for `Strategy.reduce`.
+            destinations: A device or its name, a `Layout`, or an array or Variable
+                whose layout the result gets.
+
+        Raises:
+            StrategyError: As `Strategy.reduce`.
+        """
+        sharding = _sharding(destinations)
+        reduced = self._strategy.reduce(reduce_op, value, axis=None)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), reduced)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[Any]
+    ) -> list[Any]:
+        """Combines several values, as `reduce_to` does each.
+
+        Args:
+            reduce_op: As for `Strategy.reduce`.
+            value_destination_pairs: Values with their destinations.
+        """
+        return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
+
+
+def _sharding(place: Any) -> Any:
+    if isinstance(place, Layout):
+        return place.sharding
+    if isinstance(place, nnx.Variable):
+        place = place.get_value() if hasattr(place, "get_value") else place.value
+    if isinstance(place, jax.Array):
+        return place.sharding
+    (device,) = parse_devices([place])
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+class DefaultStrategy(Strategy):
+    """What is current outside of any scope: one replica, and nothing is changed.
+
+    Library code may call `get_strategy()` without asking whether there is one.
+    """
+
+    def __init__(self) -> None:
+        devices = jax.local_devices()[:1]
+        super().__init__(create_mesh({REPLICA_AXIS: 1}, devices=devices))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Changes nothing.
+
+        Yields:
+            This strategy.
+        """
+        yield self
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
+    ) -> PyTree:
+        """Calls the function, as if without a strategy.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            options: None.
+        """
+        args, kwargs = self._checked_call(fn, args, kwargs, options)
+        return fn(*args, **kwargs)
+
+
+@functools.cache
+def _default_strategy() -> Strategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy; one of a single replica outside of any scope.
+
+    Example:
+        >>> get_strategy().num_replicas_in_sync
+        1
+    """
+    return current_strategy.get() or _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Returns whether this code runs in a strategy's scope, or in its `run`.
+
+    Example:
+        >>> has_strategy()
+        False
+    """
+    return current_strategy.get() is not None
 
 
 # Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are

@@ -176,6 +176,14 @@ class PerReplica(DistributedValues):
         value.array, value.mask = children
         return value
 
+    def __setitem__(self, index: object, value: Any) -> None:
+        # What Flax calls for `variable[...] = 0`, outside of `run`.
+        if index is not ...:
+            _refusing("__setitem__")(self)
+        whole = jnp.broadcast_to(value, self.shape)
+        rows = jnp.stack([whole] * self.num_replicas).reshape(self.array.shape)
+        self.array = jax.device_put(rows.astype(self.dtype), self.array.sharding)
+
     def __format__(self, spec: str) -> str:
         return _refusing("__format__")(self) if spec else str(self)
 
@@ -224,7 +232,7 @@ _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "
 _BITS = ("and", "or", "xor", "lshift", "rshift")
 _COMPARISONS = ("lt", "le", "gt", "ge")
 _UNARY = ("neg", "pos", "abs", "invert", "round")
-_CONTAINER = ("getitem", "setitem", "iter", "len", "bool", "contains")
+_CONTAINER = ("getitem", "iter", "len", "bool", "contains")
 _CONVERSIONS = ("float", "int", "complex", "index", "array", "jax_array")
 _REFLECTED = tuple(f"r{name}" for name in (*_BINARY, *_BITS))
 for _name in (
@@ -255,11 +263,6 @@ def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
         raise StrategyError(msg)
     # Made by hand, or by a program that laid it out in another way.
     return list(jnp.split(jnp.asarray(array), num_replicas))
-
-
-def is_per_replica(leaf: object) -> bool:
-    """Returns whether this is a `PerReplica`, for `jax.tree.map(is_leaf=...)`."""
-    return isinstance(leaf, PerReplica)
 
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
@@ -337,7 +340,3 @@ def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     placed = [jax.device_put(x, d) for x, d in zip(parts, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
-
-def map_per_replica(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Applies a function to the leaves of a tree, a `PerReplica` being one leaf."""
-    return jax.tree.map(function, tree, is_leaf=is_per_replica)

@@ -25,7 +25,7 @@ from flax import nnx
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.nnx_graph import iter_graph
+from meshlayout.distribute.captured import iter_graph
 from meshlayout.distribute.parameter_server.pushes import RemoteOptimizer
 from meshlayout.distribute.variables import aggregation
 from meshlayout.errors import StrategyError
@@ -110,27 +110,24 @@ class VariableTable:
         """Names all Variables of an NNX object after their paths."""
         if id(node) in self._nodes:
             return
-        graph = [(path, x) for path, x in iter_graph(node) if _is_object(x)]
-        self._nodes |= {id(x): x for _, x in graph}
-        owners = {
-            id(v): x for _, x in graph for v in getattr(x, "__dict__", {}).values()
-        }
-        for path, x in graph:
+        for path, x in iter_graph(node):
             if isinstance(x, nnx.Variable):
-                self.name(x, "/".join((root, *map(str, path))), owners.get(id(x)))
+                self.name(x, "/".join((root, *map(str, path))))
+            elif isinstance(x, nnx.Pytree):
+                self._nodes[id(x)] = x
+            if isinstance(x, nnx.metrics.Welford):  # its mean is no sum
+                self.roles |= {self._names[id(v)]: None for v in _variables_of(x)}
 
-    def name(
-        self, variable: "nnx.Variable[Any]", path: str = "", owner: Any = None
-    ) -> str:
+    def name(self, variable: "nnx.Variable[Any]", path: str = "") -> str:
         """Returns the name of a Variable; the first time, after its path."""
         if id(variable) not in self._names:
             path = name = path or type(variable).__name__
             while name in self.variables:
                 name = f"{path}_{len(self.variables)}"
             is_random = isinstance(variable, nnx.RngState)
-            role = "random" if is_random else aggregation(variable, owner, name)
-            self.variables[name], self.roles[name] = variable, role
-            self._names[id(variable)] = name
+            role = "random" if is_random else aggregation(variable)
+            self.roles[name] = "sum" if role == "increments" else role
+            self.variables[name], self._names[id(variable)] = variable, name
         return self._names[id(variable)]
 
     def number(self, optimizer: "nnx.Optimizer[Any]") -> int:
@@ -222,6 +219,10 @@ def pack(
     payload, variables = file.getvalue(), [x for x in names if not names[x]]
     digest = hashlib.sha256(payload).hexdigest()
     return Closure(name, digest, values, variables, pickler.datasets), payload
+
+
+def _variables_of(node: Any) -> list["nnx.Variable[Any]"]:
+    return [x for x in vars(node).values() if isinstance(x, nnx.Variable)]
 
 
 def _is_object(node: object) -> bool:

@@ -14,8 +14,9 @@ from flax import nnx
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.nnx_graph import iter_graph, set_raw_value
+from meshlayout.distribute.captured import iter_graph
 from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 
 

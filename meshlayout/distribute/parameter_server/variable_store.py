@@ -19,10 +19,10 @@ import optax
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._render import array_text
-from meshlayout.distribute.nnx_graph import set_raw_value
 from meshlayout.distribute.parameter_server.closures import VariableTable
 from meshlayout.distribute.parameter_server.server import UpdateRule
 from meshlayout.distribute.parameter_server.worker import call
+from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_states import find_slots
 

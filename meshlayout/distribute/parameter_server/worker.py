@@ -21,10 +21,10 @@ from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
 from meshlayout.distribute.captured import refuse_appends
-from meshlayout.distribute.nnx_graph import set_raw_value
 from meshlayout.distribute.parameter_server.closures import Closure, ClosureInput
 from meshlayout.distribute.parameter_server.pushes import Pushes, RemoteOptimizer
 from meshlayout.distribute.parameter_server.server import Push
+from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 
 
@@ -152,7 +152,7 @@ class Worker:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 # Closures differ, and one that is run again draws the same numbers.
                 keys = [jax.random.fold_in(key, number) for key in x.ravel()]
-                x = jnp.stack(keys).reshape(x.shape)  # noqa: PLW2901
+                x = jnp.stack(keys).reshape(x.shape)
             set_raw_value(self._variables[name], x)
 
     def _pull(
