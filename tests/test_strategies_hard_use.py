@@ -26,7 +26,7 @@ from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two():
     return MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -107,7 +107,10 @@ HELD = {
         globals().update(hidden_models=models) or (lambda: globals()["hidden_models"])
     ),
     "UserDict": lambda models: (
-        lambda held=collections.UserDict(enumerate(models)): [held[0], held[1]]
+        lambda held=collections.UserDict({0: models[0], 1: models[1]}): [
+            held[0],
+            held[1],
+        ]
     ),
     "ChainMap": lambda models: (
         lambda held=collections.ChainMap({0: models[0]}, {1: models[1]}): [
@@ -116,7 +119,10 @@ HELD = {
         ]
     ),
     "MappingProxyType": lambda models: (
-        lambda held=types.MappingProxyType(dict(enumerate(models))): [held[0], held[1]]
+        lambda held=types.MappingProxyType({0: models[0], 1: models[1]}): [
+            held[0],
+            held[1],
+        ]
     ),
 }
 
@@ -152,15 +158,12 @@ def test_a_model_is_trained_however_it_is_reached(two, name):
         counter[...] += 1
 
     expected = [np.asarray(model.kernel[...]) for model in models]
-    for _ in range(2):
-        two.run(step, (ones(two),))
-        # The gradient of the mean of (1 W)^2 is 2 1 W in every row.
-        expected = [w - 0.2 * w.sum(0, keepdims=True) for w in expected]
-        bias = [np.asarray(model.bias[...]) for model in models]
-        break
+    two.run(step, (ones(two),))
+    # The gradient of the mean of (1 W)^2 is 2 1 W in every row.
+    expected = [w - 0.2 * w.sum(0, keepdims=True) for w in expected]
     for model, kernel in zip(models, expected, strict=True):
         np.testing.assert_allclose(model.kernel[...], kernel, rtol=1e-4, atol=1e-5)
-    assert bias[0].any()
+        assert model.bias[...].any()
     assert calls[...] == 1
 
 
@@ -188,14 +191,14 @@ def test_modes_and_static_attributes_are_those_of_the_call(two):
     with two.scope():
         dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     run = lambda: two.gather(two.run(lambda x: dropout(x), (ones(two),)), 0)  # noqa: E731
-    assert 0 in run()
+    assert not run().all()
     dropout.eval()
     assert run().tolist() == np.ones((4, 4)).tolist()
     dropout.train()
     dropout.rate = 0.0
     assert run().tolist() == np.ones((4, 4)).tolist()
     dropout.rate = 0.5
-    assert 0 in run()
+    assert not run().all()
 
 
 def test_a_new_function_sees_new_numbers_and_an_old_one_is_frozen_as_under_jit(two):
@@ -220,10 +223,10 @@ class Trainer:
         with strategy.scope():
             self.model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
             self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
-        self.step, self.history, self.num_traces = 0, [], types.SimpleNamespace(n=[])
+        self.step, self.history = 0, []
 
     def train(self, x):
-        print("traced")
+        print("traced")  # noqa: T201
         loss_fn = lambda m: ml.losses.compute_average_loss((m(x) ** 2).sum(-1))  # noqa: E731
         loss, grads = nnx.value_and_grad(loss_fn)(self.model)
         self.optimizer.update(self.model, grads)
@@ -631,20 +634,6 @@ def test_values_placed_on_devices_are_distributed(two):
     assert [float(x) for x in two.local_results(values)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("axis", "shape"), [(0, (4, 2, 3)), (1, (1, 8, 3)), (2, (1, 2, 12))]
-)
-def test_four_replicas_gather_along_any_axis(axis, shape):
-    four = MirroredStrategy([f"CPU:{i}" for i in range(4)])
-    single = np.arange(6, dtype="int32").reshape(1, 2, 3)
-    values = four.distribute_values_from_function(lambda context: single)
-    gathered = four.gather(values, axis=axis)
-    assert gathered.shape == shape
-    np.testing.assert_array_equal(gathered, np.concatenate([single] * 4, axis))
-    same = four.run(lambda: jnp.asarray(single))
-    np.testing.assert_array_equal(four.gather(same, axis=axis), gathered)
-
-
 def test_a_constant_is_the_same_value_once_per_replica(two):
     result = two.run(lambda x: x * 2.0, (3.0,))
     assert [float(x) for x in two.local_results(result)] == [6, 6]
@@ -656,13 +645,6 @@ def test_a_constant_is_the_same_value_once_per_replica(two):
     ids = two.distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
     summed = two.run(lambda x: get_replica_context().all_reduce("sum", x), (ids,))
     assert [int(x) for x in two.local_results(summed)] == [1, 1]
-
-
-def test_the_custom_training_loop_of_the_page_totals_an_epoch(two):
-    dataset = two.distribute_dataset(np.arange(10, dtype="f"), 4)
-    with two.scope():
-        totals = [two.run(lambda x: x * 2, (x,)) for x in dataset]
-    assert sum(total(two, x, axis=0) for x in totals) == 90
 
 
 def test_a_variable_of_the_scope_is_mirrored_and_one_made_outside_works(two):
