@@ -116,7 +116,7 @@ class VariableTable:
             elif isinstance(x, nnx.Pytree):
                 self._nodes[id(x)] = x
             if isinstance(x, nnx.metrics.Welford):  # its mean is no sum
-                self.roles |= {self._names[id(v)]: None for v in _variables_of(x)}
+                self.roles |= {self.name(v): None for v in (x.mean, x.m2)}
 
     def name(self, variable: "nnx.Variable[Any]", path: str = "") -> str:
         """Returns the name of a Variable; the first time, after its path."""
@@ -219,10 +219,6 @@ def pack(
     payload, variables = file.getvalue(), [x for x in names if not names[x]]
     digest = hashlib.sha256(payload).hexdigest()
     return Closure(name, digest, values, variables, pickler.datasets), payload
-
-
-def _variables_of(node: Any) -> list["nnx.Variable[Any]"]:
-    return [x for x in vars(node).values() if isinstance(x, nnx.Variable)]
 
 
 def _is_object(node: object) -> bool:

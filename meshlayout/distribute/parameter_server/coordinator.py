@@ -103,16 +103,14 @@ _numbers = itertools.count()
 class ClusterCoordinator:
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    A scheduled function runs on one worker as it is, one operation at a time: what is
-    worth compiling goes through `strategy.run(fn, args)` or `nnx.jit`. It returns
-    arrays, numbers, and trees of them. `next(iterator)` takes a worker's own next
-    batch. An optimizer's `update` pushes gradients to the parameter servers, which
-    apply them, once per closure.
+    A scheduled function runs on one worker as it is, one operation at a time; what is
+    worth compiling goes through `strategy.run(fn, args)`. `next(iterator)` takes a
+    worker's own next batch. An optimizer's `update` pushes gradients to the parameter
+    servers, which apply them, once per closure.
 
     Random streams of models (`nnx.Dropout`) differ between closures, and start again
     from the same numbers if a closure is run again. `nnx.BatchStat` variables, metrics,
-    and variables with `aggregation="sum"` or `"mean"` get the changes of all closures
-    added, as TensorFlow's do.
+    and variables with `aggregation="sum"` or `"mean"` get all closures' changes added.
 
     Args:
         strategy: The strategy.
@@ -120,7 +118,7 @@ class ClusterCoordinator:
             parameter server died names its last checkpoint.
 
     Raises:
-        StrategyError: If it is not a `ParameterServerStrategy`.
+        StrategyError: If it is not a `ParameterServerStrategy`, or has another one.
     """
 
     def __init__(
@@ -129,10 +127,8 @@ class ClusterCoordinator:
         checkpointer: Checkpointer | None = None,
     ) -> None:
         if not isinstance(strategy, ParameterServerStrategy):
-            msg = (
-                "ClusterCoordinator takes a ParameterServerStrategy, got "
-                f"{_checks.shown(strategy)}."
-            )
+            shown = _checks.shown(strategy)
+            msg = f"ClusterCoordinator takes a ParameterServerStrategy, got {shown}."
             raise StrategyError(msg)
         if strategy._has_coordinator:
             msg = (
@@ -167,7 +163,8 @@ class ClusterCoordinator:
         """Runs a function on any worker, some time later; returns at once.
 
         Args:
-            fn: The function. It may use NNX models, optimizers and metrics.
+            fn: The function. It may use NNX models, optimizers and metrics, and returns
+                arrays, numbers, and trees of them.
             args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
@@ -177,20 +174,15 @@ class ClusterCoordinator:
             an exception, this one is cancelled, until `join` has raised that.
 
         Raises:
-            StrategyError: If it is not a function or cannot be sent to a worker, or a
-                parameter server is lost.
+            StrategyError: If it cannot be sent to a worker, or a server has died.
         """
-        if not callable(fn):
-            msg = f"schedule: fn must be a function, got {_checks.shown(fn)}."
-            raise StrategyError(msg)
-        if not isinstance(args, (tuple, list)):
+        is_tuple, is_dict = isinstance(args, (tuple, list)), isinstance(kwargs, Mapping)
+        if not callable(fn) or not is_tuple or not (is_dict or kwargs is None):
+            shown = ", ".join(map(_checks.shown, (fn, args, kwargs)))
             msg = (
-                "schedule: args must be a tuple of fn's arguments, got "
-                f"{_checks.shown(args)}. For one argument, write args=(x,)."
+                "schedule takes a function, a tuple of its arguments and a dict of "
+                f"those by name, got {shown}. For one argument, write args=(x,)."
             )
-            raise StrategyError(msg)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            msg = f"schedule: kwargs must be a dict, got {_checks.shown(kwargs)}."
             raise StrategyError(msg)
         closure, payload = pack(fn, args, kwargs or {}, self._table)
         self._with_servers(self._store.place, closure.variables)
@@ -242,9 +234,6 @@ class ClusterCoordinator:
         Args:
             value: A `RemoteValue`, or a tree of them.
 
-        Returns:
-            The tree with the results in their place.
-
         Raises:
             Exception: The exception of one of the functions; `join` raises it as well.
         """
@@ -260,8 +249,7 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Called as `dataset_fn(context)` or `dataset_fn()`; returns
                 anything that yields batches. `context.num_input_pipelines` is the
-                number of workers, `context.input_pipeline_id` the worker's number, and
-                `context.num_replicas_in_sync` is 1: a worker's step is its own. A
+                number of workers, `context.input_pipeline_id` the worker's number. A
                 worker that replaces a dead one calls it again and starts over.
 
         Returns:
@@ -283,8 +271,8 @@ class ClusterCoordinator:
             pickled = cloudpickle.dumps((dataset_fn, takes_context))
         except Exception as problem:
             msg = (
-                "create_per_worker_dataset: dataset_fn cannot be sent to a worker: "
-                f"{type(problem).__name__}: {problem}. Open files and connections in it."
+                f"create_per_worker_dataset: dataset_fn cannot be pickled: {problem}. "
+                "Open files and connections in it."
             )
             raise StrategyError(msg) from problem
         return PerWorkerDataset([self._ray.put(pickled)])

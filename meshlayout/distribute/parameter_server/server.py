@@ -36,7 +36,7 @@ class UpdateRule(NamedTuple):
 
 @dataclass
 class Push:
-    """What a closure changes on a server: gradients by optimizer and name, and so on."""
+    """What a closure changes on a server: by optimizer and name, or by name."""
 
     closure: int
     grads: dict[int, dict[str, Any]] = field(default_factory=dict)

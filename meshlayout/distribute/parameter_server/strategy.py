@@ -74,16 +74,7 @@ class ParameterServerStrategy(Strategy):
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> PyTree:
-        """Compiles and calls a function in a scheduled one; refused elsewhere.
-
-        Args:
-            fn: The function.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-
-        Raises:
-            StrategyError: If it is not called in a function that a worker runs.
-        """
+        """Compiles and calls a function in a scheduled one; an error elsewhere."""
         msg = (
             "ParameterServerStrategy.run was called on the coordinator, which computes "
             "nothing itself: call it in a function that you pass to "
@@ -106,9 +97,10 @@ class ParameterServerStrategy(Strategy):
 def _options(
     name: str, options: Mapping[str, Any] | None, variables: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns options of an actor, with environment variables that the user may set."""
+    """Returns options of an actor, with defaults of environment variables."""
     if options is not None and not isinstance(options, Mapping):
-        msg = f"{name} must be a dict of options of a Ray actor, got {_checks.shown(options)}."
+        shown = _checks.shown(options)
+        msg = f"{name} must be a dict of options of a Ray actor, got {shown}."
         raise StrategyError(msg)
     environment = dict((options or {}).get("runtime_env", {}))
     environment["env_vars"] = {**variables, **environment.get("env_vars", {})}

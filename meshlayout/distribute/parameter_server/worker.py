@@ -72,15 +72,9 @@ class Worker:
     ) -> tuple[bytes, dict[int, PyTree]]:
         """Runs a closure, and pushes what it changes.
 
-        Args:
-            closure: The closure.
-            placed: The numbers of the optimizers whose state is on the servers.
-            servers: The servers.
-
-        Returns:
-            What the function returned, pickled; and the parameters of optimizers that
-            are to be placed on the servers before the closure is sent here again, where
-            its gradients are kept.
+        Returns what the function returned, pickled, and the parameters of optimizers
+        whose state is to be `placed` on the servers first. The closure is then sent
+        here again, where its gradients are kept.
         """
         if self._unpushed is None or self._unpushed[0] != closure.number:
             try:
@@ -127,7 +121,8 @@ class Worker:
                 result = fn(*args, **kwargs)
             grads = handed_over.grads
             pushes = self._pushes(closure, grads, before)
-            return closure.number, _pickled(result), pushes, set(grads)
+            result = jax.tree.map(_on_host, result, is_leaf=_is_object)
+            return closure.number, cloudpickle.dumps(result), pushes, set(grads)
         except BaseException:
             # Variables of this worker alone are as if the closure had not run.
             for name in self._own & before.keys():
@@ -216,31 +211,20 @@ class Worker:
         make, takes_context = cloudpickle.loads(pickled)
         name = getattr(make, "__qualname__", type(make).__name__)
         with _checks.noted(f"in the dataset function {name} on worker {self._index}"):
-            dataset = make(*[self._context] * takes_context)
-            try:
-                return iter(dataset)
-            except TypeError:
-                msg = (
-                    f"the dataset function {name} must return something that can be "
-                    f"iterated, got {_checks.shown(dataset)}."
-                )
-                raise StrategyError(msg) from None
+            return iter(make(*[self._context] * takes_context))
 
 
-def _pickled(result: PyTree) -> bytes:
-    """Returns what a function returned, on the host."""
+def _on_host(leaf: Any) -> Any:
+    """Returns what a function returned; numbers are scalars that can be formatted."""
+    if isinstance(leaf, _OBJECTS):
+        kind = type(leaf).__name__.removeprefix("Remote")
+        msg = (
+            f"a closure returned the object {kind}. Return arrays, numbers, or trees "
+            "of them: join gives the models on the coordinator their values."
+        )
+        raise StrategyError(msg)
+    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
 
-    def on_host(leaf: Any) -> Any:
-        if isinstance(leaf, _OBJECTS):
-            kind = type(leaf).__name__.removeprefix("Remote")
-            msg = (
-                f"a closure returned {'an' if kind[0] in 'AEIOU' else 'a'} {kind}. "
-                "Return arrays, numbers, or trees of them: join gives the models on the "
-                "coordinator their values."
-            )
-            raise StrategyError(msg)
-        # Numbers as NumPy's scalars, which can be formatted.
-        return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
 
-    is_leaf = lambda x: isinstance(x, _OBJECTS)  # noqa: E731
-    return cloudpickle.dumps(jax.tree.map(on_host, result, is_leaf=is_leaf))
+def _is_object(node: object) -> bool:
+    return isinstance(node, _OBJECTS)
