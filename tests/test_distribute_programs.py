@@ -64,8 +64,10 @@ COMBINED = {
     "by the optimizer": lambda grads: grads,
     "by a sum": lambda grads: reduced("SUM", grads),
     "by a mean": lambda grads: jax.tree.map(lambda x: 2 * x, reduced("MEAN", grads)),
-    "by merge_call": lambda grads: get_replica_context().merge_call(
-        lambda strategy, x: strategy.reduce("SUM", x, axis=None), args=(grads,)
+    "by jax.lax.psum": lambda grads: jax.lax.psum(grads, "batch"),
+    "by a sum, and clipped": lambda grads: jax.tree.map(
+        lambda x: x / jnp.maximum(optax.global_norm(x) / 1e3, 1.0),
+        reduced("SUM", grads),
     ),
     "in part by a sum": lambda grads: nnx.State(
         {**grads, "weight": reduced("SUM", grads["weight"])}
@@ -301,7 +303,7 @@ def test_functions_that_each_epoch_defines_anew_are_compiled_once(monkeypatch):
     model, optimizer = made(strategy, rate=0.1)
     programs = []
     monkeypatch.setattr(
-        "meshlayout.distribute.replica_program.compile_step",
+        "meshlayout.distribute.strategy.compile_step",
         lambda *args, **options: (
             programs.append(args) or ml.compile_step(*args, **options)
         ),

@@ -408,10 +408,8 @@ def aggregation(variable: Variable, watch: Watch | None = None) -> Any:
         return "mean"
     if not isinstance(variable, nnx.metrics.MetricState):
         return None
-    owners = watch.nodes.values() if watch is not None else ()
-    is_average = any(
-        isinstance(owner.node, nnx.metrics.Average)
-        and any(value is variable for value in vars(owner.node).values())
-        for owner in owners
-    )
-    return "sum" if is_average else "increments"
+    nodes = [x.node for x in watch.nodes.values()] if watch is not None else []
+    owner = next((x for x in nodes if any(v is variable for v in vars(x).values())), None)
+    if isinstance(owner, nnx.metrics.Welford):
+        return None  # its update takes the rows of all replicas
+    return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
