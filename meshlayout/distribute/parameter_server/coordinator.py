@@ -50,8 +50,7 @@ class RemoteValue(Future[PyTree]):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = name
-        self._num_lost = 0
+        self._name, self._num_lost = name, 0
 
     def fetch(self, timeout_s: float | None = None) -> PyTree:
         """Waits for the function, and returns what it returned, as NumPy arrays.
@@ -148,7 +147,8 @@ class ClusterCoordinator:
         self._store = VariableStore(self._table, self._servers)
         self._queue = queue.SimpleQueue[tuple[Closure, RemoteValue] | None]()
         self._results: set[RemoteValue] = set()
-        self._num_scheduled = 0
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._error: tuple[str, BaseException] | None = None
         self._fatal: BaseException | None = None
         for worker in range(strategy.num_workers):
@@ -184,17 +184,19 @@ class ClusterCoordinator:
                 f"those by name, got {shown}. For one argument, write args=(x,)."
             )
             raise StrategyError(msg)
-        closure, payload = pack(fn, args, kwargs or {}, self._table)
-        self._with_servers(self._store.place, closure.variables)
-        self._with_servers(self._store.send_changes)
-        servers = {name: self._store.places[name][0] for name in closure.variables}
-        result, number = RemoteValue(closure.name), self._num_scheduled
-        self._num_scheduled += 1
-        self._results.add(result)
-        closure = dataclasses.replace(
-            closure, number=number, servers=servers, payload=[self._put(payload)]
-        )
-        self._queue.put((closure, result))
+        with self._lock:
+            closure, payload = pack(fn, args, kwargs or {}, self._table)
+            self._with_servers(self._store.place, closure.variables)
+            self._with_servers(self._store.send_changes)
+            places, result = self._store.places, RemoteValue(closure.name)
+            closure = dataclasses.replace(
+                closure,
+                number=next(self._numbers),
+                servers={name: places[name][0] for name in closure.variables},
+                payload=[self._put(payload)],
+            )
+            self._results.add(result)
+            self._queue.put((closure, result))
         return result
 
     def join(self) -> None:
@@ -223,10 +225,10 @@ class ClusterCoordinator:
         Raises:
             Exception: As `join`.
         """
-        is_done = all(result.done() for result in self._results)
-        if is_done:
-            self._raise_error()
-        return is_done
+        if not all(result.done() for result in self._results):
+            return False
+        self._raise_error()
+        return True
 
     def fetch(self, value: PyTree) -> PyTree:
         """Waits for results, and returns them.
@@ -305,35 +307,40 @@ class ClusterCoordinator:
     # In the threads of workers.
 
     def _serve(self, worker: int) -> None:
-        try:
-            self._start(worker)
-            while (scheduled := self._queue.get()) is not None:
-                closure, result = scheduled
-                try:
-                    result.set_result(self._run(worker, closure))
-                except self._ray.exceptions.RayActorError as lost:
-                    result._num_lost += 1
-                    if result._num_lost < _MOST_LOST:
-                        self._queue.put(scheduled)
-                    else:
-                        msg = (
-                            f"{closure.name} was running on {_MOST_LOST} workers, one "
-                            f"after another, when they died. The last one: {lost}"
-                        )
-                        self._fail(closure, result, StrategyError(msg))
-                    # Others may take the closure meanwhile.
-                    self._start(worker)
-                except BaseException as error:
-                    self._fail(closure, result, error)
-        except BaseException as error:
-            # Nobody sees what a thread raises: join does.
-            self._fatal = self._fatal or error
+        self._start(worker)
+        while (scheduled := self._queue.get()) is not None:
+            closure, result = scheduled
+            try:
+                result.set_result(self._run(worker, closure))
+            except self._ray.exceptions.RayActorError as lost:
+                result._num_lost += 1
+                if result._num_lost < _MOST_LOST and self._fatal is None:
+                    self._queue.put(scheduled)
+                else:
+                    msg = (
+                        f"{closure.name} was running on {result._num_lost} workers, one "
+                        f"after another, when they died. The last one: {lost}"
+                    )
+                    self._fail(closure, result, StrategyError(msg))
+                # Others may take the closure meanwhile.
+                self._start(worker)
+            except BaseException as error:
+                self._fail(closure, result, error)
 
     def _start(self, worker: int) -> None:
         """Starts a worker, in place of one that died, and waits for it."""
         actor = self._ray.remote(Worker).options(**self.strategy._worker_options)
-        self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
-        self._ray.get(self._workers[worker].ping.remote())
+        error: Exception | None = None
+        for _ in range(_MOST_LOST if self._fatal is None else 0):
+            self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
+            try:
+                self._ray.get(self._workers[worker].ping.remote())
+            except Exception as problem:
+                error = problem
+            else:
+                return
+        # Nobody sees what a thread raises: join does.
+        self._fatal = self._fatal or error
 
     def _run(self, worker: int, closure: Closure) -> PyTree:
         if self._fatal is not None:
@@ -358,11 +365,8 @@ class ClusterCoordinator:
             for number, params in answer[1].items():
                 self._with_servers(self._store.place_optimizer, number, params)
 
-    def _fail(
-        self, closure: Closure, result: RemoteValue, error: BaseException
-    ) -> None:
-        if self._error is None:
-            self._error = closure.name, error
+    def _fail(self, closure: Closure, result: RemoteValue, error: Any) -> None:
+        self._error = self._error or (closure.name, error)
         result.set_exception(error)
 
     def _raise_error(self) -> None:

@@ -5,7 +5,7 @@ leave the program as results of their own, and are handed over when it has run.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -135,19 +135,16 @@ class WorkerStrategy(OneDeviceStrategy):
     """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
 
     def run(
-        self,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
     ) -> PyTree:
         """Compiles and calls a function, and hands its gradients over."""
-        result, grads = super().run(functools.partial(_call, fn), args, kwargs)
+        result, grads = super().run(functools.partial(_call, fn), args, kwargs, options)
         for number, by_name in grads.items():
             _pushes.get().take(number, by_name)
         return result
 
 
-def _call(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _call(fn: Any, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     outer = _pushes.get()
     with Pushes(outer.variables, outer.params) as pushes:
         result = fn(*args, **kwargs)

@@ -7,7 +7,7 @@ the machines of its cluster, which takes the place of `TF_CONFIG`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -69,10 +69,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(mesh)
 
     def run(
-        self,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
     ) -> PyTree:
         """Compiles and calls a function in a scheduled one; an error elsewhere."""
         msg = (
