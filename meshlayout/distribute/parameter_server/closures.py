@@ -1,9 +1,8 @@
 """Closures on their way to a worker.
 
 A closure is pickled with all that it uses, except for three things. A Variable travels
-as its name, since its value is on the servers. An optimizer travels without its Optax
-transformation and state: on a worker, its `update` is the push. An iterator of a
-per-worker dataset travels as its number.
+as its name, since its value is on the servers; an optimizer without its Optax
+transformation and state; an iterator of a per-worker dataset as its number.
 
 Arrays and numbers among the arguments are pickled apart. The rest is the same bytes at
 every call: that is how a worker knows a function for which programs are compiled.
@@ -13,10 +12,8 @@ import contextlib
 import hashlib
 import inspect
 import io
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import cloudpickle
 import jax
@@ -24,24 +21,19 @@ import numpy as np
 from flax import nnx
 
 from meshlayout import _paths
-from meshlayout._annotations import PyTree
-from meshlayout.distribute.captured import iter_graph
+from meshlayout.distribute.captured import is_nnx, iter_graph
 from meshlayout.distribute.parameter_server.pushes import RemoteOptimizer
 from meshlayout.distribute.variables import aggregation
 from meshlayout.errors import StrategyError
 
 
-class PerWorkerIterator:
+class PerWorkerIterator(Iterator[Any]):
     """An iterator of a per-worker dataset, to be passed to scheduled functions."""
 
     def __init__(self, number: int, dataset: Any) -> None:
-        self.number = number
-        self.dataset = dataset
+        self.number, self.dataset = number, dataset
 
-    def __iter__(self) -> "PerWorkerIterator":
-        return self
-
-    def __next__(self) -> PyTree:
+    def __next__(self) -> Any:
         msg = (
             "next(iterator) was called on the coordinator, and the batches are on the "
             "workers. Pass the iterator to a scheduled function, as in schedule(step, "
@@ -50,47 +42,37 @@ class PerWorkerIterator:
         raise StrategyError(msg)
 
 
-@dataclass(frozen=True)
-class VariableReference:
+class VariableReference(NamedTuple):
     """A Variable as it travels; its role is its aggregation, or `"random"`."""
 
     name: str
-    kind: type["nnx.Variable[Any]"]
+    kind: Any
     metadata: dict[str, Any]
     role: str | None
 
 
-@dataclass(frozen=True)
-class ClosureInput:
+class ClosureInput(NamedTuple):
     """Stands for an array or a number among the arguments of a closure."""
 
     index: int
 
 
-@dataclass(frozen=True)
-class Closure:
+class Closure(NamedTuple):
     """A function and its arguments, ready to be sent.
 
-    Attributes:
-        name: The name of the function, for messages.
-        digest: A hash of the payload: the function, pickled with its arguments.
-        values: The arrays and numbers among the arguments, and the values of random
-            streams by name, pickled.
-        variables: The names of the variables that it uses.
-        datasets: The dataset functions of the iterators that it uses.
-        number: The number that servers remember.
-        servers: The server of each variable.
-        payload: Where Ray keeps the payload.
+    Ray keeps the `payload`: the pickled function, of which `digest` is a hash. `values`
+    are the pickled arrays and numbers among the arguments, and the values of random
+    streams. Servers remember the `number`.
     """
 
     name: str
     digest: str
+    payload: Any
     values: bytes
     variables: list[str]
     datasets: dict[int, Any]
     number: int = -1
-    servers: Mapping[str, int] = field(default_factory=dict)
-    payload: Any = None
+    servers: Mapping[str, int] = {}
 
 
 class VariableTable:
@@ -130,20 +112,12 @@ class VariableTable:
             self.variables[name], self._names[id(variable)] = variable, name
         return self._names[id(variable)]
 
-    def number(self, optimizer: "nnx.Optimizer[Any]") -> int:
-        """Returns the number of an optimizer."""
-        ids = [id(known) for known in self.optimizers]
-        if id(optimizer) in ids:
-            return ids.index(id(optimizer))
-        self.optimizers.append(optimizer)
-        return len(ids)
-
 
 class _Pickler(cloudpickle.Pickler):
     """Pickles a closure, and notes the Variables and datasets in it."""
 
     def __init__(self, file: io.BytesIO, table: VariableTable) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self._table = table
         self.variables: dict[str, None] = {}
         self.datasets: dict[int, Any] = {}
@@ -164,41 +138,32 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nnx.Optimizer):
             return super().reducer_override(obj)
-        number, model = self._table.number(obj), vars(obj).get("model")
-        return RemoteOptimizer, (number, obj.wrt, obj.step, model)
+        optimizers = self._table.optimizers
+        if not any(obj is known for known in optimizers):
+            optimizers.append(obj)
+        number = next(i for i, known in enumerate(optimizers) if known is obj)
+        return RemoteOptimizer, (number, obj.wrt, obj.step, vars(obj).get("model"))
 
 
-def pack(
-    fn: Callable[..., PyTree],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    table: VariableTable,
-) -> tuple[Closure, bytes]:
-    """Pickles a function and its arguments.
-
-    Raises:
-        StrategyError: If something in it cannot be sent.
-    """
+def pack(fn: Any, args: Any, kwargs: Any, table: VariableTable) -> Closure:
+    """Pickles a function and its arguments."""
     if type(fn).__module__.partition(".")[0] in ("jax", "jaxlib", "flax"):
         # A jitted function could not draw batches, nor push.
         fn = getattr(fn, "__wrapped__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_object)
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_nnx)
     inputs: list[Any] = []
     for index, leaf in enumerate(leaves):
         kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
-        # A bool is mostly a switch.
-        if isinstance(leaf, kinds) and not isinstance(leaf, bool):
+        if isinstance(leaf, kinds) and not isinstance(leaf, bool):  # mostly a switch
             leaves[index] = ClosureInput(len(inputs))
             inputs.append(leaf)
-    named: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # no Python code; an empty cell
         scope = inspect.getclosurevars(fn)
-        named = {**scope.globals, **scope.nonlocals}
-        named |= inspect.signature(fn).bind(*args, **kwargs).arguments
-    for root, value in named.items():
-        if _is_object(value):
-            table.add(root, value)
+        named = inspect.signature(fn).bind(*args, **kwargs).arguments
+        for root, value in {**scope.globals, **scope.nonlocals, **named}.items():
+            if is_nnx(value):
+                table.add(root, value)
     file = io.BytesIO()
     pickler = _Pickler(file, table)
     try:
@@ -206,20 +171,16 @@ def pack(
         names = {x: table.roles[x] == "random" for x in pickler.variables}
         random = {x: _paths.box_value(table.variables[x]) for x in names if names[x]}
         values = cloudpickle.dumps((inputs, random))
-    except StrategyError:
-        raise
-    except Exception as problem:
-        reason = str(problem).partition("\n")[0]
+    except (TypeError, AttributeError, ValueError) as problem:
+        if isinstance(problem, StrategyError):
+            raise
         msg = (
             f"schedule: {name} cannot be sent to a worker, as something that it uses "
-            f"cannot be pickled: {type(problem).__name__}: {reason} Make files, locks "
-            "and connections inside the dataset function, which runs on each worker."
+            f"cannot be pickled: {type(problem).__name__}: {problem}. Make files, "
+            "locks and connections inside the dataset function, which runs on each "
+            "worker."
         )
         raise StrategyError(msg) from problem
     payload, variables = file.getvalue(), [x for x in names if not names[x]]
     digest = hashlib.sha256(payload).hexdigest()
-    return Closure(name, digest, values, variables, pickler.datasets), payload
-
-
-def _is_object(node: object) -> bool:
-    return isinstance(node, (nnx.Pytree, nnx.Variable))
+    return Closure(name, digest, payload, values, variables, pickler.datasets)

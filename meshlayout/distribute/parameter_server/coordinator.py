@@ -5,7 +5,6 @@ A closure whose worker dies goes back to the queue, and the next free worker tak
 the servers know which closures they have applied.
 """
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -19,7 +18,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from meshlayout import _checks, _optional
+from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.parameter_server.closures import (
@@ -31,55 +30,37 @@ from meshlayout.distribute.parameter_server.closures import (
 from meshlayout.distribute.parameter_server.server import ParameterServer
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
 from meshlayout.distribute.parameter_server.variable_store import VariableStore
-from meshlayout.distribute.parameter_server.worker import ServerLost, Worker
+from meshlayout.distribute.parameter_server.worker import (
+    ServerLost,
+    Worker,
+    ray_module,
+)
 from meshlayout.errors import StrategyError
 
 
 # A closure that was running on so many workers when they died is the likely reason.
 _MOST_LOST = 5
 
-# Functions that are not scheduled again are dropped, oldest first.
-_MOST_FUNCTIONS = 64
-
 
 class RemoteValue(Future[PyTree]):
-    """What a scheduled function returns, once it has run.
+    """What a scheduled function returns, once it has run: a future.
 
-    Made by `ClusterCoordinator.schedule`; a `concurrent.futures.Future` besides.
+    Made by `ClusterCoordinator.schedule`.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name, self._num_lost = name, 0
+    num_lost = 0
 
     def fetch(self, timeout_s: float | None = None) -> PyTree:
         """Waits for the function, and returns what it returned, as NumPy arrays.
 
-        Args:
-            timeout_s: The seconds to wait at most; None for as long as it takes.
-
         Raises:
-            StrategyError: If it takes longer, or the function was cancelled.
+            StrategyError: If it takes longer than `timeout_s`, or was cancelled.
             Exception: The function's own exception, if it raised one.
         """
         if not wait([self], timeout_s).done:
-            msg = f"fetch: {self._name} has not finished within {timeout_s:g} s."
+            msg = f"fetch: the function has not finished within {timeout_s:g} s."
             raise StrategyError(msg)
         return self.result()
-
-    def is_ready(self) -> bool:
-        """Returns whether the function has finished, failed or been cancelled."""
-        return self.done()
-
-    def __reduce__(self) -> Any:
-        msg = (
-            f"the result of {self._name} was passed to another closure, which runs "
-            "elsewhere. Pass its value: result.fetch()."
-        )
-        raise StrategyError(msg)
-
-    def __repr__(self) -> str:
-        return f"RemoteValue({self._name}, {'not ' * (not self.is_ready())}ready)"
 
 
 class PerWorkerDataset:
@@ -89,14 +70,13 @@ class PerWorkerDataset:
     it, to be passed to scheduled functions.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self, pickled: Any) -> None:
         self._pickled = pickled
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(next(_numbers), self._pickled)
-
-
-_numbers = itertools.count()
+        return PerWorkerIterator(next(self._numbers), self._pickled)
 
 
 class ClusterCoordinator:
@@ -136,19 +116,22 @@ class ClusterCoordinator:
             )
             raise StrategyError(msg)
         strategy._has_coordinator = True
-        self.strategy = strategy
-        self._checkpointer = checkpointer
-        self._table = VariableTable()
-        self._ray = _started_ray()
-        self._put = functools.lru_cache(_MOST_FUNCTIONS)(self._ray.put)
-        self._workers: dict[int, Any] = {}
-        server = self._ray.remote(ParameterServer).options(**strategy._server_options)
+        self.strategy, self._checkpointer = strategy, checkpointer
+        self._ray = ray = ray_module()
+        if not ray.is_initialized():
+            with warnings.catch_warnings():
+                # The fork is followed by exec at once, which is harmless.
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
+                ray.init(include_dashboard=False)
+        self._put = functools.lru_cache(64)(ray.put)
+        server = ray.remote(ParameterServer).options(**strategy._server_options)
         self._servers = [server.remote() for _ in range(strategy.num_servers)]
+        self._workers: dict[int, Any] = {}
+        self._table = VariableTable()
         self._store = VariableStore(self._table, self._servers)
         self._queue = queue.SimpleQueue[tuple[Closure, RemoteValue] | None]()
         self._results: set[RemoteValue] = set()
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._numbers, self._lock = itertools.count(), threading.Lock()
         self._error: tuple[str, BaseException] | None = None
         self._fatal: BaseException | None = None
         for worker in range(strategy.num_workers):
@@ -176,25 +159,20 @@ class ClusterCoordinator:
         Raises:
             StrategyError: If it cannot be sent to a worker, or a server has died.
         """
-        is_tuple, is_dict = isinstance(args, (tuple, list)), isinstance(kwargs, Mapping)
-        if not callable(fn) or not is_tuple or not (is_dict or kwargs is None):
-            shown = ", ".join(map(_checks.shown, (fn, args, kwargs)))
+        if not callable(fn) or not isinstance(args, (tuple, list)):
+            shown = f"{_checks.shown(fn)} and {_checks.shown(args)}"
             msg = (
-                "schedule takes a function, a tuple of its arguments and a dict of "
-                f"those by name, got {shown}. For one argument, write args=(x,)."
+                f"schedule takes a function and a tuple of its arguments, got {shown}. "
+                "For one argument, write args=(x,)."
             )
             raise StrategyError(msg)
         with self._lock:
-            closure, payload = pack(fn, args, kwargs or {}, self._table)
+            closure = pack(fn, args, kwargs or {}, self._table)
             self._with_servers(self._store.place, closure.variables)
-            self._with_servers(self._store.send_changes)
-            places, result = self._store.places, RemoteValue(closure.name)
-            closure = dataclasses.replace(
-                closure,
-                number=next(self._numbers),
-                servers={name: places[name][0] for name in closure.variables},
-                payload=[self._put(payload)],
-            )
+            servers = {n: self._store.places[n][0] for n in closure.variables}
+            number, payload = next(self._numbers), [self._put(closure.payload)]
+            closure = closure._replace(number=number, servers=servers, payload=payload)
+            result = RemoteValue()
             self._results.add(result)
             self._queue.put((closure, result))
         return result
@@ -220,21 +198,14 @@ class ClusterCoordinator:
         self._raise_error()
 
     def done(self) -> bool:
-        """Returns whether all scheduled functions have run, without waiting.
-
-        Raises:
-            Exception: As `join`.
-        """
+        """Returns whether all scheduled functions have run; raises as `join`."""
         if not all(result.done() for result in self._results):
             return False
         self._raise_error()
         return True
 
     def fetch(self, value: PyTree) -> PyTree:
-        """Waits for results, and returns them.
-
-        Args:
-            value: A `RemoteValue`, or a tree of them.
+        """Waits for the results in a tree of `RemoteValue`s, and returns them.
 
         Raises:
             Exception: The exception of one of the functions; `join` raises it as well.
@@ -258,25 +229,12 @@ class ClusterCoordinator:
             What `iter` makes an iterator of, to be passed to scheduled functions.
 
         Raises:
-            StrategyError: If it is not such a function, or cannot be sent to a worker.
+            StrategyError: If it is not such a function.
         """
-        if isinstance(dataset_fn, type) or not callable(dataset_fn):
-            msg = (
-                "create_per_worker_dataset: dataset_fn must be a function that returns "
-                f"a dataset, got {_checks.shown(dataset_fn)}."
-            )
-            raise StrategyError(msg)
-        takes_context = _takes_context(dataset_fn)
+        takes_context = callable(dataset_fn) and _takes_context(dataset_fn)
         names = ("context",) if takes_context else ()
         _checks.function("dataset_fn", dataset_fn, *names, error=StrategyError)
-        try:
-            pickled = cloudpickle.dumps((dataset_fn, takes_context))
-        except Exception as problem:
-            msg = (
-                f"create_per_worker_dataset: dataset_fn cannot be pickled: {problem}. "
-                "Open files and connections in it."
-            )
-            raise StrategyError(msg) from problem
+        pickled = cloudpickle.dumps((dataset_fn, takes_context))
         return PerWorkerDataset([self._ray.put(pickled)])
 
     def shutdown(self) -> None:
@@ -293,8 +251,7 @@ class ClusterCoordinator:
 
     def __reduce__(self) -> Any:
         msg = (
-            "a scheduled function uses the ClusterCoordinator, which stays where it "
-            "is. Pass the function what it needs of it."
+            "a scheduled function uses the ClusterCoordinator, which stays where it is."
         )
         raise StrategyError(msg)
 
@@ -313,12 +270,12 @@ class ClusterCoordinator:
             try:
                 result.set_result(self._run(worker, closure))
             except self._ray.exceptions.RayActorError as lost:
-                result._num_lost += 1
-                if result._num_lost < _MOST_LOST and self._fatal is None:
+                result.num_lost += 1
+                if result.num_lost < _MOST_LOST and self._fatal is None:
                     self._queue.put(scheduled)
                 else:
                     msg = (
-                        f"{closure.name} was running on {result._num_lost} workers, one "
+                        f"{closure.name} was running on {result.num_lost} workers, one "
                         f"after another, when they died. The last one: {lost}"
                     )
                     self._fail(closure, result, StrategyError(msg))
@@ -343,13 +300,10 @@ class ClusterCoordinator:
         self._fatal = self._fatal or error
 
     def _run(self, worker: int, closure: Closure) -> PyTree:
-        if self._fatal is not None:
-            msg = f"{closure.name} was cancelled, because {self._fatal}"
-            raise StrategyError(msg)
-        if self._error is not None:
-            name, error = self._error
-            kind = type(error).__name__
-            msg = f"{closure.name} was cancelled, because {name} raised {kind}."
+        if self._fatal is not None or self._error is not None:
+            name, error = self._error or ("", self._fatal)
+            reason = f"{name} raised {type(error).__name__}." if name else str(error)
+            msg = f"{closure.name} was cancelled, because {reason}"
             raise StrategyError(msg)
         while True:
             run, placed = self._workers[worker].run, set(self._store.rules)
@@ -407,13 +361,3 @@ def _takes_context(function: Callable[..., Any]) -> bool:
         is_needed = parameter.default is parameter.empty and parameter.kind < 2
         return is_needed or "context" in name
     return False
-
-
-def _started_ray() -> Any:
-    ray = _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
-    if not ray.is_initialized():
-        with warnings.catch_warnings():
-            # The fork is followed by exec at once, which is harmless.
-            warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
-            ray.init(include_dashboard=False)
-    return ray

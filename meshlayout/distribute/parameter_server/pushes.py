@@ -21,9 +21,9 @@ from meshlayout.errors import StrategyError
 
 
 class Pushes:
-    """The gradients that a closure hands over in a `with` block, by number and name.
+    """The gradients that a closure hands over in a `with` block, by optimizer and name.
 
-    In the block, a parameter cannot be read after its update: the new value will be on
+    In the block, a parameter cannot be used after its update: its new value will be on
     the servers, and the old one would be taken for it. `params` has the names of each
     optimizer's parameters, in the structure that Optax gets.
     """
@@ -31,22 +31,17 @@ class Pushes:
     def __init__(
         self, variables: Mapping[str, "nnx.Variable[Any]"], params: dict[int, PyTree]
     ) -> None:
-        self.variables = variables
-        self.params = params
-        self.grads: dict[int, dict[str, jax.Array]] = {}
-        self._hidden: dict[str, Any] = {}
+        self.variables, self.params = variables, params
+        self.grads: dict[int, dict[str, Any]] = {}
+        self._values: dict[str, Any] = {}
 
-    def take(self, number: int, grads: dict[str, jax.Array]) -> None:
+    def take(self, number: int, grads: dict[str, Any]) -> None:
         """Takes the gradients of one optimizer."""
         if number in self.grads:
-            msg = (
-                "a closure updates one optimizer twice. Schedule two closures, or add "
-                "the gradients up."
-            )
-            raise StrategyError(msg)
+            _Updated(next(iter(grads)))._refuse()
         self.grads[number] = grads
         for name in grads:
-            self._hidden[name] = _paths.box_value(self.variables[name])
+            self._values.setdefault(name, _paths.box_value(self.variables[name]))
             set_raw_value(self.variables[name], _Updated(name))
 
     def __enter__(self) -> "Pushes":
@@ -55,14 +50,14 @@ class Pushes:
 
     def __exit__(self, kind: object, *error: object) -> None:
         _pushes.reset(self._token)
-        updated = {
-            name: _paths.box_value(self.variables[name]) for name in self._hidden
-        }
-        for name, value in self._hidden.items():
+        used = [n for n in self._values if not isinstance(self._value(n), _Updated)]
+        for name, value in self._values.items():
             set_raw_value(self.variables[name], value)
-        for name, value in updated.items():
-            if kind is None and not isinstance(value, _Updated):
-                _Updated(name)[...] = value
+        if used and kind is None:
+            _Updated(used[0])._refuse()
+
+    def _value(self, name: str) -> Any:
+        return _paths.box_value(self.variables[name])
 
 
 _pushes: ContextVar[Pushes] = ContextVar("pushes")
@@ -76,20 +71,13 @@ class _Updated:
 
     def _refuse(self, *args: object) -> NoReturn:
         msg = (
-            "the closure reads variables after optimizer.update, which are updated on "
-            f"the parameter servers when it has ended: {self._name}. Read them before, "
-            "or in another closure."
+            f"the closure uses {self._name} after optimizer.update, which changes it "
+            "on the parameter servers when the closure has ended. Do that before, or "
+            "in another closure."
         )
         raise StrategyError(msg)
 
-    __getattr__ = __getitem__ = __jax_array__ = __array__ = _refuse
-
-    def __setitem__(self, *args: object) -> NoReturn:
-        msg = (
-            f"the closure changes {self._name} besides updating it by an optimizer. Do "
-            "that in another closure, or on the coordinator after join."
-        )
-        raise StrategyError(msg)
+    __getattr__ = __getitem__ = __setitem__ = __jax_array__ = __array__ = _refuse
 
 
 @jax.tree_util.register_static
@@ -106,25 +94,20 @@ class RemoteOptimizer:
         own = {id(variable): name for name, variable in pushes.variables.items()}
         nodes = dict(iter_graph(model))
         names = {id(x): own.get(id(nodes[p])) for p, x in nnx.to_flat_state(state)}
-        if None in names.values():
-            msg = (
-                "optimizer.update got parameters that are not the model's own, but "
-                "copies, as in nnx.jit. Compile the function of the gradients alone, "
-                "or call the step by strategy.run, which compiles it."
-            )
-            raise StrategyError(msg)
         params = jax.tree.map(lambda x: names[id(x)], state, is_leaf=_is_variable)
-        known = pushes.params.setdefault(self.number, params)
-        if jax.tree.leaves(known) != jax.tree.leaves(params):
+        leaves = jax.tree.leaves(params)
+        known = jax.tree.leaves(pushes.params.get(self.number, params))
+        if None in names.values() or known != leaves:
             msg = (
-                "an optimizer was used to update other parameters than before, for "
-                "which it has no state. Make an nnx.Optimizer for each model."
+                "optimizer.update got other parameters than its model's own: copies, "
+                "as in nnx.jit, or another model's. Compile the step by strategy.run, "
+                "and make an nnx.Optimizer for each model."
             )
             raise StrategyError(msg)
+        pushes.params[self.number] = params
         values = jax.tree.leaves(nnx.state(grads, self.wrt), is_leaf=_is_variable)
         arrays = [_paths.box_value(x) if _is_variable(x) else x for x in values]
-        pairs = zip(jax.tree.leaves(params), arrays, strict=True)
-        pushes.take(self.number, dict(pairs))
+        pushes.take(self.number, dict(zip(leaves, arrays, strict=True)))
 
 
 def _is_variable(node: object) -> bool:
@@ -138,7 +121,8 @@ class WorkerStrategy(OneDeviceStrategy):
         self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
     ) -> PyTree:
         """Compiles and calls a function, and hands its gradients over."""
-        result, grads = super().run(functools.partial(_call, fn), args, kwargs, options)
+        call = functools.partial(_call, fn)
+        result, grads = super().run(call, args, kwargs, options)
         for number, by_name in grads.items():
             _pushes.get().take(number, by_name)
         return result

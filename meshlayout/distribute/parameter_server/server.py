@@ -52,8 +52,9 @@ class ParameterServer:
         self._updates: dict[int, Any] = {}
         self._applied: set[int] = set()
 
-    def place(self, values: Arrays, rules: Mapping[int, UpdateRule]) -> None:
+    def place(self, contents: tuple[Arrays, Mapping[int, UpdateRule]]) -> None:
         """Takes values of variables, in place of former ones, and optimizers."""
+        values, rules = contents
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
         for number, rule in rules.items():
             self._updates[number] = jax.jit(functools.partial(_update, rule))

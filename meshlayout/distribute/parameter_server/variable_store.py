@@ -8,7 +8,7 @@ coordinator is sent before the next closure, and `join` reads all back.
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshlayout import _checks, _paths
+from meshlayout import _paths
 from meshlayout._annotations import PyTree
+from meshlayout._host_arrays import host_array
 from meshlayout._render import array_text
 from meshlayout.distribute.parameter_server.closures import VariableTable
 from meshlayout.distribute.parameter_server.server import UpdateRule
@@ -40,8 +41,7 @@ class VariableStore:
     """
 
     def __init__(self, table: VariableTable, servers: Sequence[Any]) -> None:
-        self._table = table
-        self._servers = servers
+        self._table, self._servers = table, servers
         self._turns = itertools.cycle(range(len(servers)))
         # The raw value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
@@ -50,28 +50,35 @@ class VariableStore:
         self.rules: dict[int, UpdateRule] = {}
 
     def place(self, names: Iterable[str]) -> None:
-        """Puts those variables on the servers that are not there yet."""
+        """Puts variables on the servers that are not there yet, and sends changes."""
         with self._lock:
             new = [name for name in names if name not in self.places]
             for name in new:
-                _check(name, self._raw(name))
-            self.places |= {name: (next(self._turns),) for name in new}
-            self._send(new, {})
+                value = self._raw(name)
+                if len(getattr(getattr(value, "sharding", None), "device_set", ())) > 1:
+                    msg = (
+                        f"{name} is on several devices: it belongs to another strategy "
+                        "or mesh. Make it in the scope of the ParameterServerStrategy."
+                    )
+                    raise StrategyError(msg)
+                self.places[name] = (next(self._turns),)
+            self._send(new)
+            self.send_changes()
 
     def place_optimizer(self, number: int, params: PyTree) -> None:
         """Puts the state of an optimizer on the servers of its parameters."""
         with self._lock:
             if number in self.rules:
                 return
-            optimizer, table = self._table.optimizers[number], self._table
-            is_leaf, step = _paths.is_nnx_object, table.name(optimizer.step)
-            slots = jax.tree.map(table.name, optimizer.opt_state, is_leaf=is_leaf)
-            rule = UpdateRule(optimizer.tx, params, slots, step)
+            optimizer, name_of = self._table.optimizers[number], self._table.name
+            state, is_leaf = optimizer.opt_state, _paths.is_nnx_object
+            slots = jax.tree.map(name_of, state, is_leaf=is_leaf)
+            rule = UpdateRule(optimizer.tx, params, slots, name_of(optimizer.step))
             values, state = jax.tree.map(self._raw, (params, slots))
-            names = jax.tree.leaves(params)
+            names, places = jax.tree.leaves(params), self.places
             parts: dict[tuple[int, ...], set[str]] = {}
             for name in names:
-                parts.setdefault(self.places[name], set()).add(name)
+                parts.setdefault(places[name], set()).add(name)
             if len(parts) > 1 and _mixes(rule, values, state, parts.values()):
                 msg = (
                     "the optimizer looks at all parameters at once, as clipping by the "
@@ -81,11 +88,11 @@ class VariableStore:
                     "closure, before optimizer.update."
                 )
                 raise StrategyError(msg)
-            self.places[step] = tuple(sorted(sum(parts, ())))
+            places[rule.step] = tuple(sorted(sum(parts, ())))
             added = jax.tree.leaves(slots)
             for name, slot in zip(added, find_slots(state, values), strict=True):
-                self.places[name] = self.places[names[slot.param] if slot else step]
-            self._send([*added, step], {number: rule})
+                places[name] = places[names[slot.param] if slot else rule.step]
+            self._send([*added, rule.step], {number: rule})
             self.rules[number] = rule
 
     def send_changes(self) -> None:
@@ -108,15 +115,15 @@ class VariableStore:
                         f"is now {now}. Make another model and optimizer."
                     )
                     raise StrategyError(msg)
-            self._send(changed, {})
+            self._send(changed)
 
     def read_back(self) -> None:
         """Gives the Variables on the coordinator the servers' values."""
         with self._lock:
-            by_server: dict[int, tuple[list[str]]] = {}
+            by_server: dict[int, list[str]] = {}
             for name in self._known:
-                by_server.setdefault(self.places[name][0], ([],))[0].append(name)
-            for values in call(self._servers, "pull", by_server).values():
+                by_server.setdefault(self.places[name][0], []).append(name)
+            for values in call(self._servers, "pull", by_server):
                 for name, value in values.items():
                     place = getattr(self._known[name], "sharding", None)
                     self._known[name] = jax.device_put(value, place)
@@ -131,24 +138,24 @@ class VariableStore:
     def _raw(self, name: str) -> Any:
         return _paths.box_value(self._table.variables[name])
 
-    def _send(self, names: list[str], rules: Mapping[int, UpdateRule]) -> None:
+    def _send(
+        self, names: list[str], rules: dict[int, UpdateRule] | None = None
+    ) -> None:
         known = {name: self._raw(name) for name in names}
-        values: dict[int, dict[str, Any]] = {}
+        contents: dict[int, Any] = {}
         for name, value in known.items():
             for server in self.places[name]:
-                values.setdefault(server, {})[name] = np.asarray(value)
-
-        def part(rule: UpdateRule, server: int) -> UpdateRule:
-            params, slots = jax.tree.map(
-                lambda n: n if server in self.places[n] else optax.MaskedNode(),
-                (rule.params, rule.slots),
-            )
-            return rule._replace(params=params, slots=slots)
-
-        contents = {
-            server: (arrays, {n: part(rule, server) for n, rule in rules.items()})
-            for server, arrays in values.items()
-        }
+                values, _ = contents.setdefault(server, ({}, {}))
+                values[name] = host_array(value, name)
+        for server, (_, parts) in contents.items():
+            for number, rule in (rules or {}).items():
+                params, slots = jax.tree.map(
+                    lambda n, s=server: (
+                        n if s in self.places[n] else optax.MaskedNode()
+                    ),
+                    (rule.params, rule.slots),
+                )
+                parts[number] = rule._replace(params=params, slots=slots)
         call(self._servers, "place", contents)
         self._known |= known
 
@@ -163,9 +170,7 @@ def _mixes(
     update, names = jax.jit(rule.tx.update), jax.tree.leaves(rule.params)
 
     def updates(part: Iterable[str]) -> Iterator[list[Any]]:
-        def grad(name: str, x: Any) -> Any:
-            return jnp.full_like(x, 1 if name in part else jnp.nan)
-
+        grad = lambda n, x: jnp.full_like(x, 1 if n in part else jnp.nan)  # noqa: E731
         grads, slots = jax.tree.map(grad, rule.params, params), state
         for _ in range(_MOST_UPDATES):
             new, slots = update(grads, slots, params)
@@ -179,24 +184,6 @@ def _mixes(
             if any(np.any(x) for x in plain):
                 break
     return False
-
-
-def _check(name: str, value: Any) -> None:
-    """Refuses values of a Variable that a parameter server cannot hold."""
-    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float))
-    if not is_array or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
-        msg = (
-            f"{name} holds {_checks.type_text(value)}; parameter servers keep arrays "
-            "of numbers. Make it a plain attribute, if it does not change."
-        )
-        raise StrategyError(msg)
-    devices = getattr(getattr(value, "sharding", None), "device_set", ())
-    if len(devices) > 1:
-        msg = (
-            f"{name} is on {len(devices)} devices: it belongs to another strategy or "
-            "mesh. Make it in the scope of the ParameterServerStrategy."
-        )
-        raise StrategyError(msg)
 
 
 def _text(value: Any) -> str:
