@@ -95,9 +95,6 @@ class ClusterCoordinator:
         strategy: The strategy.
         checkpointer: The one that saves the models of this training; the error that a
             parameter server died names its last checkpoint.
-
-    Raises:
-        StrategyError: If it is not a `ParameterServerStrategy`, or has another one.
     """
 
     def __init__(
@@ -105,17 +102,6 @@ class ClusterCoordinator:
         strategy: ParameterServerStrategy,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        if not isinstance(strategy, ParameterServerStrategy):
-            shown = _checks.shown(strategy)
-            msg = f"ClusterCoordinator takes a ParameterServerStrategy, got {shown}."
-            raise StrategyError(msg)
-        if strategy._has_coordinator:
-            msg = (
-                f"{strategy!r} has a ClusterCoordinator already, which knows its "
-                "variables. Use that one, or shut it down first."
-            )
-            raise StrategyError(msg)
-        strategy._has_coordinator = True
         self.strategy, self._checkpointer = strategy, checkpointer
         self._ray = ray = ray_module()
         if not ray.is_initialized():
@@ -160,11 +146,7 @@ class ClusterCoordinator:
             StrategyError: If it cannot be sent to a worker, or a server has died.
         """
         if not callable(fn) or not isinstance(args, (tuple, list)):
-            shown = f"{_checks.shown(fn)} and {_checks.shown(args)}"
-            msg = (
-                f"schedule takes a function and a tuple of its arguments, got {shown}. "
-                "For one argument, write args=(x,)."
-            )
+            msg = "schedule takes a function and a tuple of its arguments: args=(x,)."
             raise StrategyError(msg)
         with self._lock:
             closure = pack(fn, args, kwargs or {}, self._table)
@@ -221,15 +203,11 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: Called as `dataset_fn(context)` or `dataset_fn()`; returns
-                anything that yields batches. `context.num_input_pipelines` is the
-                number of workers, `context.input_pipeline_id` the worker's number. A
-                worker that replaces a dead one calls it again and starts over.
+                anything that yields batches. `context.input_pipeline_id` is the
+                worker's number. A worker that replaces a dead one calls it anew.
 
         Returns:
             What `iter` makes an iterator of, to be passed to scheduled functions.
-
-        Raises:
-            StrategyError: If it is not such a function.
         """
         takes_context = callable(dataset_fn) and _takes_context(dataset_fn)
         names = ("context",) if takes_context else ()
@@ -247,13 +225,6 @@ class ClusterCoordinator:
             self._queue.put(None)
         for actor in (*self._workers.values(), *self._servers):
             self._ray.kill(actor)
-        self.strategy._has_coordinator = False
-
-    def __reduce__(self) -> Any:
-        msg = (
-            "a scheduled function uses the ClusterCoordinator, which stays where it is."
-        )
-        raise StrategyError(msg)
 
     def __enter__(self) -> "ClusterCoordinator":
         return self
@@ -287,17 +258,13 @@ class ClusterCoordinator:
     def _start(self, worker: int) -> None:
         """Starts a worker, in place of one that died, and waits for it."""
         actor = self._ray.remote(Worker).options(**self.strategy._worker_options)
-        error: Exception | None = None
-        for _ in range(_MOST_LOST if self._fatal is None else 0):
+        for attempt in range(_MOST_LOST if self._fatal is None else 0):
             self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
             try:
-                self._ray.get(self._workers[worker].ping.remote())
-            except Exception as problem:
-                error = problem
-            else:
-                return
-        # Nobody sees what a thread raises: join does.
-        self._fatal = self._fatal or error
+                return self._ray.get(self._workers[worker].ping.remote())
+            except Exception as error:  # nobody sees what a thread raises: join does
+                self._fatal = error if attempt + 1 == _MOST_LOST else self._fatal
+        return None
 
     def _run(self, worker: int, closure: Closure) -> PyTree:
         if self._fatal is not None or self._error is not None:
@@ -306,7 +273,7 @@ class ClusterCoordinator:
             msg = f"{closure.name} was cancelled, because {reason}"
             raise StrategyError(msg)
         while True:
-            run, placed = self._workers[worker].run, set(self._store.rules)
+            run, placed = self._workers[worker].run, self._store.placed()
             try:
                 answer = self._ray.get(run.remote(closure, placed, self._servers))
             except self._ray.exceptions.RayTaskError as error:

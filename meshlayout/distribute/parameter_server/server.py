@@ -8,8 +8,7 @@ after it had pushed, changes nothing here.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import optax
 from meshlayout._annotations import PyTree
 
 
-Arrays: TypeAlias = Mapping[str, Any]
+Arrays = dict[str, Any]
 
 
 class UpdateRule(NamedTuple):
@@ -34,14 +33,13 @@ class UpdateRule(NamedTuple):
     step: str
 
 
-@dataclass
-class Push:
+class Push(NamedTuple):
     """What a closure changes on a server: by optimizer and name, or by name."""
 
     closure: int
-    grads: dict[int, dict[str, Any]] = field(default_factory=dict)
-    added: dict[str, Any] = field(default_factory=dict)
-    assigned: dict[str, Any] = field(default_factory=dict)
+    grads: dict[int, dict[str, Any]]
+    added: dict[str, Any]
+    assigned: dict[str, Any]
 
 
 class ParameterServer:

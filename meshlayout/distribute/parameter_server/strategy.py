@@ -59,10 +59,9 @@ class ParameterServerStrategy(Strategy):
         )
         self.num_workers = count("num_workers", num_workers)
         self.num_servers = count("num_servers", num_servers)
-        self._worker_options = _options(f"{where}: worker_options", worker_options, {})
-        cpu = {"JAX_PLATFORMS": "cpu"}
-        self._server_options = _options(f"{where}: server_options", server_options, cpu)
-        self._has_coordinator = False
+        cpu = {"runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}}
+        self._worker_options = dict(worker_options or {})
+        self._server_options = {**cpu, **(server_options or {})}
         _optional.require("ray", extra="ray", purpose=where)
         # Objects on the coordinator are on one of its devices.
         mesh = create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
@@ -89,18 +88,3 @@ class ParameterServerStrategy(Strategy):
 
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Leaves a Variable as it is: the coordinator places it when it is used."""
-
-
-def _options(
-    name: str, options: Mapping[str, Any] | None, variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns options of an actor, with defaults of environment variables."""
-    if options is not None and not isinstance(options, Mapping):
-        shown = _checks.shown(options)
-        msg = f"{name} must be a dict of options of a Ray actor, got {shown}."
-        raise StrategyError(msg)
-    environment = dict((options or {}).get("runtime_env", {}))
-    environment["env_vars"] = {**variables, **environment.get("env_vars", {})}
-    # Ray restarts none: a server must not come back empty, nor a closure run unseen.
-    fixed = {"max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
-    return {**(options or {}), **fixed}

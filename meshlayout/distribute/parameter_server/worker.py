@@ -59,7 +59,6 @@ class Worker:
         self._context = InputContext(num_workers, index, 1)
         self._variables: dict[str, nnx.Variable[Any]] = {}
         self._roles: dict[str, str | None] = {}
-        self._own: set[str] = set()  # "per_replica" variables that were pulled once
         self._iterators: dict[int, Any] = {}
         self._functions: dict[str, Any] = {}
         self._params: dict[int, PyTree] = {}
@@ -122,21 +121,21 @@ class Worker:
                 keys = [jax.random.fold_in(key, closure.number) for key in x.ravel()]
                 x = jnp.stack(keys).reshape(x.shape)
             self._set(name, x)
-        before = self._pull(closure.servers, servers)
-        try:
-            handed_over = Pushes(self._variables, self._params)
-            with refuse_appends(fn, closure.name), handed_over:
-                result = fn(*args, **kwargs)
-            pushes = self._pushes(closure, handed_over.grads, before)
-            # Numbers are NumPy's scalars, which can be formatted.
-            to_host = lambda x: np.asarray(x)[()] if isinstance(x, jax.Array) else x  # noqa: E731
-            pickled = cloudpickle.dumps(jax.tree.map(to_host, result))
-            return closure.number, pickled, pushes, set(handed_over.grads)
-        except BaseException:
-            # Variables of this worker alone are as if the closure had not run.
-            for name in self._own & before.keys():
-                self._set(name, before[name])
-            raise
+        by_server: dict[int, list[str]] = {}
+        for name, server in closure.servers.items():
+            by_server.setdefault(server, []).append(name)
+        pulled = call(servers, "pull", by_server)
+        before = {name: x for values in pulled for name, x in values.items()}
+        for name, x in before.items():
+            self._set(name, x)
+        handed_over = Pushes(self._variables, self._params)
+        with refuse_appends(fn, closure.name), handed_over:
+            result = fn(*args, **kwargs)
+        pushes = self._pushes(closure, handed_over.grads, before)
+        # Numbers are NumPy's scalars, which can be formatted.
+        to_host = lambda x: np.asarray(x)[()] if isinstance(x, jax.Array) else x  # noqa: E731
+        pickled = cloudpickle.dumps(jax.tree.map(to_host, result))
+        return closure.number, pickled, pushes, set(handed_over.grads)
 
     def _load(self, pid: Any) -> Any:
         """Returns what stands for a reference on this worker."""
@@ -150,25 +149,6 @@ class Worker:
     def _set(self, name: str, value: Any) -> None:
         set_raw_value(self._variables[name], jnp.asarray(value))
 
-    def _array(self, name: str) -> np.ndarray[Any, Any]:
-        return np.asarray(_paths.box_value(self._variables[name]))
-
-    def _pull(
-        self, places: Mapping[str, int], servers: Sequence[Any]
-    ) -> dict[str, np.ndarray[Any, Any]]:
-        """Gives Variables the servers' values, and returns all values."""
-        values = {name: self._array(name) for name in self._own & places.keys()}
-        by_server: dict[int, list[str]] = {}
-        for name, server in places.items():
-            if name not in values:
-                by_server.setdefault(server, []).append(name)
-        for pulled in call(servers, "pull", by_server):
-            values |= pulled
-            for name, value in pulled.items():
-                self._set(name, value)
-        self._own |= {n for n in values if self._roles[n] == "per_replica"}
-        return values
-
     def _pushes(
         self, closure: Closure, grads: Mapping[int, Any], before: Mapping[str, Any]
     ) -> dict[int, Push]:
@@ -176,26 +156,31 @@ class Worker:
         pushes: dict[int, Push] = {}
 
         def push(name: str) -> Push:
-            return pushes.setdefault(closure.servers[name], Push(closure.number))
+            return pushes.setdefault(
+                closure.servers[name], Push(closure.number, {}, {}, {})
+            )
 
         for optimizer, by_name in grads.items():
             for name, grad in by_name.items():
                 push(name).grads.setdefault(optimizer, {})[name] = np.asarray(grad)
         for name, old in before.items():
-            new, role = self._array(name), self._roles[name]
+            new, role = (
+                np.asarray(_paths.box_value(self._variables[name])),
+                self._roles[name],
+            )
             # By value: Flax's transforms give Variables back as new arrays.
-            is_same = np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
-            if is_same or role == "per_replica":
+            if np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"):
                 continue
-            if role is None:
+            if role not in ("sum", "mean", "first"):
                 msg = (
-                    f"the closure changes {name} without an nnx.Optimizer, and the "
-                    "changes of several workers would get lost. Make it with "
-                    'nnx.Variable(x, aggregation="sum") to add them up, or "first" to '
-                    "keep the last value."
+                    f"the closure changes {name} without an nnx.Optimizer, and what "
+                    "several workers change would get lost. Make it with "
+                    'nnx.Variable(x, aggregation="sum") to add changes up, or "first" '
+                    "to keep the last value."
                 )
                 raise StrategyError(msg)
-            is_first = role == "first"
-            values = push(name).assigned if is_first else push(name).added
-            values[name] = new if is_first else new - old
+            if role == "first":
+                push(name).assigned[name] = new
+            else:
+                push(name).added[name] = new - old
         return pushes
