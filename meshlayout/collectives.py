@@ -12,7 +12,7 @@ gradient of an all-reduce is an all-reduce.
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -270,16 +270,20 @@ _context: ContextVar[ReplicaContext | None] = ContextVar(
 padding_mask: ContextVar[jax.Array | None] = ContextVar("padding_mask", default=None)
 
 
-@contextlib.contextmanager
-def entered(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
+class entered(contextlib.AbstractContextManager[None]):  # noqa: N801 (a function)
     """Makes a context current; None is the cross-replica context of a strategy."""
-    token = _context.set(context)
-    mask_token = padding_mask.set(None if context is None else context.mask)
-    try:
-        yield context
-    finally:
-        _context.reset(token)
-        padding_mask.reset(mask_token)
+
+    def __init__(self, context: ReplicaContext | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _context.set(self._context)
+        mask = None if self._context is None else self._context.mask
+        self._mask_token = padding_mask.set(mask)
+
+    def __exit__(self, *error: object) -> None:
+        _context.reset(self._token)
+        padding_mask.reset(self._mask_token)
 
 
 def get_replica_context() -> ReplicaContext | None:

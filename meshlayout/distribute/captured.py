@@ -51,11 +51,28 @@ def is_nnx(value: object) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def iter_graph(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _iter_graph(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yields all that an NNX object holds, with its path."""
     # Since flax 0.12, a setting of the user's may forbid shared references here.
     has_option = "graph" in inspect.signature(nnx.iter_graph).parameters
     return nnx.iter_graph(value, graph=True) if has_option else nnx.iter_graph(value)
+
+
+def namer(entries: "Sequence[_Entry]") -> Callable[[Any], str]:
+    """Returns a function from Variables to paths, such as `model/encoder/kernel`."""
+    found: dict[int, str] = {}
+
+    def path(variable: Any) -> str:
+        for entry in entries if not found else ():
+            if is_nnx(entry.value):
+                for parts, value in _iter_graph(entry.value):
+                    name = "/".join((entry.path, *map(str, parts)))
+                    found.setdefault(id(value), name)
+        return found.get(
+            id(variable), f"a {type(variable).__name__} that no name leads to"
+        )
+
+    return path
 
 
 # How a value is looked up, from that of the entry above it.
@@ -265,8 +282,8 @@ class Roots:
             if not (leads and isinstance(entry.value, (list, *_MAPPINGS))):
                 self._alive.append(entry.value)
 
-    def difference(self, fn: Any, objects: Sequence[tuple[str, Any]]) -> str | None:
-        """Returns the name of the first root that is another one now, or None."""
+    def difference(self, fn: Any, objects: Sequence[tuple[str, Any]]) -> Any:
+        """Returns the name and value of the first root that is another one, or None."""
         roots = (fn, *(value for _, value in objects))
         values: list[Any] = []
         for parent, get, key, kind, expected, path in self._entries:
@@ -276,7 +293,7 @@ class Roots:
                 else:
                     value = get(values[parent] if parent >= 0 else None, key)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                return path
+                return path, None
             if kind == _IDENTITY:
                 is_same = id(value) == expected
             elif kind == _CODE:
@@ -292,7 +309,7 @@ class Roots:
                 is_frozen |= ref is not None and ref() is values[parent]
                 is_same |= is_frozen and isinstance(value, _PLAIN)
             if not is_same:
-                return path
+                return path, value
             values.append(value)
         return None
 

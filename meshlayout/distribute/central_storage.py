@@ -1,11 +1,15 @@
 """`CentralStorageStrategy`: variables in the host's memory, replicas on its devices."""
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from meshlayout import _jax
+from meshlayout._patches import SharedPatches
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import PerReplica
@@ -56,6 +60,8 @@ class CentralStorageStrategy(Strategy):
                 "MirroredStrategy."
             )
             raise StrategyError(msg)
+        _reads.__enter__()
+        weakref.finalize(self, _reads.__exit__)
 
     @property
     def layouts(self) -> LayoutMap:
@@ -102,3 +108,23 @@ class CentralStorageStrategy(Strategy):
 
         on_devices.__name__ = step.__name__
         return compile_step(on_devices, on_recompile="ignore")
+
+
+def _fetching(read: Any) -> Any:
+    """Makes code outside of `run` read a Variable's value on the device."""
+    get = read.fget if isinstance(read, property) else read
+
+    @functools.wraps(get)
+    def replacement(self: Any, **options: Any) -> Any:
+        return jax.tree.map(_on_device, get(self, **options))
+
+    return property(replacement, read.fset) if get is not read else replacement
+
+
+def _on_device(x: Any) -> Any:
+    return _jax.in_device_memory(x) if isinstance(x, jax.Array) else x
+
+
+# While there is such a strategy. The method is a property in flax 0.11.
+_READ = "get_value" if hasattr(nnx.Variable, "get_value") else "value"
+_reads = SharedPatches((nnx.Variable, _READ, _fetching))

@@ -238,7 +238,9 @@ def distribute_values_from_function(
         kinds = {(x.shape[1:], x.ndim, x.dtype) for x in column}
         if len(kinds) > 1:
             texts = ", ".join(array_text(x.dtype, x.shape) for x in column)
-            msg = f"value_fn's values may differ in their number of rows alone: {texts}."
+            msg = (
+                f"value_fn's values may differ in their number of rows alone: {texts}."
+            )
             raise StrategyError(msg)
         if mesh.size == 1:
             values.append(jax.device_put(column[0], mesh.layout(...).sharding))
@@ -253,7 +255,9 @@ def _share_masks(values: list[Any]) -> None:
     masks: dict[bytes, Any] = {}
     for value in values:
         if isinstance(value, PerReplica) and value.mask is not None:
-            key = np.concatenate([np.asarray(x.data) for x in value.mask.addressable_shards])
+            key = np.concatenate(
+                [np.asarray(x.data) for x in value.mask.addressable_shards]
+            )
             value.mask = masks.setdefault(key.tobytes(), value.mask)
 
 

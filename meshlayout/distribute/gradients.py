@@ -76,7 +76,9 @@ def summed(grads: PyTree) -> PyTree:
     axis, (leaves, treedef) = context.axis_name, jax.tree.flatten(grads)
 
     def missing() -> list[bool]:
-        return [_jax.is_mapped(x, axis) or not _jax.is_mapped(x, MARKED) for x in leaves]
+        return [
+            _jax.is_mapped(x, axis) or not _jax.is_mapped(x, MARKED) for x in leaves
+        ]
 
     is_missing = trace.decisions.of(missing)
     mark, trace.mark = trace.mark, None  # these sums are ours

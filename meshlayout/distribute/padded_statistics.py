@@ -32,8 +32,31 @@ def padding_left_out() -> Iterator[None]:
             yield
         return
     # Linen calls back for any module's calls; NNX has nothing of the kind.
-    with _welford, _patches, intercepting(nn.Module(), (WeightMask(mask),)):
+    with _welford, _patches, intercepting(nn.Module(), (_ReplicaMask(mask),)):
         yield
+
+
+class _ReplicaMask(WeightMask):
+    """Leaves padding out of batch statistics, also out of those of all replicas.
+
+    With an `axis_name`, Flax takes the mean of the replicas' means, which is not the
+    mean of their rows if these are not equally many. So such a norm gets all rows.
+    """
+
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a BatchNorm with a mask, unless it has one."""
+        norm, context, (x, *others) = call.module, get_replica_context(), args
+        flag = others[0] if others else kwargs.get("use_running_average")
+        uses_average = bool(norm.use_running_average if flag is None else flag)
+        is_masked = uses_average or kwargs.get("mask") is not None
+        if norm.axis_name is None or is_masked or context is None:
+            return super().call(call, args, kwargs)
+        mask = WeightMask(context.all_gather(padding_mask.get(), 0))
+        rows = mask.call(call, (context.all_gather(x, 0), *others), kwargs)
+        start = context.replica_id_in_sync_group * x.shape[0]
+        return jax.lax.dynamic_slice_in_dim(rows, start, x.shape[0])
 
 
 def _masked_norm(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +65,9 @@ def _masked_norm(call: Callable[..., Any]) -> Callable[..., Any]:
         mask = padding_mask.get()
         if mask is None:
             return call(self, *args, **kwargs)
+        args = args or (kwargs.pop("x"),)
         module_call = ModuleCall("", self, functools.partial(call, self))
-        return WeightMask(mask).call(module_call, args, kwargs)
+        return _ReplicaMask(mask).call(module_call, args, kwargs)
 
     return replacement
 

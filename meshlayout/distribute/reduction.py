@@ -87,7 +87,6 @@ def reduce(op: ReduceOp, value: Any, axis: int | None, mesh: Mesh) -> jax.Array:
     axis = _checked_axis(op, axis, value.shape, value.dtype)
     if value.mask is not None and axis != 0:
         _refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
-    value.check_mask()
     return _finished(_reduce(value, op=op, axis=axis), mesh)
 
 
@@ -98,7 +97,6 @@ def gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     if value.mask is not None:
         if axis != 0 or isinstance(value.array, Tracer):
             _refuse_uneven(value, "gather", "gather along axis=0, outside of jit")
-        value.check_mask()
         is_real = np.flatnonzero(to_numpy(value.mask))
         return _finished(jnp.take(value.array, jnp.asarray(is_real), axis=0), mesh)
     return _finished(_gather(value, axis=axis), mesh)
@@ -113,24 +111,27 @@ def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     return _combined(op, stacked, 0 if axis is None else (0, axis + 1), None)
 
 
-def _combined(
-    op: ReduceOp, x: jax.Array, axes: int | tuple[int, ...], mask: jax.Array | None
-) -> jax.Array:
+def _combined(op: ReduceOp, x: jax.Array, axes: Any, mask: Any) -> jax.Array:
     """Reduces an array; along dim 0 alone if a mask says which of its rows are real."""
-    dtype, is_inexact = x.dtype, _is_inexact(x.dtype)
-    x = x.astype(_wide_dtype(dtype, op))
     # Chosen, not multiplied by the mask: a padded row may hold NaN.
     is_real = None if mask is None else mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
+    is_inexact, dtype = jnp.issubdtype(x.dtype, jnp.inexact), x.dtype
+    is_float = is_inexact or op is ReduceOp.MEAN
+    if dtype.itemsize < 4 or (is_float and not is_inexact):  # they would wrap around
+        is_signed = not jnp.issubdtype(dtype, jnp.unsignedinteger)
+        x = x.astype("float32" if is_float else "int32" if is_signed else "uint32")
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         total = jnp.sum(x, axis=axes, where=is_real)
         if op is ReduceOp.MEAN:
             rows = x.size // max(total.size, 1) if mask is None else mask.sum()
             total = total / jnp.maximum(rows, 1)
         return total.astype(dtype) if is_inexact else total
-    limits = None if is_inexact else jnp.iinfo(x.dtype)
-    sign = -1 if op is ReduceOp.MAX else 1
-    worst = sign * jnp.inf if limits is None else (limits.min, limits.max)[sign > 0]
-    reduction = jnp.max if op is ReduceOp.MAX else jnp.min
+    is_max = op is ReduceOp.MAX
+    worst: Any = -jnp.inf if is_max else jnp.inf
+    if not is_inexact:
+        limits = jnp.iinfo(x.dtype)
+        worst = limits.min if is_max else limits.max
+    reduction = jnp.max if is_max else jnp.min
     initial = None if mask is None else worst
     extreme = reduction(x, axis=axes, where=is_real, initial=initial)
     if is_inexact:
@@ -138,22 +139,6 @@ def _combined(
         is_nan = jnp.any(jnp.isnan(x), axis=axes, where=is_real)
         extreme = jnp.where(is_nan, jnp.nan, extreme)
     return extreme.astype(dtype)
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _wide_dtype(dtype: Any, op: ReduceOp) -> Any:
-    """Returns the dtype to compute in, in which small numbers do not overflow."""
-    size = np.dtype(dtype).itemsize
-    if _is_inexact(dtype):
-        return np.float32 if size < 4 else dtype
-    if op is ReduceOp.MEAN:
-        return np.float64 if size > 4 else np.float32
-    if size >= 4:
-        return dtype
-    return np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32
 
 
 @functools.partial(jax.jit, static_argnames="axis")

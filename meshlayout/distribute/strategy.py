@@ -8,9 +8,7 @@ data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
 import contextlib
 import functools
 import threading
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,59 +18,30 @@ from flax import nnx
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout._axes import parse_devices
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.arguments import Arguments, is_on
-from meshlayout.distribute.captured import function_key
 from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
-from meshlayout.distribute.replica_program import ReplicaProgram, check_forgotten
-from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, per_replica
+from meshlayout.distribute.extended import StrategyExtended
+from meshlayout.distribute.program_cache import ProgramCache
+from meshlayout.distribute.values import PerReplica, per_replica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
-from meshlayout.errors import RecompileWarning, StrategyError, stack_level
+from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
 from meshlayout.step import compile_step
 
 
 # The strategy whose scope is open, or whose `run` is under way.
 current_strategy: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
 
-# Functions whose programs were not called for the longest time are forgotten.
-_MOST_FUNCTIONS = 64
-# Of one function and signature: so many modes and globals are remembered.
-_MOST_VERSIONS = 8
-
 # Threads that train one model come one after another, or updates would be lost.
 _lock = threading.RLock()
-
-
-class _Versions:
-    """The programs of one function and signature.
-
-    Attributes:
-        programs: For other objects and modes each, the last one called first.
-        last: The roots of the one compiled last.
-        num_compiled: How many were compiled because a root changed.
-        has_warned: Whether somebody was told.
-    """
-
-    def __init__(self) -> None:
-        self.programs: list[ReplicaProgram] = []
-        self.last: Any = None
-        self.num_compiled = 0
-        self.has_warned = False
-
-    def drop(self, program: list[ReplicaProgram]) -> None:
-        """Forgets a program whose objects are gone."""
-        with contextlib.suppress(ValueError, IndexError):
-            self.programs.remove(program[0])
 
 
 class Strategy:
@@ -90,7 +59,7 @@ class Strategy:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._versions: OrderedDict[Any, _Versions] = OrderedDict()
+        self._programs = ProgramCache(self)
 
     if not TYPE_CHECKING:  # to a type checker, any attribute would exist
 
@@ -113,7 +82,7 @@ class Strategy:
         return None
 
     @property
-    def extended(self) -> "StrategyExtended":
+    def extended(self) -> StrategyExtended:
         """Extra methods for library authors."""
         return StrategyExtended(self)
 
@@ -148,7 +117,16 @@ class Strategy:
             >>> model.kernel.sharding.is_fully_replicated
             True
         """
-        self._check_scope()
+        outer = current_strategy.get()
+        if outer is not None:
+            where = "a strategy's scope"
+            if not in_cross_replica_context():
+                where = "a function that run calls on each replica"
+            msg = (
+                f"{self!r}: its scope was opened inside {where} ({outer!r}). Scopes "
+                "cannot be nested: leave the outer one first."
+            )
+            raise StrategyError(msg)
         with self.layouts.scope(), _variables, self._current():
             yield self
 
@@ -161,19 +139,6 @@ class Strategy:
                 yield
         finally:
             current_strategy.reset(token)
-
-    def _check_scope(self) -> None:
-        outer = current_strategy.get()
-        if outer is None:
-            return
-        where = "a strategy's scope"
-        if not in_cross_replica_context():
-            where = "a function that run calls on each replica"
-        msg = (
-            f"{self!r}: its scope was opened inside {where} ({outer!r}). Scopes cannot "
-            "be nested: leave the outer one first."
-        )
-        raise StrategyError(msg)
 
     def run(
         self,
@@ -227,7 +192,7 @@ class Strategy:
         args, kwargs = self._checked_call(fn, args, kwargs, options)
         with self._inside(), _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
-            return self._program(fn, arguments)(fn, arguments)
+            return self._programs.find(fn, arguments)(fn, arguments)
 
     def communication(
         self,
@@ -235,16 +200,7 @@ class Strategy:
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> Communication:
-        """Returns what `run` of these arguments sends between devices.
-
-        Args:
-            fn: As for `run`.
-            args: As for `run`.
-            kwargs: As for `run`.
-
-        Raises:
-            StrategyError: As `run`.
-        """
+        """Returns what `run` of these arguments sends between devices."""
         step, inputs = self._compiled_for(fn, args, kwargs)
         return step.communication(*inputs)
 
@@ -253,53 +209,8 @@ class Strategy:
         args, kwargs = self._checked_call(fn, args, kwargs, None)
         with self._inside(), _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
-            program = self._program(fn, arguments)
+            program = self._programs.find(fn, arguments)
             return program.held(fn, arguments), program.inputs(arguments)
-
-    def _program(self, fn: Any, arguments: Arguments) -> ReplicaProgram:
-        """Returns the program for a call, compiling it if there is none yet."""
-        key = function_key(fn), arguments.signature
-        versions = self._versions.get(key)
-        if versions is not None:
-            for index, program in enumerate(versions.programs):
-                is_same = program.roots.difference(fn, arguments.objects) is None
-                if is_same and program.modes.are_current():
-                    if index:
-                        versions.programs.insert(0, versions.programs.pop(index))
-                    self._versions.move_to_end(key)
-                    return program
-        check_forgotten(getattr(fn, "__name__", "fn"), key[0], arguments)
-        versions = versions or _Versions()
-        held: list[ReplicaProgram] = []
-        program = ReplicaProgram(self, fn, arguments, lambda: versions.drop(held))
-        held.append(program)
-        self._versions[key] = versions
-        self._versions.move_to_end(key)
-        while len(self._versions) > _MOST_FUNCTIONS:
-            self._versions.popitem(last=False)
-        versions.programs.insert(0, program)
-        del versions.programs[_MOST_VERSIONS:]
-        self._warn(fn, arguments, versions, program)
-        return program
-
-    def _warn(
-        self, fn: Any, arguments: Arguments, versions: _Versions, program: ReplicaProgram
-    ) -> None:
-        """Warns once of a function that is compiled for other objects at each call."""
-        name = getattr(fn, "__name__", type(fn).__name__)
-        before, versions.last = versions.last, program.roots
-        what = before.difference(fn, arguments.objects) if before is not None else ""
-        versions.num_compiled += what is not None
-        if what and versions.num_compiled >= 3 and not versions.has_warned:
-            versions.has_warned = True
-            warnings.warn(
-                f"{name} was compiled {versions.num_compiled} times for arguments of "
-                f"the same shapes and types: {what} stands for another object than "
-                "before. Pass what changes as an argument, or keep it in an "
-                "nnx.Variable.",
-                RecompileWarning,
-                stacklevel=stack_level(),
-            )
 
     def _compile(self, step: Callable[..., Any]) -> Any:
         """Compiles `step(state, other variables, arguments)`; the state is used up."""
@@ -328,9 +239,8 @@ class Strategy:
             raise StrategyError(msg)
         return tuple(args), dict(kwargs or {})
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Makes this the current strategy, if it is not, and refuses another one."""
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes this the current strategy, and refuses another one."""
         outer = current_strategy.get()
         if outer is not None and not in_cross_replica_context():
             msg = (
@@ -341,8 +251,7 @@ class Strategy:
         if outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
             raise StrategyError(msg)
-        with self._current():
-            yield
+        return self._current()
 
     def distribute_dataset(
         self, dataset: object, global_batch_size: int | None = None, **options: Any
@@ -375,7 +284,9 @@ class Strategy:
             >>> [[x.tolist() for x in strategy.local_results(batch)] for batch in data]
             [[[0, 1], [2, 3]], [[4], [5]]]
         """
-        return datasets.distribute_dataset(dataset, self.mesh, global_batch_size, options)
+        return datasets.distribute_dataset(
+            dataset, self.mesh, global_batch_size, options
+        )
 
     def distribute_datasets_from_function(
         self,
@@ -396,12 +307,6 @@ class Strategy:
             global_batch_size: Rows of a batch, on all replicas together; None for the
                 size of the source's first batch on each replica.
             **options: As for `distribute_dataset`.
-
-        Returns:
-            What `distribute_dataset` returns.
-
-        Raises:
-            DataError: If the function returns no source, or as `ml.distribute_dataset`.
 
         Example:
             >>> import numpy as np
@@ -576,128 +481,6 @@ class Strategy:
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
-
-
-class StrategyExtended:
-    """Extra methods for library authors; get it as `strategy.extended`.
-
-    Args:
-        strategy: The strategy.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    @property
-    def worker_devices(self) -> tuple[Any, ...]:
-        """The devices that compute: those of all replicas, in order."""
-        return tuple(self._strategy.mesh.devices.flat)
-
-    @property
-    def parameter_devices(self) -> tuple[Any, ...]:
-        """The devices that hold variables, also if in the memory of their host."""
-        return self.worker_devices
-
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
-        """Combines values of all replicas, and puts the result on a device.
-
-        Args:
-            reduce_op: As for `Strategy.reduce`.
-            value: As for `Strategy.reduce`.
-            destinations: A device or its name, a `Layout`, or an array or Variable
-                whose layout the result gets.
-
-        Raises:
-            StrategyError: As `Strategy.reduce`.
-        """
-        sharding = _sharding(destinations)
-        reduced = self._strategy.reduce(reduce_op, value, axis=None)
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), reduced)
-
-    def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[Any]
-    ) -> list[Any]:
-        """Combines several values, as `reduce_to` does each.
-
-        Args:
-            reduce_op: As for `Strategy.reduce`.
-            value_destination_pairs: Values with their destinations.
-        """
-        return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
-
-
-def _sharding(place: Any) -> Any:
-    if isinstance(place, Layout):
-        return place.sharding
-    if isinstance(place, nnx.Variable):
-        place = place.get_value() if hasattr(place, "get_value") else place.value
-    if isinstance(place, jax.Array):
-        return place.sharding
-    (device,) = parse_devices([place])
-    return jax.sharding.SingleDeviceSharding(device)
-
-
-class DefaultStrategy(Strategy):
-    """What is current outside of any scope: one replica, and nothing is changed.
-
-    Library code may call `get_strategy()` without asking whether there is one.
-    """
-
-    def __init__(self) -> None:
-        devices = jax.local_devices()[:1]
-        super().__init__(create_mesh({REPLICA_AXIS: 1}, devices=devices))
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Changes nothing.
-
-        Yields:
-            This strategy.
-        """
-        yield self
-
-    def run(
-        self,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-        options: None = None,
-    ) -> PyTree:
-        """Calls the function, as if without a strategy.
-
-        Args:
-            fn: The function.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            options: None.
-        """
-        args, kwargs = self._checked_call(fn, args, kwargs, options)
-        return fn(*args, **kwargs)
-
-
-@functools.cache
-def _default_strategy() -> Strategy:
-    return DefaultStrategy()
-
-
-def get_strategy() -> Strategy:
-    """Returns the current strategy; one of a single replica outside of any scope.
-
-    Example:
-        >>> get_strategy().num_replicas_in_sync
-        1
-    """
-    return current_strategy.get() or _default_strategy()
-
-
-def has_strategy() -> bool:
-    """Returns whether this code runs in a strategy's scope, or in its `run`.
-
-    Example:
-        >>> has_strategy()
-        False
-    """
-    return current_strategy.get() is not None
 
 
 # Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are

@@ -30,7 +30,9 @@ class Increments:
     def is_increment(self, variable: object, value: Any) -> bool | None:
         """Returns whether something was added to a Variable's value; None: unknown."""
         _, added, other = self._known.get(id(value), (None, (), ()))
-        return False if id(variable) in other else True if id(variable) in added else None
+        return (
+            False if id(variable) in other else True if id(variable) in added else None
+        )
 
     def note(self, name: str, x: Any, y: Any, result: Any) -> None:
         """Notes the result of an operator."""

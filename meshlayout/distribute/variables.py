@@ -98,6 +98,20 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         for attributes in self.nodes.values():
             attributes.put_back()
 
+    def check_attributes(self, name: str) -> None:
+        """Refuses a function that changes modules in Python, once for all calls."""
+        for attributes in self.nodes.values():
+            change = attributes.difference()
+            if change is not None:
+                msg = (
+                    f"run: {name} {change}. It runs in Python once per compiled "
+                    "program, not at every call: create variables before the call, set "
+                    "them with variable[...] = value, return other values, and switch "
+                    "modes, as model.eval() does, outside. (What sow() keeps can be "
+                    "taken out with nnx.pop inside the function.)"
+                )
+                raise StrategyError(msg)
+
     @property
     def values(self) -> list[Any]:
         """The values that the Variables have now."""
@@ -402,14 +416,20 @@ def aggregation(variable: Variable, watch: Watch | None = None) -> Any:
     choice = variable.get_metadata().get("aggregation")
     if choice is not None:
         return _checks.choice(
-            "aggregation", choice, _AGGREGATIONS, where="nnx.Variable", error=StrategyError
+            "aggregation",
+            choice,
+            _AGGREGATIONS,
+            where="nnx.Variable",
+            error=StrategyError,
         )
     if isinstance(variable, nnx.BatchStat):
         return "mean"
     if not isinstance(variable, nnx.metrics.MetricState):
         return None
     nodes = [x.node for x in watch.nodes.values()] if watch is not None else []
-    owner = next((x for x in nodes if any(v is variable for v in vars(x).values())), None)
+    owner = next(
+        (x for x in nodes if any(v is variable for v in vars(x).values())), None
+    )
     if isinstance(owner, nnx.metrics.Welford):
         return None  # its update takes the rows of all replicas
     return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
