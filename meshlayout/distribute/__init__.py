@@ -23,6 +23,13 @@ from meshlayout.distribute.default_strategy import (
     has_strategy as has_strategy,
 )
 from meshlayout.distribute.extended import StrategyExtended as StrategyExtended
+from meshlayout.distribute.parameter_server import (
+    ClusterCoordinator as ClusterCoordinator,
+    ParameterServerStrategy as ParameterServerStrategy,
+    PerWorkerDataset as PerWorkerDataset,
+    PerWorkerIterator as PerWorkerIterator,
+    RemoteValue as RemoteValue,
+)
 from meshlayout.distribute.strategies import (
     ClusterResolver as ClusterResolver,
     MirroredStrategy as MirroredStrategy,
