@@ -709,13 +709,15 @@ def test_64_bit_values_stay_so(mesh_2x4):
 
 
 @pytest.mark.parametrize(
+    "name", ["pair", pytest.param("expressions", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     "types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)]
 )
-def test_explicit_axes_change_no_bits(types):
+def test_explicit_axes_change_no_bits(types, name):
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
     layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")
-    made = ml.create(lambda: Expressions(rngs=nnx.Rngs(0)), layouts)
-    assert_same_bits(made, Expressions(rngs=nnx.Rngs(0)))
+    assert_same_bits(ml.create(BUILDERS[name], layouts), BUILDERS[name]())
 
 
 # What is refused, and how.

@@ -497,7 +497,13 @@ def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, explicit, mesh
     close(values(updated(metric, rows, mask)), values(updated(metric, inputs, MASK)))
 
 
-@pytest.mark.parametrize("shape", [{"batch": 1, "seq": 8}, {"batch": 2, "seq": 4}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"batch": 1, "seq": 8}, marks=pytest.mark.slow),
+        {"batch": 2, "seq": 4},
+    ],
+)
 def test_tokens_sharded_on_two_dims_give_what_whole_ones_give(shape):
     mesh = ml.create_mesh(shape)
     logits = RNG.normal(size=(4, 8, 8)).astype(np.float32)

@@ -102,6 +102,10 @@ def per_dim(weights):
 # The mean over real examples, on any mesh, in any number of parts.
 
 
+# What holds for microbatches holds for one of them; that it does is for test-all.
+ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 2]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -122,7 +126,7 @@ def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 @pytest.mark.parametrize(
     ("denominator", "value"),
     [("real", WEIGHTS.sum()), ("global_batch_size", 16), (5, 5), (0.5, 0.5)],
@@ -139,7 +143,7 @@ def test_what_sums_are_divided_by(denominator, value, accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_tokens_may_have_weights_of_their_own(accumulate):
     weights = RNG.integers(0, 3, size=(16, 4)).astype("float32")
     weights[-3:] = 0
@@ -153,7 +157,7 @@ def test_tokens_may_have_weights_of_their_own(accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_a_tuple_carries_its_weights_in_a_place(accumulate):
     def loss_fn(model, batch):
         x, y, _ = batch
@@ -181,7 +185,7 @@ def test_a_scalar_loss_is_taken_as_it_is(mesh_name, accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_a_batch_of_nothing_but_padding_changes_no_parameter(accumulate):
     state = linear_state()
     before = on_host(state.params)
@@ -203,7 +207,7 @@ def test_a_batch_of_nothing_but_padding_has_a_loss_of_zero():
     assert metrics.to_host() == {"loss": 0.0, "grad_norm": 0.0}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 @pytest.mark.parametrize("name", ["x", "y"])
 def test_what_padding_rows_hold_does_not_matter(name, accumulate):
     batch = {"x": X, "y": Y, "weight": WEIGHTS}
@@ -369,7 +373,7 @@ class ScalarRecording(nnx.Module):
         return made
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_recorded_scalars_are_added_as_they_are(accumulate):
     state = create(lambda: ScalarRecording(nnx.Rngs(0)))
     params = on_host(state.params)["linear"]
@@ -435,7 +439,7 @@ def test_a_regularizer_does_not_replace_the_loss_whatever_it_is_called():
         np.testing.assert_allclose(metrics["loss"], expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_regularizers_are_added_once(accumulate):
     state = linear_state()
     params = on_host(state.params)
