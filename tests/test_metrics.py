@@ -49,8 +49,16 @@ EVERY = [
     (metrics.Histogram(-2, 2, 8), (SCORES,)),
     (metrics.Quantile(0.5, -3, 3), (SCORES,)),
 ]
+# These are made as the metric before them is, and measured in tests of their own.
+_ALIKE = (4, 6, 13, 14, 16)
 each_metric = pytest.mark.parametrize(
-    ("metric", "inputs"), EVERY, ids=[repr(metric) for metric, _ in EVERY]
+    ("metric", "inputs"),
+    [
+        pytest.param(
+            *one, id=repr(one[0]), marks=[pytest.mark.slow] * (number in _ALIKE)
+        )
+        for number, one in enumerate(EVERY)
+    ],
 )
 
 some_metrics = pytest.mark.parametrize(

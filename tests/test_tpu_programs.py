@@ -303,6 +303,7 @@ def test_a_model_parallel_convnet_gathers_the_features_of_two_layers(tpu):
     assert gradients.nbytes == gradient_bytes(state)
 
 
+@pytest.mark.slow
 def test_a_model_parallel_resnet_sends_each_blocks_result_once_each_way(tpu):
     _, sent = tpu.sent("resnet", "MODEL_PARALLEL", TWO_BY_FOUR)
     images = [one for one in sent if ROWS // 2 in one.shapes[0][:1]]
@@ -489,7 +490,7 @@ def test_recomputed_blocks_take_less_memory(tpu):
     ("name", "precision"),
     [
         ("mlp", "float32"),
-        ("mlp", "bfloat16"),
+        pytest.param("mlp", "bfloat16", marks=pytest.mark.slow),
         pytest.param("convnet", "float32", marks=pytest.mark.slow),
         pytest.param("convnet", "bfloat16", marks=pytest.mark.slow),
         pytest.param("resnet", "float32", marks=pytest.mark.slow),

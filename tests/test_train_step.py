@@ -104,6 +104,12 @@ def per_dim(weights):
 
 # What holds for microbatches holds for one of them; that it does is for test-all.
 ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 2]
+IN_TURN = [
+    ("nnx", 2),
+    ("linen", 1),
+    pytest.param("nnx", 1, marks=pytest.mark.slow),
+    pytest.param("linen", 2, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -342,8 +348,7 @@ def recording_by_hand(params, batch, weights, *, is_linen):
     return sum(parts.values()), parts
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_recorded_losses_are_added_and_reported_one_by_one(kind, accumulate):
     if kind == "nnx":
         state = create(lambda: Recording(nnx.Rngs(0)))
@@ -529,13 +534,17 @@ def norms_of_part(params, stats, x, y, weights, denominator):
     ("kind", "mesh_name", "options"),
     [
         ("nnx", "one device", {"accumulate": 4}),
-        ("nnx", "batch=8", {}),
-        ("nnx", "batch=8", {"accumulate": 2, "remat": "full"}),
+        pytest.param("nnx", "batch=8", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "nnx", "batch=8", {"accumulate": 2, "remat": "full"}, marks=pytest.mark.slow
+        ),
         ("nnx", "batch=2, model=4", {"accumulate": 2}),
         ("linen", "batch=8", {}),
         ("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
         ("nnx", "batch=8", {"remat": {"norm|last": None}}),
-        ("linen", "batch=8", {"remat": {"norm|last": None}}),
+        pytest.param(
+            "linen", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(
@@ -607,8 +616,7 @@ class LinenDroppedNorm(nn.Module):
         return nn.BatchNorm(use_running_average=not train, **options)(x)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_what_was_dropped_is_what_is_normalized(kind, accumulate):
     """Normalized features have a mean square of 1, whatever was dropped before."""
     if kind == "nnx":
@@ -645,8 +653,7 @@ def dropped(kind, mesh, tx=None):
     return of_linen(LinenDropped(), False, mesh=mesh, tx=tx), linen_squares
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_the_same_is_dropped_on_any_mesh(kind, accumulate):
     found = []
     for name in ("one device", "batch=8"):
