@@ -11,6 +11,8 @@ TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(abspath $(VENV))
 # Most of the tests' time is compiling, and many compile the same programs.
 TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(abspath .cache)/jax \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+# Tests start many processes, which find the library compiled, whatever the shell says.
+TEST_ENV += PYTHONDONTWRITEBYTECODE=
 DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 

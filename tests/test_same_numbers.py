@@ -111,9 +111,9 @@ MESHES = {
     "fsdp=4 x model=2": ({"batch": 4, "model": 2}, "FSDP_MODEL_PARALLEL"),
 }
 MICROBATCHES = (1, 4)
-# What `make test` runs: every kind of mesh, and models on a mesh that is hard for them. The
-# residual network, which takes longest to compile, is left to `make test-all`, and so is
-# the convolutional one in microbatches, which takes long to run unoptimized.
+# What `make test` runs: every kind of mesh, and models on a mesh that is hard for them.
+# The residual network, which takes longest to compile, is left to `make test-all`, and so
+# is the convolutional one in microbatches, which takes long to run unoptimized.
 QUICK = [
     *(("mlp", mesh) for mesh in MESHES if mesh not in ("batch=8", "fsdp=8")),
     ("transformer", "fsdp=4 x model=2"),

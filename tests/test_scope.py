@@ -159,7 +159,7 @@ if hasattr(nnx, "List"):  # not in flax 0.11
     }
 
 
-# Those that `create` makes in another way than layer by layer.
+# Layers in layers, layers from before, shared ones and stacked ones.
 CREATED = ("nested", "assigned", "tied", "vmapped")
 
 

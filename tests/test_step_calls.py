@@ -104,7 +104,7 @@ def test_the_loss_function_is_traced_once_to_lower_a_step_and_to_call_it(name):
         assert len(traces) == 1
 
 
-# A step on one device goes the same way; that it does is for test-all.
+# A mesh of one device has no path of its own: its cases are left to test-all.
 ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 8]
 
 

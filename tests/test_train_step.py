@@ -102,7 +102,7 @@ def per_dim(weights):
 # The mean over real examples, on any mesh, in any number of parts.
 
 
-# What holds for microbatches holds for one of them; that it does is for test-all.
+# A whole batch is a single microbatch: such cases are left to test-all.
 ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 2]
 IN_TURN = [
     ("nnx", 2),
