@@ -5,6 +5,7 @@ mesh, so that each order of the meshes has a process of its own.
 """
 
 import contextlib
+import itertools
 
 import flax.linen as nn
 import jax
@@ -114,26 +115,35 @@ def made_without_a_mesh():
 
 def job(orders):
     expected = None
-    for name in orders:
-        for kind in (AxisType.Auto, AxisType.Explicit):
-            layouts = ml.LayoutMap(mesh((2, 4), ("x", "y"), kind), RULES)
-            with contexts()[name]():
-                found = made(layouts)
-                assert ml.describe(net, layouts).memory().state_bytes
-            for path, leaf in jax.tree.leaves_with_path(found):
-                is_kernel = "kernel" in jax.tree_util.keystr(path)
-                layout = str(ml.Layout.of(leaf))
-                assert ("y" in layout) == is_kernel, (name, kind, path, layout)
-            # Last, so that nothing that it compiles helps what is made on a mesh.
-            expected = expected or made_without_a_mesh()
-            assert_same_bits(found, expected)
+    for name, kind in orders:
+        layouts = ml.LayoutMap(mesh((2, 4), ("x", "y"), AxisType[kind]), RULES)
+        with contexts()[name]():
+            found = made(layouts)
+            assert ml.describe(net, layouts).memory().state_bytes
+        for path, leaf in jax.tree.leaves_with_path(found):
+            is_kernel = "kernel" in jax.tree_util.keystr(path)
+            layout = str(ml.Layout.of(leaf))
+            assert ("y" in layout) == is_kernel, (name, kind, path, layout)
+        # Last, so that nothing that it compiles helps what is made on a mesh.
+        expected = expected or made_without_a_mesh()
+        assert_same_bits(found, expected)
+
+
+KINDS = ("Auto", "Explicit")
 
 
 @pytest.mark.parametrize(
     "orders",
     [
-        ["explicit", "other auto"],
-        pytest.param(["other", "none", "explicit", "auto"], marks=pytest.mark.slow),
+        [("explicit", "Auto"), ("other auto", "Explicit")],
+        pytest.param(
+            [*itertools.product(["explicit", "other auto"], KINDS)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*itertools.product(["other", "none", "explicit", "auto"], KINDS)],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_whatever_mesh_is_set_a_state_has_the_maps_layouts_and_its_own_bits(orders):
