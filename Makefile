@@ -79,6 +79,7 @@ test-optional:
 	  --no-deps gemma kauldron
 	$(MAKE) --no-print-directory pytest $(OPTIONAL) \
 	  PYTEST_OPTIONS="tests/test_data_heavy.py tests/test_data_adapters.py \
+	  tests/test_data_golden.py tests/test_data_promises.py \
 	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py tests/test_published_models.py tests/test_ray.py \
 	  tests/test_parameter_server_ray.py"
@@ -131,7 +132,7 @@ $(VENV)/.made-$(TAG):
 	@touch $@
 
 $(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
-	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[tfds]'
+	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 $(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
