@@ -174,7 +174,8 @@ def make_plan(
     with agreement.failure_told():
         if options.get("global_batch_size") is None and batch_size_of is not None:
             opened, rows = first_batch(source, clock, batched=batched)
-            is_only = getattr(opened, "is_only_batch", lambda: False)
+            is_stream = isinstance(opened, Elements)
+            is_only = opened.is_only_batch if is_stream else lambda: False
             options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
