@@ -489,9 +489,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert refused(Frame()).endswith(
-        "got a Frame. Give its columns as arrays: {name: array, ...}."
-    )
+    assert "got a Frame. Give" in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
@@ -1485,13 +1483,11 @@ def test_a_context_is_one_of_its_pipelines():
 def test_a_dataset_is_not_copied_in_silence(how):
     data = distributed(columns(8))
     assert message(lambda: how(data)) == (
-        "a dataset holds its source, threads and devices, and cannot be copied or "
-        "pickled. Make another one with distribute_dataset; a position in it is saved "
-        "by get_state() of its iterator."
+        "a dataset holds threads and devices, and cannot be pickled. Make another one; "
+        "get_state() of its iterator saves a position in it."
     )
     assert message(lambda: how(iter(data))) == (
-        "a data iterator holds threads and devices, and cannot be copied or pickled. "
-        "Save its get_state(), and set it on another one with set_state()."
+        "a data iterator holds threads, and cannot be pickled. Save its get_state()."
     )
 
 
