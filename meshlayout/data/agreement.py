@@ -118,10 +118,11 @@ class Agreement:
                 )
                 raise DataError(msg)
 
-    def num_batches(self, num_batches: int, remainder: str) -> int:
-        """Returns the number of batches of an epoch, given this process's number."""
-        counts = self._channel.exchange(num_batches, "batches")
-        return (min if remainder == "drop" else max)(counts.values())
+    def num_batches(self, batches: int, full: int, remainder: str) -> tuple[int, int]:
+        """Returns the batches of an epoch, and how many need no padding anywhere."""
+        counts = self._channel.exchange((batches, full), "batches").values()
+        agreed = (min if remainder == "drop" else max)(count for count, _ in counts)
+        return agreed, min(full for _, full in counts)
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""

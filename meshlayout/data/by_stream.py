@@ -70,6 +70,17 @@ class Elements:
             state = self.position()
         raise DataError(no_rows(0))
 
+    def is_only_batch(self) -> bool:
+        """Returns whether the first batch is all there is, if that can be known."""
+        try:
+            stream = self.source.open(0)
+        except DataError:  # an iterator, which can be read only once
+            return False
+        try:
+            return len(list(itertools.islice(stream, 2))) == 1
+        finally:
+            stream.close()
+
     def seek(self, epoch: int, state: JSON = None) -> None:
         """Starts a pass, at a position of the stream's own if there is one."""
         # The pass whose first element was looked at is still at its start.

@@ -174,7 +174,8 @@ def make_plan(
     with agreement.failure_told():
         if options.get("global_batch_size") is None and batch_size_of is not None:
             opened, rows = first_batch(source, clock, batched=batched)
-            is_only = getattr(opened, "is_only_batch", lambda: False)
+            is_stream = isinstance(opened, Elements)
+            is_only = opened.is_only_batch if is_stream else lambda: False
             options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
@@ -330,7 +331,7 @@ class DistributedDataset:
 
     def report(self) -> PipelineReport:
         """Returns the work of the pipeline so far, on this process."""
-        return self._plan.clock.report
+        return self._plan.clock.report()
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.

@@ -146,15 +146,19 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
-            msg = f"{name} returned None, and must return a source of batches."
+            msg = (
+                f"{name} returned None, and must return a source of batches of the "
+                "per-replica size. A function that ends without `return` gives None."
+            )
             raise DataError(msg)
         source, rows = first_batch(dataset, clock, batched=batched)
         size = options.get("global_batch_size")
         if size is None:
             if isinstance(source, RandomAccessSource):
                 msg = (
-                    f"{name} returned a source of single rows. Give global_batch_size=, "
-                    "or return batches of the per-replica size."
+                    f"{name} returned a source of single rows, from which the size of "
+                    "a batch cannot be inferred. Give global_batch_size=, or return "
+                    "batches of the per-replica size."
                 )
                 raise DataError(msg)
             size = (rows or 1) * context.num_replicas_in_sync

@@ -173,11 +173,15 @@ class DataPlan:
             num_batches = (
                 num_rows // self.size if is_drop else -(-num_rows // self.size)
             )
+        self._num_full: int | None = None  # batches without padding on any process
         if agreement.has_others:
             agreement.check_same(*facts)
             if is_own and num_batches is not None:
                 # Processes with sources of their own must take as many steps.
-                num_batches = agreement.num_batches(num_batches, remainder)
+                num_full = (num_rows or 0) // self.size
+                num_batches, self._num_full = agreement.num_batches(
+                    num_batches, num_full, remainder
+                )
         self._num_batches = num_batches
         self._placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
@@ -265,7 +269,8 @@ class DataPlan:
             if self._assemble is None:
                 return placed
             rows, *weights = placed
-            is_padded = is_padded or batch.is_padded_elsewhere
+            is_late = self._num_full is not None and batch.after.batch > self._num_full
+            is_padded = is_padded or batch.is_padded_elsewhere or is_late
             return self._assemble(rows, weights[0] if is_padded else None)
 
     def new_reader(self) -> Reader:

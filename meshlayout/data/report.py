@@ -4,8 +4,10 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class Clock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.report = PipelineReport()
+        self._sums: defaultdict[str, Any] = defaultdict(int)
+        self._notes: dict[str, None] = {}
 
     @contextlib.contextmanager
     def timed(self, name: str, **counts: int) -> Iterator[None]:
@@ -64,19 +67,21 @@ class Clock:
     def add(self, **amounts: float) -> None:
         """Adds seconds and counts by the names of a report."""
         with self._lock:
-            sums = {name: getattr(self.report, name) + x for name, x in amounts.items()}
-            self.report = replace(self.report, **sums)
+            for name, amount in amounts.items():
+                self._sums[name] += amount
 
-    def note(self, text: str) -> bool:
-        """Adds a sentence to the report, once; returns whether it is new."""
-        with self._lock:
-            is_new = text not in self.report.notes
-            if is_new:
-                self.report = replace(self.report, notes=(*self.report.notes, text))
-            return is_new
+    def note(self, text: str) -> None:
+        """Adds a sentence to the report, once."""
+        self._notes[text] = None
 
     def warn(self, text: str) -> None:
         """Adds a sentence to the report and logs it, once."""
         # Not with `warnings`: these come from a thread, whose stack is not the user's.
-        if self.note(text):
+        if text not in self._notes:
+            self.note(text)
             _log.warning("%s", text)
+
+    def report(self) -> PipelineReport:
+        """Returns the sums so far."""
+        with self._lock:
+            return PipelineReport(**self._sums, notes=tuple(self._notes))

@@ -67,8 +67,8 @@ def DataParallel(mesh: Mesh | jax.sharding.Mesh) -> Distribution:  # noqa: N802 
     """Copies of the model on all devices, each with its rows of the batch.
 
     Args:
-        mesh: A mesh. Its axes called batch, data or fsdp divide the rows; without any,
-            its first axis does.
+        mesh: A mesh. Its batch axes (as for `ml.distribute_dataset`) divide the rows;
+            without any, its first axis does.
 
     Raises:
         MeshError: If it is not a mesh.
