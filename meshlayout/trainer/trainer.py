@@ -65,7 +65,7 @@ class Trainer:
             `predict`; by default the outputs of the loss function.
         data_layout: The layout of all arrays of a batch, or its entries, such as
             `("batch", ...)`. By default the first dim is sharded over the mesh axes
-            called `batch`, `data` or `fsdp`, if there are any.
+            called `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
             `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
