@@ -705,13 +705,8 @@ def test_sizes_and_seconds_are_logged(ck, caplog):
 def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, losses):
     newest = min(steps)
     measured = {step: {"loss": losses[step]} for step in steps & losses.keys()}
-    gone = steps_to_delete(
-        list(steps),
-        keep=keep,
-        keep_every=keep_every,
-        best=best_of(("loss", "min"), measured),
-        newest=newest,
-    )
+    best = best_of(("loss", "min"), measured)
+    gone = steps_to_delete(list(steps), keep, keep_every, {best, newest})
     left = steps - set(gone)
     measured = {s: losses[s] for s in steps & losses.keys() if losses[s] == losses[s]}
     best = {s for s, loss in measured.items() if loss == min(measured.values())}
@@ -887,8 +882,7 @@ def test_what_save_is_given_is_checked(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(2, {})
     assert str(caught.value) == (
-        f"the checkpointer of {tmp_path} is closed. Save inside its 'with' block, or "
-        "open another one."
+        f"the checkpointer of {tmp_path} is closed. Open another one."
     )
 
 

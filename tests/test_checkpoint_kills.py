@@ -29,15 +29,24 @@ KILLS = [
 
 CALLS = [{"kind": "calls", "error": 0, "stride": 2, **save} for save in SAVES]
 
-ERRORS = [
-    {"kind": "calls", "error": error, "stride": 3, "first": 1 + turn, **save, **more}
-    for turn, save in enumerate(SAVES)
-    for error, more in (
-        (errno.EIO, {}),
-        (errno.ENOSPC, {"forever": True}),
-        (errno.EROFS, {"forever": True}),
+ERRORS = {
+    name: [
+        {
+            "kind": "calls",
+            "error": error,
+            "stride": 7,
+            "first": 1 + turn,
+            **save,
+            **more,
+        }
+        for turn, save in enumerate(SAVES)
+    ]
+    for name, error, more in (
+        ("one call fails", errno.EIO, {}),
+        ("the disk is full", errno.ENOSPC, {"forever": True}),
+        ("nothing can be written", errno.EROFS, {"forever": True}),
     )
-]
+}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +55,10 @@ ERRORS = [
         pytest.param(SHORT, id="some"),
         pytest.param(KILLS, id="moments", marks=pytest.mark.slow),
         pytest.param(CALLS, id="calls", marks=pytest.mark.slow),
-        pytest.param(ERRORS, id="errors", marks=pytest.mark.slow),
+        *(
+            pytest.param(x, id=name, marks=pytest.mark.slow)
+            for name, x in ERRORS.items()
+        ),
     ],
 )
 def test_saves_that_are_cut_off_lose_nothing(tmp_path, plan, counts):

@@ -344,20 +344,17 @@ def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):
 
     def trained(replicas, stop=None):
         strategy = mirrored(replicas)
-        data = strategy.distribute_dataset(source, 4, shuffle=1)
-        with (
-            ml.Checkpointer(tmp_path) as checkpointer,
-            ml.checkpoint.Loop(checkpointer, data) as loop,
-        ):
-            total = loop.resume({"sum": np.zeros((), np.int32)})["sum"]
-            for _ in loop.epochs(2):
-                for batch in loop:
-                    total = total + strategy.reduce("SUM", batch, axis=0)
-                    loop.step_done({"sum": np.asarray(total)})
-                    if loop.step == stop:
-                        checkpointer.wait()
-                        return None
-            return int(total)
+        data = strategy.distribute_dataset(source, 4, shuffle=1, epochs=2)
+        with ml.Checkpointer(tmp_path) as checkpointer:
+            batches, begin = iter(data), {"sum": np.zeros((), np.int32), "step": 0}
+            state = checkpointer.resume(begin, data=batches)
+            for batch in batches:
+                total = state["sum"] + strategy.reduce("SUM", batch, axis=0)
+                state = {"sum": np.asarray(total), "step": state["step"] + 1}
+                checkpointer.save(state["step"], state, data=batches)
+                if state["step"] == stop:
+                    return None
+            return int(state["sum"])
 
     trained(2, stop=6)
     assert trained(4) == 2 * source.sum()

@@ -85,7 +85,7 @@ def test_every_option_of_restore_works_or_is_refused_in_a_sentence(saved, option
             assert value in (None, "") or option == "like", (option, value)
 
 
-SAVE = ["path", "state", "max_shard_bytes", "rename", "transpose", "separator"]
+SAVE = ["path", "state", "rename", "transpose", "separator"]
 
 
 @pytest.mark.parametrize("option", [*SAVE, "metadata", "overwrite"])
@@ -97,8 +97,7 @@ def test_every_option_of_saving_weights_works_or_is_refused(
         arguments = {"path": tmp_path / "a.safetensors", "state": STATE}
         result = outcome(checkpoint.save_safetensors, arguments | {option: value})
         if not is_sentence(result):
-            for file in result:
-                file.unlink()
+            result.unlink()
             assert value in (None, "x") or isinstance(value, dict), (option, value)
 
 
@@ -171,8 +170,7 @@ def test_names_of_very_many_keys_are_refused_and_the_process_lives(
         tmp_path / "deep.safetensors", f'{{"{name}":{entry(0, 8)}}}', bytes(8)
     )
     tail = (
-        "has 1,500 keys, and dicts may be nested 100 deep. Change rename= so that names "
-        "are shorter, and no name is the beginning of another."
+        "has more than 100 keys, or is the beginning of another name. Change rename=."
     )
     message = error_of(checkpoint.load_safetensors, deep, layouts)
     assert message.endswith(tail)
@@ -190,7 +188,7 @@ def test_names_of_very_many_keys_are_refused_and_the_process_lives(
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, '{"a":' * 100_000, '{"weight_map": {"w": "../a"}}', "[]"],
+    ["[" * 100_000, '{"a":' * 100_000, "[]"],
 )
 def test_an_index_that_is_not_one_is_damage(tmp_path, text):
     index = tmp_path / "model.safetensors.index.json"
@@ -201,7 +199,7 @@ def test_an_index_that_is_not_one_is_damage(tmp_path, text):
         STATE,
         error=ml.errors.DamagedCheckpointError,
     )
-    assert message.startswith(f"{index} is not an index of safetensors files")
+    assert message.startswith(f"{index} is not an index of the files beside it: ")
 
 
 def json_places(node, place=()):
@@ -247,7 +245,7 @@ def test_no_changed_json_of_another_library_raises_anything_but_sentences(
         file.write_text(text)
     # The header of a safetensors file.
     arrays = {"w": np.ones((2, 3), "float32"), "e": np.ones((0, 4), "float32")}
-    (file,) = checkpoint.save_safetensors(tmp_path, arrays, metadata={"a": "b"})
+    file = checkpoint.save_safetensors(tmp_path, arrays, metadata={"a": "b"})
     content = file.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
@@ -264,9 +262,7 @@ def test_no_changed_json_of_another_library_raises_anything_but_sentences(
 def test_restoring_inside_jit_is_a_sentence(saved):
     ck = ml.Checkpointer(saved / "own")
     message = error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"])
-    assert message == (
-        "w: like= is inside jit or another transformation, where arrays have no devices. Restore outside of it, or give shapes."
-    )
+    assert message == ("like= is inside jit. Restore outside of it.")
 
 
 def test_a_number_that_no_array_can_hold_is_named(tmp_path):
@@ -275,8 +271,7 @@ def test_a_number_that_no_array_can_hold_is_named(tmp_path):
         assert ck.restore({"n": 0, "w": 0.0}) == {"n": 2**70, "w": 0.5}
         for like in (jnp.int32(0), np.int64(0)):
             assert error_of(ck.restore, {"n": like, "w": 0.0}) == (
-                f"n int[] holds {2**70}, which {like.dtype} cannot represent. Ask for "
-                "another dtype."
+                f"n int[] holds {2**70}, which {like.dtype} cannot represent."
             )
 
 
@@ -292,7 +287,7 @@ def test_another_byte_order_is_never_restored(saved):
 # Messages.
 
 
-def test_a_key_of_another_generator_says_how_to_make_the_state(tmp_path):
+def test_a_key_of_another_generator_is_refused(tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
         ck.save(1, {"key": jax.random.key(0, impl="rbg"), "w": jnp.ones(2)})
         message = error_of(ck.restore, {"key": jax.random.key(0), "w": jnp.ones(2)})
@@ -301,9 +296,10 @@ def test_a_key_of_another_generator_says_how_to_make_the_state(tmp_path):
             "differs  wanted          saved\n"
             "───────  ──────────────  ──────────────\n"
             "dtype    key key<fry>[]  key key<rbg>[]\n"
-            "partial=[pattern] leaves the arrays that it matches as they are. A PRNG key "
-            "is restored only for the generator that it was saved for: create the state "
-            "with jax.random.key(seed, impl='rbg')."
+            "rename={pattern: replacement} gives saved arrays other names. partial=True "
+            "keeps the values of missing arrays and ignores extra ones; "
+            "partial=[pattern] leaves all that it matches as it is. dtype= asks for "
+            "another dtype of the same kind."
         )
         like = {"key": jax.random.key(0, impl="rbg"), "w": jnp.ones(2)}
         assert jnp.array_equal(

@@ -14,12 +14,12 @@ from meshlayout.checkpoint.inspection import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
+from meshlayout.checkpoint.safetensors import (
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
+)
 from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
     Preemption as Preemption,
-)
-from meshlayout.checkpoint.safetensors import (
-    load_safetensors as load_safetensors,
-    save_safetensors as save_safetensors,
 )

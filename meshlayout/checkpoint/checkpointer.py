@@ -17,32 +17,17 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
-from meshlayout.checkpoint import directory as steps, orbax
+from meshlayout.checkpoint import directory as steps, orbax, policy, positions
 from meshlayout.checkpoint.inspection import Inspection
 from meshlayout.checkpoint.load import to_numpy
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.policy import (
-    best_of,
-    check_best,
-    check_count,
-    is_due,
-    metric_values,
-    steps_to_delete,
-)
-from meshlayout.checkpoint.positions import (
-    Continues,
-    as_json,
-    joined,
-    move_to_position,
-    position_of,
-)
-from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.checkpoint.save import Save, failures
 from meshlayout.checkpoint.saved_step import GoneError, SavedStep
 from meshlayout.checkpoint.tree import replica_sums, saved_leaves
 from meshlayout.cluster import activity
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
+from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -58,12 +43,9 @@ T = TypeVar("T")
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
-
 # Longer than a slow store takes for a large file, and short enough for a job that hangs
-# to end by itself. A process that does not take part at all is usually a mistake in the
-# program: that is said soon.
+# to end by itself. A process that does not take part at all is reported soon.
 _TIMEOUT_S, _WARN_AFTER_S = 1200.0, 10.0
-
 # Other runs may delete the step that is read, with `keep=1` several in a row.
 _ATTEMPTS = 20
 
@@ -71,40 +53,32 @@ _ATTEMPTS = 20
 class Checkpointer:
     """Saves a state during training, and restores it on any mesh.
 
-    Use this in a training loop of your own, as below, or give it to the callback
-    `Checkpoint` of a `Trainer`.
+    Use this in a loop of your own, as below, or in the callback `Checkpoint`.
 
-    A step is saved completely or not at all. A killed process, a full disk or an
-    unwritable directory leaves the earlier steps intact, and a step that is saved again
-    is there at every moment, as it was or as it is now. A restore compares all files
-    with what was saved. A step is a plain directory of Orbax, and anyone can load its
-    arrays without this package.
+    A step is saved completely or not at all: a killed process or a full disk leaves the
+    earlier steps intact, and a step that is saved again is there at every moment. A
+    restore compares all files with what was saved. A step is a plain directory of
+    Orbax, and anyone can load its arrays without this package.
 
-    `save` returns as soon as the state may be donated to the next step. Until the files
-    are written, a copy of this process's shards stays in host memory. Only one save
-    runs at a time; the next one waits for it. An error in the background is raised
-    once, by the next call of any method. Use a checkpointer in a `with` block, or close
-    it. If the process ends in any other way, even by an exception or Ctrl-C, a running
-    save is finished first.
+    `save` returns as soon as the state may be donated; a copy of this process's shards
+    stays in host memory until the files are written. The next save waits for that. An
+    error in the background is raised once, by the next call of any method. Close a
+    checkpointer, or use it in a `with` block; a process that ends in any other way
+    finishes a running save first.
 
-    Only one run at a time may save to a directory. The first save locks it until the
-    checkpointer is closed or the process ends. Any number of runs may read, which
-    changes nothing on the disk. In a job of several processes, all of them open the
-    checkpointer, on a directory that they share, and save and restore the same steps in
-    the same order.
+    The first save locks the directory for this run until the checkpointer is closed;
+    any number of runs may read, which changes nothing on the disk. All processes of a
+    job open the checkpointer, on a directory that they share, and save and restore the
+    same steps in the same order.
 
     Args:
-        directory: Where to save: a local path, or `gs://bucket/run` in Google Cloud
-            Storage, which needs gcsfs (the extra `gcs`) and has no locks.
+        directory: A local path, or `gs://bucket/run` in Google Cloud Storage, which
+            needs gcsfs (the extra `gcs`) and has no locks.
         keep: How many of the latest steps to keep; None for all.
         keep_every: Also keep steps that are multiples of this number.
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the step with the
             best value.
-
-    Attributes:
-        directory: The directory.
-        best: The argument `best`.
 
     Raises:
         CheckpointError: If an argument is wrong.
@@ -137,24 +111,31 @@ class Checkpointer:
         self._preemption, self._is_preempted = contextlib.ExitStack(), lambda: False
         self._last: int | None = None  # the step that was saved or restored last
         self.directory = steps.as_directory(directory)
-        self.best = check_best(best)
-        self._keep = check_count("keep", keep)
-        self._keep_every = check_count("keep_every", keep_every)
-        self._every = check_count("every", every)
+        self.best = policy.check_best(best)
+        self._keep = policy.check_count("keep", keep)
+        self._keep_every = policy.check_count("keep_every", keep_every)
+        self._every = policy.check_count("every", every)
         # A channel pairs messages by their order, and a save in the background may end
-        # before or after any call of the main thread: each thread has its own channel.
+        # before or after any call of the main thread: each thread has its own channel,
+        # and long waits are normal only there.
         hint = (
             "All processes have to open, save and restore the same checkpoints in the "
             "same order; process 0 alone cannot."
         )
-        channel = functools.partial(
-            Channel, hint=hint, timeout_s=_TIMEOUT_S, error=CheckpointError
-        )
-        name, what = f"checkpoint/{next(_numbers)}", "the same save or restore"
-        self._main = channel(name, what=what, warn_after_s=_WARN_AFTER_S)
-        # Long waits for the files of another process are normal.
-        self._background = channel(
-            f"{name}/save", what="the end of a save", warn_after_s=_TIMEOUT_S
+        self._main, self._background = (
+            Channel(
+                f"checkpoint/{number}/{what}",
+                what=what,
+                hint=hint,
+                timeout_s=_TIMEOUT_S,
+                warn_after_s=warn_after_s,
+                error=CheckpointError,
+            )
+            for number in [next(_numbers)]
+            for what, warn_after_s in (
+                ("the same save or restore", _WARN_AFTER_S),
+                ("the end of a save", _TIMEOUT_S),
+            )
         )
 
     # Saving.
@@ -164,19 +145,18 @@ class Checkpointer:
         step: int,
         state: PyTree,
         *,
-        data: Continues | None = None,
+        data: positions.Continues | None = None,
         metadata: Metadata | Callable[[], Metadata] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         _beside: Mapping[str, PyTree] | None = None,
     ) -> bool:
-        """Saves a state, if a save is due.
+        """Saves a state if a save is due; returns whether it is.
 
         The state may be donated as soon as this returns. A step that already exists is
-        replaced once the new files are complete.
-
-        Call it after each step of a loop that began with `resume`: after SIGTERM it
-        saves, due or not, and ends the process with status 75, "start me again".
+        replaced once the new files are complete. In a loop that began with `resume`,
+        call this after each step: after SIGTERM it saves, due or not, and ends the
+        process with status 75, "start me again".
 
         Args:
             step: The number of the step.
@@ -189,9 +169,6 @@ class Checkpointer:
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
-        Returns:
-            Whether the state is being saved, or was.
-
         Raises:
             CheckpointError: If the state cannot be saved, an earlier save failed in the
                 background, or the processes save different states.
@@ -199,22 +176,17 @@ class Checkpointer:
         """
         self._raise_pending()
         if self._is_closed:
-            msg = (
-                f"the checkpointer of {self.directory} is closed. Save inside its "
-                "'with' block, or open another one."
-            )
+            msg = f"the checkpointer of {self.directory} is closed. Open another one."
             raise CheckpointError(msg)
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
         force = _checks.flag("force", force, error=CheckpointError)
         is_preempted = self._is_preempted()
-        if not force and not is_preempted and not self._is_due(step):
+        if not (force or is_preempted or self._is_due(step)):
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
         self._take_lock(step)
         facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
-        facts["processes"] = jax.process_count()
-        facts["data"] = None
         with self._main.failure_told(), orbax.undisturbed():
             if jax.process_index() == 0:
                 with failures(step, self.directory):
@@ -224,12 +196,13 @@ class Checkpointer:
             saved = {name: saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
-            facts["metrics"] = metric_values(metrics, self.best)
+            facts["metrics"] = policy.metric_values(metrics, self.best)
             if callable(metadata):
                 _checks.function("metadata", metadata, error=CheckpointError)
                 with _checks.noted("in the function that save(metadata=...) was given"):
                     metadata = metadata()
-            facts["metadata"] = as_json(metadata, "metadata")
+            facts["metadata"] = positions.as_json(metadata, "metadata")
+            facts["processes"] = jax.process_count()
             paths = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
             own = {
                 "the step": str(step),
@@ -237,22 +210,20 @@ class Checkpointer:
                 "the digest of paths, shapes and dtypes": paths[:8],
                 "the sum of the replicated arrays and numbers": replica_sums(arrays),
             }
-            position = None if data is None else position_of(data)
+            position = None if data is None else positions.position_of(data)
         messages = self._main.exchange((own, position))
         unlike = difference({p: other for p, (other, _) in messages.items()})
         if unlike:
             msg = (
-                f"nothing is saved, as the processes differ: {unlike}. All of "
-                "them have to save the same state as the same step."
+                f"nothing is saved, as the processes differ: {unlike}. All of them "
+                "have to save the same state as the same step."
             )
             raise CheckpointError(msg)
-        if data is not None:
-            facts["data"] = joined([other for _, other in messages.values()])
+        all_positions = [other for _, other in messages.values()]
+        facts["data"] = None if data is None else positions.joined(all_positions)
         after = functools.partial(self._delete_old, step)
-        self._saving = Save(
-            self.directory, step, arrays, facts, self._background, after
-        )
-        self._last = step
+        channel, self._last = self._background, step
+        self._saving = Save(self.directory, step, arrays, facts, channel, after)
         self._saving.start()
         if is_preempted:
             self.wait()
@@ -261,11 +232,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Waits until the last save has finished.
-
-        Raises:
-            CheckpointError: If it failed.
-        """
+        """Waits until the last save has finished; raises its error."""
         if self._saving is not None:
             error = self._saving.wait()
             # Only now: after Ctrl-C during the wait, it can be waited for again.
@@ -274,11 +241,7 @@ class Checkpointer:
                 raise error
 
     def close(self) -> None:
-        """Waits for the running save, and lets other runs save in the directory.
-
-        Raises:
-            CheckpointError: If the running save failed.
-        """
+        """Waits as `wait`, and lets other runs save in the directory."""
         self._is_closed = True
         self._preemption.close()
         try:
@@ -310,37 +273,26 @@ class Checkpointer:
             # of process 0, as elsewhere a listing may lag behind.
             earlier = (saved for saved in self._paths() if saved < step)
             self._last = self._main.on_first(lambda: max(earlier, default=0))
-        return is_due(step, self._every, self._last or 0)
+        return policy.is_due(step, self._every, self._last or 0)
 
     def _take_lock(self, step: int) -> None:
         """Locks the directory at the first save, and finds out whether it is shared."""
         if self._is_shared:
             return
-        token = None
         with self._main.failure_told(), failures(step, self.directory):
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._unlock = self._unlock or steps.lock(self.directory, self)
-                steps.recover(self.directory)
-                token = steps.write_token(self.directory)
-        name = self._main.from_first(token and token.name)
-        with self._main.failure_told(), failures(step, self.directory):
-            if name is not None:
-                steps.await_token(self.directory / name)
         self._main.exchange(None)
-        if token is not None:
-            token.unlink()
+        steps.check_shared(self.directory, self._main)
         self._is_shared = True
 
     def _delete_old(self, step: int) -> None:
         """Deletes the steps that are not kept; on process 0, after a save."""
         paths = {n: p for n, p in self._paths().items() if steps.is_whole(p)}
-        for old in steps_to_delete(
-            list(paths),
-            keep=self._keep,
-            keep_every=self._keep_every,
-            best=None if self.best is None else self._best_of(paths),
-            newest=step,
+        best = None if self.best is None else self._best_of(paths)
+        for old in policy.steps_to_delete(
+            list(paths), self._keep, self._keep_every, kept={best, step}
         ):
             try:
                 steps.delete(paths[old])
@@ -350,7 +302,6 @@ class Checkpointer:
                     f"not be deleted: {orbax.reason(error)}."
                 )
                 raise CheckpointError(msg) from error
-            logger.info("deleted step %d", old)
 
     # Queries.
 
@@ -364,26 +315,12 @@ class Checkpointer:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best value of a metric, or None if none has it.
-
-        Raises:
-            CheckpointError: If the checkpointer was opened without `best=`.
-        """
+        """Returns the step with the best value of a metric, or None if none has it."""
         self._raise_pending()
         return self._best_of(self._paths())
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
-        """Returns a table of a checkpoint's contents, without loading any array.
-
-        Use this to see what a checkpoint holds, and on which mesh it was saved. It
-        waits for a running save.
-
-        Args:
-            step: The step.
-
-        Raises:
-            CheckpointError: If the step does not exist.
-        """
+        """Returns a table of a step's contents, without loading any array."""
         self.wait()
         path = self._paths()[self._candidate(step, {})]
         return Inspection.of(steps.read_facts(path), steps.num_bytes(path))
@@ -407,38 +344,35 @@ class Checkpointer:
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
                 metrics[step] = steps.read_facts(path)["metrics"]
-        return best_of(self.best, metrics)
+        return policy.best_of(self.best, metrics)
 
     def _candidate(self, step: int | str, damaged: Mapping[int, str]) -> int:
-        """Returns the step to try next, which is none of the damaged ones."""
-        paths = self._paths()
-        left = [number for number in paths if number not in damaged]
+        """Returns the step to try next, which is older than the damaged ones."""
+        paths, number = self._paths(), None
         listed = ", ".join(map(str, list(paths)[-10:]))
-        number, problem = step, ""
-        if not paths:
+        problem = f"has no step {step}; it has {listed}"
+        if not paths and self.directory.exists():
             problem = "has no checkpoints: nothing was saved there yet"
-            if not self.directory.exists():
-                problem = (
-                    "has no checkpoints: the directory does not exist, at least not on "
-                    "this machine"
-                )
+        elif not paths:
+            problem = "has no checkpoints: the directory does not exist, at least not "
+            problem += "on this machine"
         elif damaged:
-            number = max((x for x in left if x < min(damaged)), default=None)
+            number = max((x for x in paths if x < min(damaged)), default=None)
             facts = " ".join(damaged.values()).removesuffix(".")
             problem = f"has no intact step that is older. Damaged: {facts}"
-        elif step == "latest":
-            number = max(left)
-        elif step == "best":
-            number = self._best_of(paths)
+        elif isinstance(step, str) and step in ("latest", "best"):
+            number = max(paths) if step == "latest" else self._best_of(paths)
             problem = "has no step whose metrics hold the one of best="
-        elif step not in paths:
+        else:
             hint = f"{self.directory} has the steps {listed}."
-            _checks.count("step", step, at_least=0, error=CheckpointError, hint=hint)
-            number, problem = None, f"has no step {step}; it has {listed}"
-        if not paths or number is None:
+            step = _checks.count(
+                "step", step, at_least=0, error=CheckpointError, hint=hint
+            )
+            number = step if step in paths else None
+        if number is None:
             kind = DamagedCheckpointError if damaged else CheckpointError
             raise kind(f"{self.directory} {problem}.")
-        return int(number)
+        return number
 
     # Restoring.
 
@@ -448,7 +382,7 @@ class Checkpointer:
         *,
         step: int | Literal["latest", "best"] = "latest",
         layouts: LayoutMap | None = None,
-        data: Continues | None = None,
+        data: positions.Continues | None = None,
         partial: bool | str | Sequence[str] = False,
         rename: Mapping[str, str] | None = None,
         dtype: DTypeLike | None = None,
@@ -462,11 +396,10 @@ class Checkpointer:
         state was saved on. All files of the step are compared with what was saved.
 
         Args:
-            like: The state to restore into: a concrete one, whose values are ignored
-                and whose arrays set shape, dtype and layout; or an abstract one
-                (`ml.describe`, `jax.eval_shape`), on one device where it has no
-                sharding; or a layout map, for nested dicts of all saved arrays.
-                None for nested dicts on one device, without any mesh.
+            like: The state to restore into, concrete or abstract (`ml.describe`,
+                `jax.eval_shape`), which sets shapes, dtypes and layouts; or a layout
+                map, for nested dicts of all saved arrays. None for nested dicts on one
+                device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
             data: The input iterator, which is moved to its saved position. One that
@@ -476,35 +409,21 @@ class Checkpointer:
                 they are.
             rename: `{pattern: replacement}`, applied to the saved paths as by
                 `re.sub`, for example `{r"^encoder/": "model/encoder/"}`.
-            dtype: A dtype for every array of its kind. All others must have been saved
-                in the dtype of `like`.
+            dtype: A dtype for every array of its kind, if not that of `like`.
             verify: Whether to compare the hashes of all files, and not only the sizes.
             fallback: Whether to restore the newest intact step if this one is damaged,
-                with a warning.
-
-        Returns:
-            A tree of the same type as `like`.
+                with a CheckpointWarning.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
             DamagedCheckpointError: If files are damaged; it names one.
             CheckpointError: If the step does not exist.
-
-        Warns:
-            CheckpointWarning: If `fallback` restored another step.
         """
         request = Request(
             like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
         )
-        state, positions = self._read(
-            step,
-            lambda saved: (saved.load(request), data and saved.positions()),
-            verify=verify,
-            fallback=fallback,
-        )
-        if data is not None:
-            move_to_position(data, positions)
-        return state
+        read = functools.partial(_load, request=request, data=data)
+        return _moved(self._read(step, read, verify=verify, fallback=fallback), data)
 
     def restore_numpy(
         self,
@@ -513,61 +432,36 @@ class Checkpointer:
         verify: bool = True,
         fallback: bool = False,
     ) -> Any:
-        """Returns all saved values as nested dicts of NumPy arrays.
+        """Returns nested dicts of NumPy arrays; PRNG keys as the words they consist of.
 
-        Use this to look into a checkpoint, or to convert it. No device is used; PRNG
-        keys are returned as the uint32 words they consist of.
-
-        Args:
-            step: As for `restore`.
-            verify: As for `restore`.
-            fallback: As for `restore`.
-
-        Raises:
-            DamagedCheckpointError: If files are damaged.
-            CheckpointError: If the step does not exist.
+        Use this to look into a checkpoint, or to convert it. No device is used; the
+        arguments are those of `restore`.
         """
-        return self._read(
-            step,
-            lambda saved: to_numpy(saved.source()),
-            verify=verify,
-            fallback=fallback,
-        )
 
-    def resume(self, state: T, *, data: Continues | None = None) -> T:
+        def read(saved: SavedStep) -> Any:
+            return to_numpy(saved.source())
+
+        return self._read(step, read, verify=verify, fallback=fallback)
+
+    def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
         """Returns the newest intact state, or `state` itself if nothing was saved.
 
         Use this at the beginning of a training loop that calls `save` after each step.
         From then on, until the checkpointer is closed, SIGTERM has the next `save`
-        save, and end the process with status 75: started again, it resumes there.
-
-        Args:
-            state: The state that training would begin with; see `restore`.
-            data: The input iterator, which is moved to its saved position.
-
-        Raises:
-            CheckpointError: If the newest step does not fit, or all are damaged.
-
-        Warns:
-            CheckpointWarning: If a newer step is damaged.
+        save, and end the process with status 75: started again, it resumes there. The
+        iterator `data` is moved to its saved position. A damaged newest step is skipped
+        with a CheckpointWarning.
         """
-        request = Request(like=state)
-        restored = self.read_newest(
-            lambda saved: (saved.load(request), data and saved.positions())
-        )
-        if restored is not None:
-            state, positions = restored
-            if data is not None:
-                move_to_position(data, positions)
+        read = functools.partial(_load, request=Request(like=state), data=data)
+        restored = self.read_newest(read)
         self._preemption.close()
         self._is_preempted = self._preemption.enter_context(Preemption()).is_due
-        return state
+        return state if restored is None else _moved(restored, data)
 
     def read_newest(self, read: Callable[[SavedStep], T]) -> T | None:
         """Reads the newest intact step; None if nothing was saved. For `Trainer`.
 
-        Args:
-            read: Reads it; called again for an older step if it is damaged.
+        `read` is called again for an older step if arrays are damaged.
         """
         self.wait()
         if not self._main.on_first(lambda: bool(self._paths())):
@@ -582,23 +476,22 @@ class Checkpointer:
         verify: bool,
         fallback: bool,
     ) -> T:
-        """Reads the first of the candidates that is intact, the same everywhere."""
+        """Reads the first step that is intact, the same on all processes."""
         self.wait()
         _checks.flag("verify", verify, where="restore", error=CheckpointError)
         _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
         damaged: dict[int, str] = {}
         num_gone = 0
         while True:
-            number = self._main.on_first(
-                lambda: self._candidate(step, damaged if fallback else {})
-            )
+            choose = functools.partial(self._candidate, step, damaged)
+            number = self._main.on_first(choose)
             confirm = functools.partial(self._main.exchange, None)
             open_step = functools.partial(
                 SavedStep.open, self.directory, number, confirm, verify=verify
             )
             saved, damage = self._agreed(open_step)
             if saved is not None:
-                result, damage = self._agreed(functools.partial(_read, saved, read))
+                result, damage = self._agreed(functools.partial(saved.read, read))
             if damage is None:
                 break
             is_gone = isinstance(damage, GoneError)
@@ -621,9 +514,7 @@ class Checkpointer:
         logger.info("restored step %d of %s", number, self.directory)
         return result
 
-    def _agreed(
-        self, work: Callable[[], T]
-    ) -> tuple[T, None] | tuple[None, DamagedCheckpointError]:
+    def _agreed(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Returns what `work` returns, or the damage that any process has found."""
         result, damage = None, None
         name = f"restoring from {self.directory}"
@@ -637,6 +528,14 @@ class Checkpointer:
         return (result, None) if first is None else (None, first)
 
 
-def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
-    with saved.unchanged():
-        return read(saved)
+def _load(saved: SavedStep, request: Request, data: object) -> tuple[Any, list[Any]]:
+    """Returns a state, and the positions of the input iterators."""
+    places = [] if data is None else saved.positions(data)
+    return saved.load(request), places
+
+
+def _moved(restored: tuple[Any, list[Any]], data: object) -> Any:
+    state, places = restored
+    if data is not None:
+        positions.move_to_position(data, places)
+    return state

@@ -15,8 +15,9 @@ from meshlayout._annotations import DType
 from meshlayout.errors import CheckpointError
 
 
-# How many names are compared with a missing one: difflib is slow.
-_CANDIDATES = 200
+# For how many missing names a near one is looked for, and among how many: difflib is
+# slow.
+_MISSING, _CANDIDATES = 40, 200
 
 _COLUMNS = ("differs", "wanted", "saved")
 
@@ -27,7 +28,6 @@ class ArraySpec:
 
     Attributes:
         path: Its path, or its name in the files.
-        parts: The keys of the path; empty if only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
         is_numpy: Whether it becomes a NumPy array if no target is given.
@@ -35,16 +35,15 @@ class ArraySpec:
     """
 
     path: str
-    parts: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     is_numpy: bool = False
     dims: tuple[int, ...] | None = None
 
     @property
-    def array(self) -> str:
-        """Its dtype and shape, as `f32[784, 128]`."""
-        return _render.array_text(self.dtype, self.shape)
+    def parts(self) -> tuple[str, ...]:
+        """The keys of the path."""
+        return tuple(self.path.split("/")) if self.path else ()
 
     @property
     def is_key(self) -> bool:
@@ -69,17 +68,15 @@ class ArraySpec:
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
         """Returns the array with its dims permuted, as by `np.transpose`."""
-        if dims is not None and len(dims) != len(self.shape):
-            msg = (
-                f"{self}: transpose= gives it {dims}, which permutes arrays of "
-                f"{len(dims)} dims. Make the pattern narrower."
-            )
+        if dims is None:
+            return self
+        if sorted(dims) != [*range(len(self.shape))]:
+            msg = f"{self}: transpose= gives it {dims}, which permutes other dims."
             raise CheckpointError(msg)
-        shape = tuple(self.shape[dim] for dim in dims or range(len(self.shape)))
-        return replace(self, shape=shape, dims=dims)
+        return replace(self, shape=tuple(self.shape[dim] for dim in dims), dims=dims)
 
     def __str__(self) -> str:
-        return f"{self.path} {self.array}".lstrip()
+        return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
 
 
 def is_number(dtype: object) -> bool:
@@ -89,13 +86,9 @@ def is_number(dtype: object) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def key_dtype(impl: str | None) -> Any:
-    """Returns the dtype of a generator's PRNG keys; None if JAX does not know it."""
-    try:
-        # Abstract: reading metadata must not run a program on a device.
-        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-    except (TypeError, ValueError):
-        return None
+def key_dtype(impl: str) -> Any:
+    """Returns the dtype of a generator's PRNG keys, without running a program."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 @functools.lru_cache(maxsize=16)
@@ -128,7 +121,8 @@ class RestoreDiff:
     extra: tuple[str, ...] = ()
     shapes: tuple[Change, ...] = ()
     dtypes: tuple[Change, ...] = ()
-    arrays: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    # By path, what stands in the table for a missing or extra array.
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)
@@ -150,32 +144,24 @@ class RestoreDiff:
 
     def table(self, most: int | None = None) -> str:
         """Returns the differences side by side, at most so many of them."""
-        sections = self.missing, self.extra, self.shapes, self.dtypes
-        rows = self._rows(most)
-        left = sum(map(len, sections)) - len(rows)
+        rows = self._rows()
+        left = len(rows[most:]) if most else 0
         notes = [f"... and {left:,} more"] if left else []
-        return _render.text_table(_COLUMNS, rows, notes=notes)
+        return _render.text_table(_COLUMNS, rows[:most], notes=notes)
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.table()}" if self else self.summary()
 
     def _repr_html_(self) -> str:
-        rows = self._rows(None)
-        return _render.html_table(_COLUMNS, rows, caption=self.summary())
+        return _render.html_table(_COLUMNS, self._rows(), caption=self.summary())
 
-    def _rows(self, most: int | None) -> list[tuple[str, str, str]]:
-        # Near names only for rows that are shown, as thousands may be missing.
-        near = {path: self.near(path) for path in self.missing[:most]}
-        rows = [
-            *(
-                ("missing", self._named(path), f"(near: {self._named(x)})" if x else "")
-                for path, x in near.items()
-            ),
+    def _rows(self) -> list[tuple[str, str, str]]:
+        text = {path: str(replace(x, path=path)) for path, x in self.specs.items()}
+        near = {path: self.near(path) for path in self.missing[:_MISSING]}
+        hints = {path: f"(near: {text.get(x, x)})" for path, x in near.items() if x}
+        return [
+            *(("missing", text.get(x, x), hints.get(x, "")) for x in self.missing),
             *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
             *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
-            *(("extra", "", self._named(path)) for path in self.extra),
+            *(("extra", "", text.get(x, x)) for x in self.extra),
         ]
-        return rows[:most]
-
-    def _named(self, path: str) -> str:
-        return f"{path} {self.arrays.get(path, '')}".strip()

@@ -33,6 +33,7 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._optional import require
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -64,11 +65,8 @@ def as_directory(path: object) -> Path:
         require("gcsfs", extra="gcs", purpose="A directory in gs://")
         epath = require("etils.epath", extra="checkpoint", purpose="Checkpointing")
         return epath.Path(text.rstrip("/"))
-    if "://" in text or text.startswith("gs:/"):
-        msg = (
-            f"{text!r} is neither a local path nor 'gs://bucket/run' in Google Cloud "
-            "Storage. (pathlib.Path makes one slash of two: give a string.)"
-        )
+    if "://" in text or text.startswith("gs:/"):  # which pathlib makes of gs://
+        msg = f"{text!r} is neither a local path nor 'gs://bucket/run' as a string."
         raise CheckpointError(msg)
     return Path(text).expanduser().absolute()
 
@@ -149,23 +147,21 @@ def check(path: Path, *, verify: bool) -> None:
         raise CheckpointError(msg)
     if is_remote(path):
         return
+    file = path / _SEAL
     try:
-        files = json.loads((path / _SEAL).read_bytes())
-        names = _share({name: size for name, (size, _) in files.items()})
+        files = json.loads(file.read_bytes())
+        for name in _share({name: size for name, (size, _) in files.items()}):
+            file, wanted = path / name, files[name]
+            found = [file.stat().st_size]
+            if found[0] != wanted[0]:
+                what = f"has {found[0]} bytes, but {wanted[0]} were saved"
+                raise _damaged(file, what)
+            if verify and _digest(file) != wanted:
+                raise _damaged(file, "has other content than was saved")
+    except DamagedCheckpointError:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path / _SEAL, f"is not as it was saved: {error}") from error
-    for name in names:
-        try:
-            found = [(path / name).stat().st_size]
-            if found == files[name][:1] and verify:
-                found = _digest(path / name)
-        except OSError as error:
-            raise _damaged(path / name, f"cannot be read: {error.strerror}") from error
-        if found[0] != files[name][0]:
-            what = f"has {found[0]} bytes, but {files[name][0]} were saved"
-            raise _damaged(path / name, what)
-        if found not in (files[name], files[name][:1]):
-            raise _damaged(path / name, "has other content than was saved")
+        raise _damaged(file, f"is not as it was saved: {error}") from error
 
 
 def _damaged(path: Path, what: str) -> DamagedCheckpointError:
@@ -195,7 +191,7 @@ def clear(directory: Path, step: int) -> None:
     else:
         is_old = (path / _MANIFEST).exists()
         is_ours = (is_whole(path) or _is_unsealed(path)) and not is_old
-    if path.exists() and not is_ours or not is_remote(path) and new.exists():
+    if (path.exists() and not is_ours) or (not is_remote(path) and new.exists()):
         msg = (
             f"{new if is_ours else path} is in the way, which no Checkpointer of this "
             "version wrote. Save to another directory, or remove it."
@@ -353,24 +349,24 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
     return weakref.finalize(owner, unlock)
 
 
-def write_token(directory: Path) -> Path | None:
-    """Writes a file that the other processes have to see, if there are any."""
+def check_shared(directory: Path, channel: Channel) -> None:
+    """Raises CheckpointError on all processes unless they share a directory."""
     if jax.process_count() == 1 or is_remote(directory):
-        return None
-    token = directory / f".shared-{secrets.token_hex(8)}"
-    token.touch()
-    return token
-
-
-def await_token(token: Path) -> None:
-    """Waits for the file that process 0 has written, or raises CheckpointError."""
-    end_s = time.monotonic() + _SHARED_S
-    while not token.exists():
-        if time.monotonic() > end_s:
-            msg = (
-                f"process {jax.process_index()} does not see what process 0 wrote to "
-                f"{token.parent}: the processes do not share this directory. Give one "
-                "that all machines share."
-            )
-            raise CheckpointError(msg)
-        time.sleep(0.02)
+        return
+    token = directory / channel.from_first(f".shared-{secrets.token_hex(8)}")
+    with channel.failure_told():
+        end_s = time.monotonic() + _SHARED_S
+        if jax.process_index() == 0:
+            token.touch()
+        while not token.exists():
+            if time.monotonic() > end_s:
+                msg = (
+                    f"process {jax.process_index()} does not see what process 0 wrote "
+                    f"to {directory}: the processes do not share this directory. Give "
+                    "one that all machines share."
+                )
+                raise CheckpointError(msg)
+            time.sleep(0.02)
+    channel.exchange(None)
+    if jax.process_index() == 0:
+        token.unlink()

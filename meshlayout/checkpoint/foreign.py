@@ -5,10 +5,8 @@ checksums of arrays: damage is found only where a file is cut off or contradicts
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -22,19 +20,13 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
-from meshlayout.checkpoint.difference import ArraySpec, key_dtype
+from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.directory import path_text
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
-
-# `msgpack_restore` and `msgpack` raise all of these for bytes of another kind.
-_UNPACK_ERRORS = (
-    *(ValueError, TypeError, KeyError, AssertionError, AttributeError, IndexError),
-    *(RecursionError, MemoryError),
-)
 
 # Orbax's file with the metadata of all leaves of a tree.
 _TREE = "_METADATA"
@@ -54,12 +46,8 @@ def load_arrays(
     arrays: Mapping[str, Any],
     like: PyTree,
     *,
-    layouts: LayoutMap | None = None,
-    rename: Mapping[str, str] | None = None,
-    transpose: Mapping[str, Sequence[int]] | None = None,
-    partial: bool | str | Sequence[str] = False,
-    dtype: DTypeLike | None = None,
     separator: str = ".",
+    **options: Unpack[LoadOptions],
 ) -> PyTree:
     """Loads a state from arrays by name, each array in its layout.
 
@@ -68,24 +56,23 @@ def load_arrays(
     slices that its devices hold.
 
     Args:
-        arrays: Arrays by name: anything with a shape, a dtype, and slices that NumPy
-            can convert; in nested dicts and lists, too. Numbers are arrays, too.
+        arrays: Numbers, and anything with a shape, a dtype, and slices that NumPy can
+            convert, by name; in nested dicts and lists, too.
         like: The state to restore: arrays, whose values are ignored, or abstract
             arrays (from `ml.describe`), in any tree. Or just a layout map, to get
             nested dicts of all arrays.
-        layouts: The layouts of the arrays, if not those of `like`.
-        rename: `{pattern: replacement}`, applied to the saved names as by `re.sub`; the
-            first pattern that matches a name changes it.
-        transpose: `{pattern: permutation}`, by path in the state: the array in the
-            state is `np.transpose(saved, permutation)`. The weights of PyTorch's dense
-            layers are `(out, in)` and need `(1, 0)`; those of its convolutions are
-            `(out, in, h, w)` and need `(2, 3, 1, 0)`.
-        partial: True if arrays of the state may be missing, and keep their values, and
-            extra saved arrays are ignored. Or patterns of paths that are left as they
-            are in `like`, whatever was saved there.
-        dtype: A dtype for every array of its kind. All others must have been saved in
-            the dtype of the state.
         separator: The separator between the keys in the names, after renaming.
+        **options: `layouts`, a layout map, if the layouts are not those of `like`.
+            `rename`, `{pattern: replacement}`, as by `re.sub`; the first pattern that
+            matches a saved name changes it.
+            `transpose`, `{pattern: permutation}` by path in the state, as by
+            `np.transpose`: PyTorch's dense weights need `(1, 0)`, and those of its
+            convolutions `(2, 3, 1, 0)`.
+            `partial`: True if arrays of the state may be missing, and keep their
+            values, and extra saved arrays are ignored; or patterns of paths that are
+            left as they are in `like`, whatever was saved there.
+            `dtype`, for every array of its kind; all others must have been saved in
+            the dtype of the state.
 
     Returns:
         A new tree of the type of `like`.
@@ -102,7 +89,7 @@ def load_arrays(
         >>> str(ml.fetch_layout(loaded["w"]))
         '[batch]'
     """
-    request = Request(like, layouts, rename, transpose, partial, dtype, separator)
+    request = Request(like, separator=separator, **options)
     return load(Arrays("the mapping", arrays, separator), request)
 
 
@@ -113,11 +100,10 @@ def load_msgpack(
 
     Use this for the output of `flax.serialization.to_bytes`: a file, or the bytes. All
     other arguments are those of `load_arrays`; `/` separates keys. The host holds all
-    arrays during the call. A changed bit in an array goes unnoticed: the format has no
-    checksums.
+    arrays during the call. A changed bit in an array goes unnoticed.
 
     Raises:
-        DamagedCheckpointError: If the file is truncated or is not Flax's msgpack.
+        DamagedCheckpointError: If it is truncated or is not a state in msgpack.
         CheckpointError: If it does not exist; or as `load_arrays`.
 
     Example:
@@ -125,17 +111,16 @@ def load_msgpack(
         >>> load_msgpack(written, {"w": np.zeros(3, "float32")})["w"].tolist()
         [0.0, 1.0, 2.0]
     """
-    request = Request(like, **options)
-    name = "the msgpack data"
-    if not isinstance(path, (bytes, bytearray, memoryview)):
+    request, name = Request(like, **options), "the msgpack data"
+    if not isinstance(path, bytes):
         name = path_text("path", path)
         try:
             path = Path(name).expanduser().read_bytes()
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error}.") from None
     try:
-        source = Arrays(name, serialization.msgpack_restore(bytes(path)))
-    except _UNPACK_ERRORS as error:
+        source = Arrays(name, serialization.msgpack_restore(path))
+    except Exception as error:  # of many kinds
         msg = f"{name} is truncated or is not a state in Flax's msgpack: {error}"
         raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
     return load(source, request)
@@ -154,8 +139,7 @@ def load_orbax(
     a `CheckpointManager` or Orbax's version 1. `item` names a tree in it, if it holds
     several. All other arguments are those of `load_arrays`; `/` separates keys. A
     leading `params/`, and the `/value` that NNX once wrote, need no renaming. Every
-    device reads only the slices that it holds. A changed bit in an array is not always
-    found: Orbax writes no checksums.
+    device reads only the slices that it holds. A changed bit is not always found.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
@@ -184,7 +168,7 @@ class Arrays:
             if not isinstance(value, (str, bytes)):
                 self._arrays[path] = _sliceable(f"{name}: {path}", value)
         self.leaves = [
-            ArraySpec(path, (), np.shape(value), _native(value))
+            ArraySpec(path, np.shape(value), _dtype_of(value))
             for path, value in self._arrays.items()
         ]
 
@@ -195,15 +179,15 @@ class Arrays:
         return (self._arrays[spec.path] for spec, _ in wanted)
 
 
-def _native(value: Any) -> Any:
+def _dtype_of(value: Any) -> Any:
     """Returns the type of a number, or a dtype in the byte order of this machine."""
     dtype = getattr(value, "dtype", type(value))
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
 def _sliceable(where: str, value: Any) -> Any:
-    """Returns a number or anything that can be sliced; tensors of PyTorch as NumPy."""
-    if hasattr(value, "detach"):
+    """Returns a number or anything whose slices NumPy can convert."""
+    if hasattr(value, "detach"):  # a tensor of PyTorch
         value = value.detach().cpu()
         is_narrow = "bfloat16" in str(value.dtype)  # which NumPy itself lacks
         value = np.asarray(jax.dlpack.from_dlpack(value) if is_narrow else value)
@@ -212,11 +196,12 @@ def _sliceable(where: str, value: Any) -> Any:
         what = _checks.shown(value)
         msg = f"{where} is {what}, which is neither an array of numbers nor a number."
         raise CheckpointError(msg)
-    return value
+    is_key = is_array and _jax.is_extended(value.dtype)
+    return jax.random.key_data(value) if is_key else value
 
 
 class _OrbaxTree:
-    """The arrays of one tree that Orbax wrote; a `Source`.
+    """The arrays of one tree that Orbax wrote, PRNG keys as their words; a `Source`.
 
     Read by the handler of Orbax's first API, which knows the trees of both, and has no
     barrier at which processes would wait for one that has raised.
@@ -231,32 +216,30 @@ class _OrbaxTree:
         self._path, self.name = path, str(path)
         with self._unreadable():
             self._tree = self._handler.metadata(path).tree
-            impls = _key_impls(path)
             entries = jax.tree_util.tree_leaves_with_path(self._tree)
-            specs = [_spec(*entry, impls) for entry in entries]
+            specs = [_spec(*entry) for entry in entries]
         self._specs, self.leaves = specs, [spec for spec in specs if spec is not None]
-        for separator in "./":  # between keys in Orbax's files, and in paths
-            names = [separator.join(spec.parts) for spec in self.leaves]
-            if len({*names}) < len(names):
-                name = max(names, key=names.count)
-                msg = f"{path}: two arrays have the name {name!r}; one may be lost."
-                raise DamagedCheckpointError(msg)
+        names = [spec.path.replace("/", ".") for spec in self.leaves]
+        if len({*names}) < len(names):  # dots separate keys in Orbax's files
+            name = max(names, key=names.count)
+            msg = f"{path}: two arrays have the name {name!r}; one may be lost."
+            raise DamagedCheckpointError(msg)
 
     def read(
         self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
     ) -> Iterable[Any]:
         """As for `Source`."""
         api, shardings = self._api, {spec.path: x for spec, x in wanted}
+        on_host = api.RestoreArgs(restore_type=np.ndarray)
         items: list[Any] = []
         options: list[Any] = []
         for spec in self._specs:
             path = "" if spec is None else spec.path
             sharding = shardings.get(path)
             items.append(0 if path in shardings else api.PLACEHOLDER)
+            is_on_host = sharding is None
             options.append(
-                api.RestoreArgs(restore_type=np.ndarray)
-                if sharding is None
-                else api.ArrayRestoreArgs(sharding=sharding)
+                on_host if is_on_host else api.ArrayRestoreArgs(sharding=sharding)
             )
         treedef = jax.tree.structure(self._tree)
         arguments = api.args.PyTreeRestore(
@@ -265,8 +248,11 @@ class _OrbaxTree:
         with self._unreadable():
             tree = self._handler.restore(self._path, args=arguments)
         values = zip(self._specs, treedef.flatten_up_to(tree), strict=True)
-        arrays = {spec.path: _words(x) for spec, x in values if spec is not None}
-        return [arrays[spec.path] for spec, _ in wanted]
+        arrays = {spec.path: value for spec, value in values if spec is not None}
+        for spec, _ in wanted:
+            value = arrays[spec.path]
+            is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
+            yield jax.random.key_data(value) if is_key else value
 
     @contextlib.contextmanager
     def _unreadable(self) -> Iterator[None]:
@@ -277,37 +263,14 @@ class _OrbaxTree:
             raise DamagedCheckpointError(msg) from error
 
 
-def _words(value: Any) -> Any:
-    """Returns the words of PRNG keys, and anything else as it is."""
-    is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
-    return jax.random.key_data(value) if is_key else value
-
-
-def _spec(
-    keys: Sequence[Any], entry: Any, impls: Mapping[str, str]
-) -> ArraySpec | None:
+def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec | None:
     """Returns the spec of a leaf from Orbax's metadata; None for text."""
     if not hasattr(entry, "dtype"):
         return None
-    parts = tuple(map(_paths.key_name, keys))
-    path, shape, dtype = "/".join(parts), tuple(entry.shape), np.dtype(entry.dtype)
-    if type(entry).__name__ == "ScalarMetadata":
-        return ArraySpec(path, parts, shape, type(dtype.type(0).item()))
-    key = ArraySpec(path, parts, (), key_dtype(impls.get(".".join(parts), "")))
-    if key.dtype is None:
-        return ArraySpec(path, parts, shape, dtype)
-    return replace(key, shape=shape[: -len(key.host_shape)])
-
-
-def _key_impls(path: Any) -> dict[str, str]:
-    """Returns the generator of each array of PRNG keys, by Orbax's name."""
-    impls: dict[str, str] = {}
-    for file in path.glob("array_metadatas/process_*"):
-        for entry in json.loads(file.read_text())["array_metadatas"]:
-            array = entry["array_metadata"]
-            more = array.get("ext_metadata") or {}
-            impls[array["param_name"]] = more.get("random_key_impl", "")
-    return impls
+    path, dtype = "/".join(map(_paths.key_name, keys)), np.dtype(entry.dtype)
+    is_number = type(entry).__name__ == "ScalarMetadata"
+    kind = type(dtype.type(0).item()) if is_number else dtype
+    return ArraySpec(path, tuple(entry.shape), kind)
 
 
 def _find_tree(directory: Any, item: str | None) -> Any:
@@ -316,19 +279,15 @@ def _find_tree(directory: Any, item: str | None) -> Any:
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
     path = epath.Path(path_text("directory", directory)).expanduser()
     path = path if "://" in str(path) else epath.Path(Path(path).absolute())
-    names = [child.name for child in path.iterdir()] if path.is_dir() else []
-    trees = [path] * (_TREE in names) + [
-        path / name for name in sorted(names) if (path / name / _TREE).exists()
-    ]
+    names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
+    trees = [path / name for name in names if (path / name / _TREE).exists()]
+    trees += [path] if _TREE in names else []
     chosen = [tree for tree in trees if item in (None, tree.name)]
     if len(chosen) == 1:
         return chosen[0]
-    here = ", ".join(repr(tree.name) for tree in trees) or "none"
-    steps = sorted((name for name in names if name.isdecimal()), key=int)
-    hint = f" It holds the steps {', '.join(steps[-5:])}." if steps else ""
     msg = (
-        f"{path}: of the trees that Orbax finished writing here ({here}), one is "
-        f"needed.{hint} Give the directory of one step, and item= if it holds several "
-        "trees."
+        f"{path} holds {len(chosen)} trees that Orbax finished writing, and one is "
+        f"needed. Give the directory of one step, and item= if it holds several. In it "
+        f"are: {', '.join(names) or 'nothing'}."
     )
     raise CheckpointError(msg)

@@ -9,10 +9,6 @@ from meshlayout import _render
 from meshlayout.checkpoint.tree import specs_of
 
 
-_HEADERS = ["path", "array", "layout", "bytes"]
-_ALIGN = "lllr"
-
-
 @dataclass(frozen=True)
 class InspectedLeaf:
     """One leaf of a checkpoint; layout and mesh are empty if it was not on a mesh."""
@@ -48,17 +44,22 @@ class Inspection:
         """Returns the inspection of a step, from the facts of its save."""
         leaves = facts["items"]["state"]
         specs = specs_of(leaves)
+        rows = [
+            (
+                x.path,
+                x.shape,
+                y["dtype"],
+                y.get("layout", ""),
+                y.get("mesh", ""),
+                x.nbytes,
+            )
+            for x, y in zip(specs, leaves, strict=True)
+        ]
         return cls(
             facts["step"],
             datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
             facts["processes"],
-            tuple(
-                InspectedLeaf(
-                    *(spec.path, spec.shape, leaf["dtype"]),
-                    *(leaf.get("layout", ""), leaf.get("mesh", ""), spec.nbytes),
-                )
-                for leaf, spec in zip(leaves, specs, strict=True)
-            ),
+            tuple(InspectedLeaf(*row) for row in rows),
             facts["metadata"],
             facts["metrics"],
             facts["data"] is not None,
@@ -67,14 +68,15 @@ class Inspection:
         )
 
     def __str__(self) -> str:
-        table = _render.text_table(_HEADERS, self._rows(), align=_ALIGN)
-        return "\n".join([self._title(), table, *self._notes()])
+        return "\n".join(
+            [self._title(), _render.text_table(*self._table()), *self._notes()]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         texts = {"caption": self._title(), "notes": self._notes()}
-        return _render.html_table(_HEADERS, self._rows(), align=_ALIGN, **texts)
+        return _render.html_table(*self._table(), **texts)
 
     def _title(self) -> str:
         meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}
@@ -84,21 +86,20 @@ class Inspection:
             f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _table(self) -> tuple[list[str], list[tuple[str, ...]]]:
         text, size = _render.array_text, _render.bytes_text
-        return [
+        return ["path", "array", "layout", "bytes"], [
             (x.path or "(the array)", text(x.dtype, x.shape), x.layout, size(x.nbytes))
             for x in self.leaves
         ]
 
     def _notes(self) -> list[str]:
         state, disk = map(_render.bytes_text, (self.nbytes, self.file_bytes))
-        notes = [f"{len(self.leaves)} leaves, {state}; {disk} on disk."]
-        if self.metrics:
-            pairs = (f"{name} {value:.6g}" for name, value in self.metrics.items())
-            notes.append(f"metrics: {', '.join(pairs)}")
-        if self.metadata not in (None, {}):
-            notes.append(f"metadata: {self.metadata!r}")
-        if self.has_data:
-            notes.append("with the state of the input iterator")
-        return notes
+        metrics = ", ".join(f"{name} {x:.6g}" for name, x in self.metrics.items())
+        notes = {
+            f"{len(self.leaves)} leaves, {state}; {disk} on disk.": True,
+            f"metrics: {metrics}": metrics,
+            f"metadata: {self.metadata!r}": self.metadata,
+            "with the state of the input iterator": self.has_data,
+        }
+        return [text for text, is_there in notes.items() if is_there]

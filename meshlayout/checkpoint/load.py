@@ -69,7 +69,10 @@ def load(source: Source, request: Request) -> PyTree:
     wanted = [(t.saved, _sharding_in_file(t)) for t in targets if t.saved is not None]
     arrays = iter([*source.read(wanted)])
     values = [
-        _kept(t) if t.saved is None else _placed(t, next(arrays)) for t in targets
+        _kept(target)
+        if target.saved is None
+        else _placed(target, target.saved, next(arrays))
+        for target in targets
     ]
     if diff:
         logger.info("%s differs: %s", source.name, diff)
@@ -90,20 +93,12 @@ def _targets(
 ) -> tuple[list[Target], Rebuild]:
     """Returns the targets for `like=`, or for nested dicts of all saved leaves."""
     like, layouts = request.like, request.layouts
-    if isinstance(like, LayoutMap):
-        if layouts is not None:
-            msg = (
-                "like= and layouts= are both layout maps. Give one: like=layouts, or "
-                "like=state and layouts=layouts."
-            )
-            raise CheckpointError(msg)
+    if isinstance(like, LayoutMap) and layouts is None:
         like, layouts = None, like
     elif like is not None or source.is_foreign:
         return targets_of(like, layouts, whole=not source.is_foreign)
-    is_own = not source.is_foreign
     tree = nested(
-        (leaf.parts if is_own and leaf.path == name else name.split("/"), _empty(leaf))
-        for name, leaf in saved.items()
+        (name.split("/") if name else (), _empty(leaf)) for name, leaf in saved.items()
     )
     if source.is_foreign or not saved:
         return targets_of(tree, layouts) if saved else ([], lambda values: tree)
@@ -170,22 +165,18 @@ def _kept(target: Target) -> Any:
     return copy_to_mesh(target.value, Layout.of(target.sharding, np.ndim(target.value)))
 
 
-def _placed(target: Target, value: Any) -> Any:
+def _placed(target: Target, saved: ArraySpec, value: Any) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
-    spec, saved, sharding = target.spec, target.saved, target.words_sharding
+    spec, sharding = target.spec, target.words_sharding
     if is_number(spec.dtype):
         return spec.dtype(np.asarray(value).item())
-    read = _reader(target, value)
+    read = _reader(target, saved, value)
     if target.on_host:
         return read()[()] if isinstance(target.value, np.generic) else read()
+    is_placed = isinstance(value, jax.Array) and saved.dims is None
     if sharding is None:
         array = jax.device_put(read())
-    elif (
-        isinstance(value, jax.Array)
-        and saved
-        and not saved.dims
-        and (saved.host_dtype == target.dtype)
-    ):
+    elif is_placed and saved.host_dtype == target.dtype:
         array = value
     else:
         array = jax.make_array_from_callback(
@@ -199,35 +190,30 @@ def _placed(target: Target, value: Any) -> Any:
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 
 
-def _reader(target: Target, value: Any) -> Callable[..., HostArray]:
+def _reader(target: Target, saved: ArraySpec, value: Any) -> Callable[..., HostArray]:
     """Returns a function that reads, transposes and casts a slice of a saved array.
 
     Every slice is read once. Devices with copies of one may share its memory, which
     JAX then never gives away to a donated argument.
     """
-    saved = target.saved
-    assert saved is not None
     shape, dims = target.spec.host_shape, saved.dims or range(len(saved.host_shape))
     shards: dict[Bounds, jax.Array] = {}
     if isinstance(value, jax.Array):
-        shards = {
-            _bounds(x.index, value.shape): x.data for x in value.addressable_shards
-        }
+        pieces = value.addressable_shards
+        shards = {_bounds(piece.index, value.shape): piece.data for piece in pieces}
+    elif is_number(saved.dtype):
+        value = np.asarray(value)
     parts: dict[Bounds, HostArray] = {}
 
     def read(index: tuple[slice, ...] = (slice(None),) * len(shape)) -> HostArray:
         bounds = _bounds(index, shape)
-        if bounds in parts:
-            return parts[bounds]
-        in_file = tuple(bounds[dim] for dim in np.argsort(dims))
-        if in_file in shards:
-            part = np.array(shards[in_file])
-        else:
-            whole = np.asarray(value) if is_number(saved.dtype) else value
-            part = np.array(whole[tuple(slice(*bound) for bound in in_file)])
-        if saved.dims is not None:
-            part = part.transpose(saved.dims)
-        parts[bounds] = _cast(part, target.dtype, saved)
+        if bounds not in parts:
+            in_file = tuple(bounds[dim] for dim in np.argsort(dims))
+            part = shards.get(in_file)
+            if part is None:
+                part = value[tuple(slice(*bound) for bound in in_file)]
+            part = np.array(part).transpose(dims)
+            parts[bounds] = _cast(part, target.dtype, saved)
         return parts[bounds]
 
     return read
@@ -243,22 +229,20 @@ def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArra
     """Returns values in another dtype of the same kind, if that can hold them."""
     if values.dtype == dtype:
         return values
-    with np.errstate(over="ignore", invalid="ignore"):
-        if values.dtype == object:  # a Python integer of more than 64 bits
-            result, lost = values, np.True_
-        elif jax.numpy.issubdtype(values.dtype, np.integer):
+    if values.dtype == object:  # a Python integer of more than 64 bits
+        result, lost = values, np.True_
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
             result = values.astype(dtype)
-            lost = result.astype(values.dtype) != values
+        if jax.numpy.issubdtype(values.dtype, np.integer):
             # A cast between signed and unsigned preserves bits but not values.
-            lost |= (result < 0) != (values < 0)
+            lost = (result.astype(values.dtype) != values) | (
+                (result < 0) != (values < 0)
+            )
         else:
             # Precision may be lost, which is what a narrower dtype means; range not.
-            result = values.astype(dtype)
             lost = np.isfinite(values) & ~np.isfinite(result)
     if lost.any():
-        msg = (
-            f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent. "
-            "Ask for another dtype."
-        )
+        msg = f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent."
         raise CheckpointError(msg)
     return result

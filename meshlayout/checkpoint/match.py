@@ -19,7 +19,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import DType, PyTree
 from meshlayout.checkpoint.difference import ArraySpec, Change, RestoreDiff, is_number
 from meshlayout.checkpoint.tree import Target
-from meshlayout.errors import CheckpointError, RestoreDiffError, did_you_mean
+from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.layout_map.report import nearest_paths
 
@@ -27,7 +27,11 @@ from meshlayout.layout_map.report import nearest_paths
 # How many rows of a difference an error shows; the rest is counted.
 _SHOWN = 40
 
-_RENAME = "rename={pattern: replacement} gives saved arrays other names"
+_ADVICE = (
+    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
+    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
+    "that it matches as it is. dtype= asks for another dtype of the same kind."
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def match(
             candidates.setdefault(plain, []).append(name)
     requested = _requested(request.dtype, targets)
     matched: list[Target] = []
-    missing: dict[str, str] = {}
+    missing: dict[str, ArraySpec] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
     for target, plain in zip(targets, plain_paths, strict=True):
@@ -80,19 +84,19 @@ def match(
             continue
         # With two candidates it is unclear which is meant: both are reported as extra.
         if len(candidates.get(plain, ())) != 1:
-            missing[spec.path] = spec.array
+            missing[spec.path] = spec
             continue
         partner = extra.pop(candidates[plain][0])
-        if is_foreign and spec.is_key and not partner.is_key:
+        if is_foreign and spec.is_key:
             expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
-        has_dtype = _fits(partner.dtype, expected.dtype, requested.get(spec.path))
-        has_shape = partner.shape == expected.shape
         # Keys of another generator may also have another number of words: report the
         # generator, which is the cause.
-        if not has_dtype and (has_shape or expected.is_key or partner.is_key):
-            dtypes.append(Change(spec.path, partner, spec))
-        elif not has_shape:
+        has_dtype = _fits(partner.dtype, expected.dtype, requested.get(spec.path))
+        is_key = expected.is_key or partner.is_key
+        if partner.shape != expected.shape and (has_dtype or not is_key):
             shapes.append(Change(spec.path, partner, spec))
+        elif not has_dtype:
+            dtypes.append(Change(spec.path, partner, spec))
         else:
             dtype = spec.host_dtype if spec.is_key else spec.dtype
             dtype = requested.get(spec.path, dtype)
@@ -100,24 +104,17 @@ def match(
                 # A Python number becomes an array of JAX's default precision.
                 dtype = _jax.canonical_dtype(dtype)
             matched[-1] = replace(target, saved=partner, dtype=dtype)
-    arrays = missing | {name: spec.array for name, spec in extra.items()}
-    diff = RestoreDiff(
-        tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes), arrays
-    )
+    rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
+    diff = RestoreDiff(*rows, extra | missing)
     wrong = replace(diff, missing=(), extra=()) if request.partial is True else diff
-    msg = ""
-    if wrong:
+    # If nothing at all is restored, names are wrong, and a training would begin from
+    # scratch unnoticed.
+    if wrong or (targets and saved and not any(target.saved for target in matched)):
+        wrong = wrong or diff
         msg = (
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
-            f"{wrong.table(_SHOWN)}\n{_advice(wrong)}"
+            f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
-    elif targets and saved and all(target.saved is None for target in matched):
-        # Names are wrong, and a training would begin from scratch unnoticed.
-        msg = (
-            f"nothing in {source} matches the state to restore: {diff.summary()}.\n"
-            f"{diff.table(_SHOWN)}\n{_RENAME}."
-        )
-    if msg:
         raise RestoreDiffError(msg, diff)
     return matched, diff
 
@@ -131,25 +128,6 @@ def _without_flax(paths: Sequence[str]) -> Sequence[str]:
         bare = [*map(strip, paths)]
         paths = bare if len({*bare}) == len(bare) else paths
     return paths
-
-
-def _advice(diff: RestoreDiff) -> str:
-    """Returns sentences that name the options for these differences."""
-    keys = [change for change in diff.dtypes if change.wanted.is_key]
-    texts = ["partial=[pattern] leaves the arrays that it matches as they are."]
-    if diff.missing or diff.extra:
-        more = "partial=True keeps the values of missing arrays and ignores extra ones."
-        texts.append(f"{_RENAME}; {more}")
-    if len(keys) < len(diff.dtypes):
-        texts.append("dtype= asks for another dtype of the same kind; floating point")
-        texts.append("never becomes integer.")
-    if any(sorted(x.saved.shape) == sorted(x.wanted.shape) for x in diff.shapes):
-        texts.append("transpose={pattern: (1, 0)} permutes dims where files are read.")
-    if keys and keys[0].saved.is_key:
-        impl = _jax.key_impl(keys[0].saved.dtype)
-        texts.append("A PRNG key is restored only for the generator that it was saved")
-        texts.append(f"for: create the state with jax.random.key(seed, impl={impl!r}).")
-    return " ".join(texts)
 
 
 # Patterns.
@@ -172,11 +150,11 @@ def _compiled(
     return regexes
 
 
-def _left_as_they_are(partial: object, paths: Collection[str]) -> set[str]:
+def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
     """Returns the paths that the patterns of `partial=` match."""
     if isinstance(partial, (bool, np.bool_)):
         return set()
-    patterns = [partial] if isinstance(partial, (str, re.Pattern)) else partial
+    patterns = [partial] if isinstance(partial, str) else partial
     if not isinstance(patterns, (list, tuple)):
         msg = (
             "partial must be True, False, or patterns of the paths to leave as they "
@@ -191,17 +169,10 @@ def permutations(
     transpose: Mapping[str, Sequence[int]] | None, paths: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Returns the permutation of dims for each array that has one, by its path."""
-    table = _table("transpose", transpose, "{r'kernel$': (1, 0)}")
     by_path: dict[str, tuple[int, ...]] = {}
-    for regex, dims in zip(
-        _compiled("transpose", table, paths), table.values(), strict=True
-    ):
-        is_plain = isinstance(dims, (list, tuple)) and {*map(type, dims)} <= {int}
-        if not is_plain or sorted(dims) != list(range(len(dims))):
-            msg = (
-                f"transpose= gives {regex.pattern!r} the dims {dims!r}, which are not "
-                "a permutation. Write (1, 0) to swap the dims of a matrix."
-            )
+    for regex, dims in _pairs("transpose", transpose, paths):
+        if not isinstance(dims, (list, tuple)) or {*map(type, dims)} - {int}:
+            msg = f"transpose= takes dims such as (1, 0), got {_checks.shown(dims)}."
             raise CheckpointError(msg)
         for path in filter(regex.search, paths):
             by_path.setdefault(path, tuple(dims))
@@ -217,23 +188,16 @@ def renamed(
         >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".", "/")
         ['layers/0/w', 'layers/1/w']
     """
-    table = _table("rename", rename, "{r'^encoder/': 'model/encoder/'}")
-    regexes = _compiled("rename", table, paths)
+    table = _pairs("rename", rename, paths)
     path_by_name: dict[str, str] = {}
     for path in paths:
-        name = path
-        for regex, replacement in zip(regexes, table.values(), strict=True):
-            if regex.search(path):
-                try:
-                    name = regex.sub(replacement, path)
-                except (re.error, IndexError, TypeError) as error:
-                    msg = (
-                        f"rename= replaces {regex.pattern!r} by {replacement!r}, which "
-                        f"does not fit it: {error}. Groups are written r'\\1'."
-                    )
-                    raise CheckpointError(msg) from None
-                break
-        name = name.replace(old, new)
+        pairs = (pair for pair in table if pair[0].search(path))
+        regex, replacement = next(pairs, (re.compile("$"), ""))
+        try:
+            name = regex.sub(replacement, path).replace(old, new)
+        except (re.error, IndexError, TypeError) as error:
+            msg = f"rename= replaces {regex.pattern!r} by {replacement!r}: {error}."
+            raise CheckpointError(msg) from None
         if path_by_name.setdefault(name, path) != path:
             msg = (
                 f"the saved arrays {path_by_name[name]!r} and {path!r} both become "
@@ -243,42 +207,40 @@ def renamed(
     return list(path_by_name)
 
 
-def _table(option: str, table: Any, example: str) -> Mapping[str, Any]:
-    if table is None or isinstance(table, Mapping):
-        return table or {}
-    msg = f"{option}= must be a dict such as {example}, got {_checks.shown(table)}."
-    raise CheckpointError(msg)
+def _pairs(
+    option: str, table: Any, paths: Sequence[str]
+) -> list[tuple[re.Pattern[str], Any]]:
+    """Returns the patterns of an option that is a dict, each with its value."""
+    table = {} if table is None else table
+    if not isinstance(table, Mapping):
+        msg = f"{option}= must be a dict from patterns, got {_checks.shown(table)}."
+        raise CheckpointError(msg)
+    return [*zip(_compiled(option, table, paths), table.values(), strict=True)]
 
 
 # Dtypes.
 
 
 def _requested(
-    dtype: DTypeLike | None, targets: Sequence[Target]
+    dtype: DTypeLike | None, targets: Iterable[Target]
 ) -> dict[str, np.dtype[Any]]:
     """Returns the dtype of `dtype=` for every array of its kind, by path."""
     if dtype is None:
         return {}
     try:
         value = jnp.dtype(dtype).newbyteorder("=")
+        is_dtype = _jax.is_array_dtype(value)
     except (TypeError, ValueError):
-        value = None
-    # NumPy's "g" and "G" are `longdouble` and `clongdouble`, which JAX does not have.
-    if value is None or not _jax.is_array_dtype(value) or value.char in "gG":
-        near = did_you_mean(dtype, ["bfloat16", "float16", "float32", "float64"])
-        msg = f"dtype= must be a dtype of numbers, got {_checks.shown(dtype)}.{near}"
-        raise CheckpointError(msg)
+        value, is_dtype = np.dtype(bool), False
     specs = [target.spec for target in targets if not is_number(target.spec.dtype)]
     kinds = {spec.path: _kind_of(spec.dtype) for spec in specs}
-    kind = _kind_of(value)
-    if kinds and kind not in kinds.values():
+    if not is_dtype or (kinds and _kind_of(value) not in kinds.values()):
         msg = (
-            f"dtype={str(value)!r} is for {kind} arrays, and the state has only "
-            f"{' and '.join(sorted({*kinds.values()}))} arrays: none is cast to "
-            "another kind."
+            f"dtype= must be a dtype of {' or '.join(sorted({*kinds.values()}))} "
+            f"arrays, as are in the state, got {_checks.shown(dtype)}."
         )
         raise CheckpointError(msg)
-    return {path: value for path in kinds if kinds[path] == kind}
+    return {path: value for path, kind in kinds.items() if kind == _kind_of(value)}
 
 
 def _kind_of(dtype: DTypeLike) -> str:

@@ -126,10 +126,9 @@ def _escaped(keys: Keys) -> Keys:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first cause of an Orbax error in one line.
+    """Returns the first cause of an Orbax error in one line, and the system's words.
 
     TensorStore writes its whole state into a message, including names of hidden files.
-    If the system refused an operation, the system's message is enough.
     """
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
@@ -137,7 +136,6 @@ def reason(error: BaseException) -> str:
     if of_system is not None:
         return f"[Errno {of_system[2]}] {of_system[1].strip()}"
     text = re.split(r"\n| \[(?:tensorstore_spec|http_response)", str(error).strip())[0]
-    text = re.sub(r'Error \w+ "[^"]*" in OCDBT database at [^:]*: ', "", text)
     name = "" if isinstance(error, OSError) or " " in text else type(error).__name__
     return f"{name} {text.rstrip('.')}".strip()
 
@@ -183,21 +181,23 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-# The end of the process.
-
-# Saves that run, or whose error nobody has raised, each with what waits for its end.
+# The end of the process: saves that run, or whose error nobody has raised, each with
+# what waits for its end. A forked child does not have their threads.
 unfinished: dict[object, Callable[[], None]] = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=unfinished.clear)
 
 
 @functools.cache
 def finish_at_exit() -> None:
     """Has the interpreter finish `unfinished` saves before it shuts thread pools down.
 
-    At exit Python first shuts down the pools that Orbax writes with, and only then
-    waits for threads: a running save would hang for minutes, and be lost. Functions
-    registered so run in reverse order, so ours, registered after that of
-    `concurrent.futures`, runs before it. The API is private (in Python 3.9 to 3.14);
-    without it `test_a_process_that_ends_finishes_its_save` fails.
+    At exit Python first shuts down the pools that Orbax writes with, and then waits for
+    threads: a running save would hang for minutes, and be lost. Functions registered so
+    run in reverse order, so ours runs before that of `concurrent.futures`. The API is
+    private (in Python 3.9 to 3.14); without it
+    `test_a_process_that_ends_finishes_its_save` fails.
     """
     assert concurrent.futures.thread  # its import registers its function first
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
@@ -210,8 +210,3 @@ def _finish_all() -> None:
         except KeyboardInterrupt:  # which would abort the process here
             logger.warning("a save is finished first; Ctrl-C again gives it up")
             finish()
-
-
-if hasattr(os, "register_at_fork"):
-    # A forked child does not have the threads: a data loader's worker would never end.
-    os.register_at_fork(after_in_child=unfinished.clear)

@@ -1,7 +1,7 @@
 """When a checkpointer saves and which steps it keeps: decisions about numbers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _checks
@@ -21,26 +21,19 @@ def is_due(step: int, every: int | None, last: int) -> bool:
 
 def steps_to_delete(
     steps: Sequence[int],
-    *,
     keep: int | None,
-    keep_every: int | None = None,
-    best: int | None = None,
-    newest: int | None = None,
+    keep_every: int | None,
+    kept: Collection[int | None] = (),
 ) -> list[int]:
-    """Returns the steps to delete, oldest first.
-
-    `newest` was saved last, and stays; its number is not the highest if a run went back
-    to an earlier step.
+    """Returns the steps to delete: not the last ones, nor some multiples, nor `kept`.
 
     Example:
-        >>> steps_to_delete([1, 2, 3, 4, 5, 6], keep=2, keep_every=3)
+        >>> steps_to_delete([1, 2, 3, 4, 5, 6], 2, 3)
         [1, 2, 4]
     """
-    if keep is None:
-        return []
     ordered = sorted(set(steps))
-    retained = {*ordered[-keep:], newest, best}
-    retained |= {step for step in ordered if keep_every and step % keep_every == 0}
+    multiples = {step for step in ordered if keep_every and step % keep_every == 0}
+    retained = {*(ordered if keep is None else ordered[-keep:]), *kept} | multiples
     return [step for step in ordered if step not in retained]
 
 

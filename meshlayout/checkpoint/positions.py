@@ -37,10 +37,7 @@ class Continues(Protocol):
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Returns a value as JSON gives it back: tuples as lists, NumPy's numbers as plain.
-
-    Raises CheckpointError if it holds anything else, with its place in `where`.
-    """
+    """Returns a value as JSON gives it back, with plain lists and numbers."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -49,16 +46,13 @@ def as_json(value: Any, where: str) -> Any:
         return [as_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: as_json(item, f"{where}[{key!r}]") for key, item in value.items()}
-    msg = (
-        f"{where} is {_checks.shown(value)}, which cannot be written as JSON. Give "
-        "numbers, strings, and lists and dicts of them, whose keys are strings."
-    )
+    msg = f"{where} is {_checks.shown(value)}, which cannot be written as JSON."
     raise CheckpointError(msg)
 
 
 def position_of(data: object) -> Any:
     """Returns the position of this process's iterator, as JSON."""
-    state = _checked(data).get_state()
+    state = check_continues(data).get_state()
     if isinstance(state, bytes):
         state = {_BYTES: base64.b64encode(state).decode()}
     return as_json(state, "data.get_state()")
@@ -76,18 +70,16 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
     One that cannot go there directly but takes `skip=True` reads up to it; the log says
     so.
     """
-    if len(positions) > 1 and len(positions) != jax.process_count():
+    set_state: Any = check_continues(data).set_state
+    if len(positions) not in (1, jax.process_count()):
         msg = (
             f"the {len(positions)} processes that saved the input iterator were at "
-            f"different positions, and now there are {jax.process_count()} processes. "
-            "Restore on as many as before, or without data=."
+            f"different positions. Restore on {len(positions)}, or without data=."
         )
         raise CheckpointError(msg)
-    # A single position is that of all processes.
     state = positions[jax.process_index() % len(positions)]
     if isinstance(state, dict) and state.keys() == {_BYTES}:
         state = base64.b64decode(state[_BYTES])
-    set_state: Any = _checked(data).set_state
     try:
         set_state(state)
     except DataError:
@@ -97,11 +89,10 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
         logger.info("the data cannot seek: batches up to its position are dropped")
 
 
-def _checked(data: object) -> Continues:
+def check_continues(data: object) -> Continues:
+    """Returns an iterator that has a position, or raises CheckpointError."""
     if not isinstance(data, Continues):
-        msg = (
-            "data= must be an iterator with get_state() and set_state(state), got "
-            f"{_checks.shown(data)}. Pass iter(dataset), not the dataset."
-        )
+        what = _checks.shown(data)
+        msg = f"data= must be an iterator, such as iter(dataset), got {what}."
         raise CheckpointError(msg)
     return data

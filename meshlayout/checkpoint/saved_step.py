@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,7 +12,11 @@ from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import load
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.orbax import OrbaxTree, undisturbed
+from meshlayout.checkpoint.positions import check_continues
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
+
+
+T = TypeVar("T")
 
 
 class GoneError(DamagedCheckpointError):
@@ -65,8 +69,14 @@ class SavedStep:
                 msg = f"{self.path} was deleted or replaced while it was read."
                 raise GoneError(msg)
 
-    def positions(self) -> list[Any]:
-        """Returns the positions of the input iterators."""
+    def read(self, read: Callable[["SavedStep"], T]) -> T:
+        """Returns what a function reads."""
+        with self.unchanged():
+            return read(self)
+
+    def positions(self, data: object) -> list[Any]:
+        """Returns the positions of the input iterators, of which `data` is one."""
+        check_continues(data)
         if self.facts["data"] is None:
             msg = (
                 f"step {self.number} holds no state of an input iterator: it was "

@@ -1,24 +1,23 @@
 """Trees as named arrays: a state flattened for a save, and the leaves of one to build.
 
-A saved leaf is named by its keys, which JSON holds with what it was: an array of JAX or
-NumPy, PRNG keys, a Python number. A restore compares these with the leaves of `like`
-before any array is read.
+A saved leaf is named by the keys of its path. JSON holds them with what it was: an
+array of JAX or NumPy, PRNG keys, a Python number. So a restore compares everything with
+the leaves of `like` before any array is read.
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths
-from meshlayout._annotations import DType, Leaf, PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec, is_number, key_dtype
 from meshlayout.errors import CheckpointError, MeshLayoutError
@@ -28,16 +27,13 @@ from meshlayout.state.create import StateDescription, eager_sharding_off
 
 
 Keys: TypeAlias = tuple[str, ...]
-"""The keys of a leaf; they may be empty strings or contain slashes."""
-
 Rebuild: TypeAlias = Callable[[Sequence[Any]], PyTree]
-"""Builds a state from the new values of its arrays and numbers."""
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 # Deeper trees make JAX exceed Python's recursion limit, from which the process does
 # not recover. `test_restore_bad_inputs` has a name of 1,500 keys.
-MOST_KEYS = 100
+_MOST_KEYS = 100
 
 
 # Saving.
@@ -46,33 +42,25 @@ MOST_KEYS = 100
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[Keys, Any]]:
     """Returns what JSON holds of each leaf, and the arrays to write by their keys.
 
-    PRNG keys are written as their words, and NumPy arrays are copies. Raises
-    CheckpointError if there is anything but arrays and numbers, or none of them.
+    PRNG keys are written as their words, and NumPy arrays are copies.
     """
     if _jax.is_tracing():
-        msg = (
-            "save was called inside a function that JAX transforms, where arrays have "
-            "no values. Call it outside, with what the function returned."
-        )
+        msg = "save was called inside a function that JAX transforms. Call it outside."
         raise CheckpointError(msg)
     try:
         flat = _paths.flatten(state, whole=True).leaves
     except MeshLayoutError as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from None
-    tree = nnx.state(state) if _paths.holds_modules(state) else state
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
-    # Paths take a box as one leaf, and JAX goes into it where it holds a tree.
-    has_keys = len(entries) == len(flat)
+    if not flat:
+        _checks.has_arrays("state", state, where="save", error=CheckpointError)
     leaves: list[dict[str, Any]] = []
     arrays: dict[Keys, Any] = {}
-    for number, (path, value, _) in enumerate(flat):
-        keys = _keys(path, entries[number][0] if has_keys else ())
+    for path, value, _ in flat:
         leaf, array = _saved(path or "the state", value)
+        keys = tuple(path.split("/")) if path else ()
         leaves.append({"keys": keys, **leaf})
         if array is not None and array.size:  # Orbax refuses arrays without elements
             arrays[keys] = array
-    if not leaves:
-        _checks.has_arrays("state", state, where="save", error=CheckpointError)
     return leaves, arrays
 
 
@@ -80,30 +68,14 @@ def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
     """Returns the saved arrays and numbers, from what JSON holds of them."""
     specs: list[ArraySpec] = []
     for leaf in leaves:
-        keys, dtype = tuple(leaf["keys"]), leaf["dtype"]
-        if leaf["kind"] == "python":
+        kind, dtype = leaf["kind"], leaf["dtype"]
+        if kind == "python":
             dtype = _NUMBERS[dtype]
         else:
             dtype = key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
-        is_numpy = leaf["kind"] == "numpy"
-        shape = tuple(leaf["shape"])
-        specs.append(ArraySpec(path_of(keys), keys, shape, dtype, is_numpy))
+        path, shape = "/".join(leaf["keys"]), tuple(leaf["shape"])
+        specs.append(ArraySpec(path, shape, dtype, kind == "numpy"))
     return specs
-
-
-def path_of(keys: Iterable[str]) -> str:
-    """Returns the path of a leaf, as in layout maps, which leave out empty keys."""
-    return "/".join(key for key in keys if key)
-
-
-def _keys(path: str, names: tuple[Any, ...]) -> Keys:
-    """Returns the keys of a path, where a slash may be part of a key."""
-    keys = tuple(map(_paths.key_name, names))
-    # JAX's key of a box, such as `.value`, is not part of a path.
-    for candidate in (keys, keys[:-1]):
-        if path_of(candidate) == path:
-            return candidate
-    return tuple(path.split("/"))
 
 
 def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
@@ -137,74 +109,25 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
 
 def _problem(value: Leaf) -> str:
     """Returns why a leaf cannot be saved, and the way out; empty if it can."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return (
-            "shapes without values, which ml.describe and jax.eval_shape return, "
-            "cannot be saved. Save the state itself."
-        )
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    if (
-        not is_array
-        or isinstance(value, Tracer)
-        or not _jax.is_array_dtype(value.dtype)
-    ):
+    if not is_array or not _jax.is_array_dtype(value.dtype):
         return (
             f"{_checks.shown(value)} cannot be saved. A state holds arrays and "
             "numbers; keep anything else in metadata=, or outside the tree."
         )
     if isinstance(value, np.ma.MaskedArray):
-        return (
-            "the mask of a masked array would be lost. Save x.filled(value), and the "
-            "mask as a separate array."
-        )
+        return "the mask of a masked array would be lost. Save it as a separate array."
     if isinstance(value, jax.Array) and value.is_deleted():
-        return (
-            "the array is deleted; it was donated, to a step or a relayout. Save what "
-            "the step returned."
-        )
+        return "the array was donated, and is deleted. Save what the step returned."
     dtype = value.dtype
-    if _jax.is_extended(dtype):
-        return ""
-    if not dtype.isnative:
-        return (
-            f"its byte order is that of another machine ({dtype.str}). Save "
-            "x.astype(x.dtype.newbyteorder('='))."
-        )
-    tensorstore = require("tensorstore", extra="checkpoint", purpose="Checkpointing")
-    # JAX 0.7 scrambles the bits of int2 on devices.
-    is_known = dtype.name != "int2" or jax.__version_info__ >= (0, 8)
-    if dtype.char in "gG" or not is_known or not hasattr(tensorstore, dtype.name):
-        return f"files cannot hold {dtype}. Cast it, for example to int8 or float64."
+    if not _jax.is_extended(dtype):
+        library = require("tensorstore", extra="checkpoint", purpose="Checkpointing")
+        # JAX 0.7 scrambles the bits of int2 on devices.
+        is_int2 = dtype.name == "int2" and jax.__version_info__ < (0, 8)
+        is_known = dtype.char not in "gG" and hasattr(library, dtype.name)
+        if not dtype.isnative or not is_known or is_int2:
+            return f"files cannot hold {dtype.str}. Cast it, for example to float32."
     return ""
-
-
-def nested(items: Iterable[tuple[Sequence[str], Any]]) -> PyTree:
-    """Returns nested dicts of values by their keys; a value without keys itself."""
-    tree: dict[str, Any] = {}
-    for keys, value in items:
-        if not keys:
-            return value
-        *parents, last = keys
-        node: Any = tree
-        if len(keys) <= MOST_KEYS:
-            for key in parents:
-                node = node.setdefault(key, {}) if isinstance(node, dict) else None
-        if len(keys) > MOST_KEYS or not isinstance(node, dict) or last in node:
-            problem = (
-                f"has {len(keys):,} keys, and dicts may be nested {MOST_KEYS} deep"
-            )
-            if len(keys) <= MOST_KEYS:
-                problem = "and that of another array contain each other"
-            msg = (
-                f"the name {'/'.join(keys)[:80]!r} {problem}. Change rename= so that "
-                "names are shorter, and no name is the beginning of another."
-            )
-            raise CheckpointError(msg)
-        node[last] = value
-    return tree
-
-
-# What the processes must have alike.
 
 
 def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> str:
@@ -229,11 +152,12 @@ def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> str:
 @jax.jit
 def _sum_of_bits(arrays: Sequence[jax.Array]) -> jax.Array:
     total = jnp.uint32(0)
-    is_complex = jnp.iscomplexobj
     for index, array in enumerate(arrays):
-        for x in (array.real, array.imag) if is_complex(array) else (array,):
+        is_complex = jnp.iscomplexobj(array)
+        for x in (array.real, array.imag) if is_complex else (array,):
             if x.dtype != bool:
-                bits = min(32, _num_bits(x.dtype))
+                info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+                bits = min(32, int(info(x.dtype).bits))
                 x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
             words = x.astype(jnp.uint32).ravel()
             # Odd factors and a shift: a change of any one word changes the sum.
@@ -243,9 +167,24 @@ def _sum_of_bits(arrays: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
-def _num_bits(dtype: DType) -> int:
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)
+def nested(items: Iterable[tuple[Sequence[str], Any]]) -> PyTree:
+    """Returns nested dicts of values by their keys; a value without keys itself."""
+    tree: dict[str, Any] = {}
+    for keys, value in items:
+        if not keys:
+            return value
+        *parents, last = keys
+        node: Any = tree
+        for key in parents[:_MOST_KEYS]:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if len(keys) > _MOST_KEYS or not isinstance(node, dict) or last in node:
+            msg = (
+                f"the name {'/'.join(keys)[:80]!r} has more than {_MOST_KEYS} keys, or "
+                "is the beginning of another name. Change rename=."
+            )
+            raise CheckpointError(msg)
+        node[last] = value
+    return tree
 
 
 # Restoring.
@@ -260,8 +199,7 @@ class Target:
         value: The leaf in the state to restore, concrete or abstract.
         sharding: The sharding of the result; None for JAX's default device.
         moves: Whether a layout map set it, so that `value` may be elsewhere.
-        saved: The saved array, its dims in the order of the target; None to keep
-            `value`.
+        saved: The saved array; None to keep `value`.
         dtype: The dtype of the result on the host.
     """
 
@@ -280,10 +218,9 @@ class Target:
 
     @property
     def words_sharding(self) -> Sharding | None:
-        """The sharding of what is placed; None for the host and the default device."""
+        """The sharding of what is placed, keys as their words; None for the host."""
         sharding = None if self.on_host else self.sharding
         if isinstance(sharding, NamedSharding) and self.spec.is_key:
-            # Keys are placed as their words, in one more dim, which is not sharded.
             missing = len(self.spec.shape) + 1 - len(sharding.spec)
             spec = PartitionSpec(*sharding.spec, *[None] * missing)
             kind = sharding.memory_kind
@@ -299,11 +236,10 @@ def targets_of(
     With `whole`, paths keep the `params` at the root of Linen variables.
     """
     if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = (
-            f"layouts= must be a LayoutMap, got {layouts!r} of type "
-            f"{type(layouts).__name__}. Without it, arrays get the layouts of like=."
-        )
+        msg = f"layouts= must be a LayoutMap, got {_checks.shown(layouts)}."
         raise CheckpointError(msg)
+    if _jax.is_tracing():
+        raise CheckpointError("like= is inside jit. Restore outside of it.")
     tree = like.abstract if isinstance(like, StateDescription) else like
     graphdef = None
     if _paths.holds_modules(tree):
@@ -312,29 +248,23 @@ def targets_of(
     values, treedef = jax.tree.flatten(tree)
     named = _paths.flatten(tree, whole=whole).leaves
     # By position among all leaves: those that are not arrays are kept.
-    targets: dict[int, Target] = {}
-    for position, (leaf, value) in enumerate(zip(named, values, strict=True)):
-        spec = _spec(leaf.path, value)
-        if spec is not None:
-            # An array that is not committed to its device must not become so: JAX
-            # would then refuse to combine it with arrays on other devices.
-            is_free = isinstance(value, jax.Array) and not _jax.is_committed(value)
-            sharding = None if is_free else getattr(value, "sharding", None)
-            targets[position] = Target(spec, value, sharding)
-    if not targets:
+    specs = {i: _spec(leaf.path, leaf.value) for i, leaf in enumerate(named)}
+    specs = {i: spec for i, spec in specs.items() if spec is not None}
+    if not specs:
         msg = (
-            f"like= holds no arrays: {like!r} of type {type(like).__name__}. Give the "
-            "state to restore, or its shapes from ml.describe or jax.eval_shape."
+            f"like= holds no arrays: {_checks.shown(like)}. Give the state to restore, "
+            "or its shapes from ml.describe or jax.eval_shape."
         )
         raise CheckpointError(msg)
+    shardings = [_own_sharding(values[i]) for i in specs]
     if layouts is not None:
         resolved = layouts.resolve(tree)
         layouts._check_used(resolved)
-        pairs = zip(targets.items(), jax.tree.leaves(resolved.layouts), strict=True)
-        targets = {
-            position: replace(target, sharding=layout.sharding, moves=True)
-            for (position, target), layout in pairs
-        }
+        shardings = [x.sharding for x in jax.tree.leaves(resolved.layouts)]
+    targets = {
+        i: Target(spec, values[i], sharding, layouts is not None)
+        for (i, spec), sharding in zip(specs.items(), shardings, strict=True)
+    }
 
     def rebuild(new_values: Sequence[Any]) -> PyTree:
         filled = dict(enumerate(values)) | dict(zip(targets, new_values, strict=True))
@@ -349,15 +279,16 @@ def targets_of(
 
 def _spec(path: str, value: Leaf) -> ArraySpec | None:
     """Returns the spec of an array or number; None for other leaves, which stay."""
-    if isinstance(value, Tracer):
-        msg = (
-            f"{path}: like= is inside jit or another transformation, where arrays have "
-            "no devices. Restore outside of it, or give shapes."
-        )
-        raise CheckpointError(msg)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         is_extended = _jax.is_extended(value.dtype)
         dtype = value.dtype if is_extended else np.dtype(value.dtype).newbyteorder("=")
-        return ArraySpec(path, (), tuple(value.shape), dtype)
+        return ArraySpec(path, tuple(value.shape), dtype)
     kind = next((x for x in _NUMBERS.values() if isinstance(value, x)), None)
-    return None if kind is None else ArraySpec(path, (), (), kind)
+    return None if kind is None else ArraySpec(path, (), kind)
+
+
+def _own_sharding(value: Leaf) -> Sharding | None:
+    # An array that is not committed to its device must not become so: JAX would then
+    # refuse to combine it with arrays on other devices.
+    is_free = isinstance(value, jax.Array) and not _jax.is_committed(value)
+    return None if is_free else getattr(value, "sharding", None)

@@ -105,7 +105,7 @@ def resume(
         look(notes)
 
         def put(iterator: Continues) -> None:
-            move_to_position(iterator, saved.positions())
+            move_to_position(iterator, saved.positions(iterator))
 
         batches.take_up(notes["place"], put)
         batch = batches.look()

@@ -48,7 +48,8 @@ class Checkpoint(Callback):
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        if not isinstance(checkpointer, Checkpointer):
+        is_class = isinstance(checkpointer, type)
+        if is_class or not callable(getattr(checkpointer, "save", None)):
             msg = (
                 "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
                 f"{_checks.shown(checkpointer)}."
@@ -58,7 +59,7 @@ class Checkpoint(Callback):
             hint = "Or write every='epoch'."
             every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
-        best = checkpointer.best
+        best = getattr(checkpointer, "best", None)
         self._best: str | None = best[0] if best else None  # the name of a metric
         # The step of the last save, and whether it was inside an epoch.
         self._saved_at: tuple[int, bool] | None = None
