@@ -468,10 +468,12 @@ def test_reading_continues_while_another_checkpointer_saves_and_deletes(tmp_path
 
         with futures.ThreadPoolExecutor(1) as pool:
             result = pool.submit(read)
-            for step in range(1, 31):
-                writing.save(step, {"w": np.full(1000, step, np.float32)})
-            writing.wait()
-            stop.set()
+            try:
+                for step in range(1, 31):
+                    writing.save(step, {"w": np.full(1000, step, np.float32)})
+                writing.wait()
+            finally:
+                stop.set()
             result.result()
     assert seen == sorted(seen)
     assert len(set(seen)) > 3

@@ -33,6 +33,9 @@ logger = logging.getLogger("meshlayout.checkpoint")
 # the cost of reading a slice of a large shard.
 _CHUNK_BYTES = 64 * 2**20
 
+# Orbax numbers the operations of a process by one counter: they begin one at a time.
+_one_at_a_time = threading.Lock()
+
 
 def start_writing(
     path: Path, trees: Mapping[str, Mapping[Keys, Any]], facts: Mapping[str, Any]
@@ -48,7 +51,7 @@ def start_writing(
         if arrays
     }
     ocp = quiet()
-    with _context(ocp):
+    with _one_at_a_time, _context(ocp):
         # Orbax refuses to write nothing.
         items = items or {"state": {"%": np.zeros(1)}}
         return ocp.save_checkpointables_async(str(path), items, custom_metadata=facts)
@@ -94,7 +97,7 @@ class OrbaxTree:
         if abstract:
             ocp, items = quiet(), {self._item: nested(abstract.items())}
             try:
-                with undisturbed(), _context(ocp):
+                with _one_at_a_time, undisturbed(), _context(ocp):
                     tree = ocp.load_checkpointables(str(self._path), items)[self._item]
             except Exception as error:
                 msg = f"{self._path} cannot be read: {reason(error)}."
