@@ -70,7 +70,7 @@ class Streamed(nnx.Module):
                 kernel = jax.device_put(kernel, jax.memory.Space.Device)
             return x + jnp.tanh(x @ kernel), None
 
-        return jax.lax.scan(jax.checkpoint(call), x, self.kernels[...])[0][:, :3]
+        return jax.lax.scan(call, x, self.kernels[...])[0][:, :3]
 
 
 def batches(strategy, steps=3):
@@ -197,11 +197,6 @@ def device_bytes(is_streamed, length):
     x = jax.ShapeDtypeStruct((4 * 32, 1024), "float32", sharding=rows)
     args = (model, PerReplica(x, num_replicas=4))
 
-    def gradients(model, x):
-        grads = nnx.grad(lambda model: model(x).sum())(model)
-        return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device).sum(), grads)
-
-    del gradients
     step, inputs = strategy._compiled_for(forward, args)
     memory = step.memory(*inputs)
     return memory.argument_bytes + memory.temporary_bytes
