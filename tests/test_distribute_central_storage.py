@@ -120,13 +120,17 @@ def test_training_from_host_memory_gives_the_numbers_of_one_device(build, tx, re
     devices = jax.devices()[:replicas]
     strategy = CentralStorageStrategy(devices, streamed=StackedParam)
     losses, model, optimizer = train(strategy, build, tx)
-    plain = lambda rngs: build(rngs, is_streamed=False) if build is Streamed else build(rngs)  # noqa: E731, E501
+    plain = lambda rngs: (
+        build(rngs, is_streamed=False) if build is Streamed else build(rngs)
+    )  # noqa: E731, E501
     other_losses, *others = train(OneDeviceStrategy("CPU:0"), plain, tx)
     np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
     for x in jax.tree.leaves(nnx.state((model, optimizer))):
         assert not x.ndim or x.sharding.memory_kind == "pinned_host"
     for x, y in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(others[0])), strict=True
+        jax.tree.leaves(nnx.state(model)),
+        jax.tree.leaves(nnx.state(others[0])),
+        strict=True,
     ):
         np.testing.assert_allclose(x, y, atol=1e-5)
     if build is Scanned:  # it is called outside of run, as any model
