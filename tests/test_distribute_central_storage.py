@@ -70,7 +70,7 @@ class Streamed(nnx.Module):
                 kernel = jax.device_put(kernel, jax.memory.Space.Device)
             return x + jnp.tanh(x @ kernel), None
 
-        return jax.lax.scan(jax.checkpoint(call), x, self.kernels[...])[0][:, :3]
+        return jax.lax.scan(call, x, self.kernels[...])[0][:, :3]
 
 
 def batches(strategy, steps=3):
@@ -120,13 +120,17 @@ def test_training_from_host_memory_gives_the_numbers_of_one_device(build, tx, re
     devices = jax.devices()[:replicas]
     strategy = CentralStorageStrategy(devices, streamed=StackedParam)
     losses, model, optimizer = train(strategy, build, tx)
-    plain = lambda rngs: build(rngs, is_streamed=False) if build is Streamed else build(rngs)  # noqa: E731, E501
+    plain = lambda rngs: (
+        build(rngs, is_streamed=False) if build is Streamed else build(rngs)
+    )  # noqa: E731, E501
     other_losses, *others = train(OneDeviceStrategy("CPU:0"), plain, tx)
     np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
     for x in jax.tree.leaves(nnx.state((model, optimizer))):
         assert not x.ndim or x.sharding.memory_kind == "pinned_host"
     for x, y in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(others[0])), strict=True
+        jax.tree.leaves(nnx.state(model)),
+        jax.tree.leaves(nnx.state(others[0])),
+        strict=True,
     ):
         np.testing.assert_allclose(x, y, atol=1e-5)
     if build is Scanned:  # it is called outside of run, as any model
@@ -197,11 +201,6 @@ def device_bytes(is_streamed, length):
     x = jax.ShapeDtypeStruct((4 * 32, 1024), "float32", sharding=rows)
     args = (model, PerReplica(x, num_replicas=4))
 
-    def gradients(model, x):
-        grads = nnx.grad(lambda model: model(x).sum())(model)
-        return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device).sum(), grads)
-
-    del gradients
     step, inputs = strategy._compiled_for(forward, args)
     memory = step.memory(*inputs)
     return memory.argument_bytes + memory.temporary_bytes

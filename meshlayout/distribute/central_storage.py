@@ -10,6 +10,7 @@ from flax import nnx
 
 from meshlayout import _jax
 from meshlayout._patches import SharedPatches
+from meshlayout.distribute.gradients import current
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import PerReplica
@@ -109,7 +110,9 @@ def _fetching(read: Any) -> Any:
 
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:
-        return jax.tree.map(_on_device, get(self, **options))
+        value = get(self, **options)
+        # In `run`, what a program is to move has been moved.
+        return value if current.get() is not None else jax.tree.map(_on_device, value)
 
     return property(replacement, read.fset) if get is not read else replacement
 
