@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from meshlayout.distribute.bindings import find
 
 import meshlayout as ml
-from meshlayout.distribute.bindings import find
 from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 

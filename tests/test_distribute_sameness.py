@@ -11,9 +11,9 @@ from hypothesis import given, reject, settings, strategies as st
 from jax import lax
 from jax.experimental import io_callback  # noqa: TID251 -- what users import
 from jax.sharding import PartitionSpec as P
+from meshlayout.distribute.sameness import mark, same_values
 
 import meshlayout as ml
-from meshlayout.distribute.sameness import mark, same_values
 
 
 NUM_REPLICAS = 8

@@ -150,9 +150,8 @@ def pack(fn: Any, args: Any, kwargs: Any, table: VariableTable) -> Closure:
         # A jitted function could not draw batches, nor push.
         fn = getattr(fn, "__wrapped__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    leaves, treedef = jax.tree.flatten(
-        (tuple(args), dict(kwargs)), is_leaf=_paths.is_nnx_object
-    )
+    is_nnx = _paths.is_nnx_object
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_nnx)
     inputs: list[Any] = []
     for index, leaf in enumerate(leaves):
         kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
