@@ -215,9 +215,9 @@ def distribute_values_from_function(
     kinds = sorted({str(shape) for shape in shapes})
     if len(kinds) != 1 or not jax.tree.leaves(trees):
         msg = (
-            "value_fn must return arrays, the same tree of them for all replicas, which "
-            "may differ in their number of rows alone, got trees of (rank, dims, dtype) "
-            f"{' and '.join(kinds) or 'on no replica of this process'}."
+            "value_fn must return arrays, the same tree of them for all replicas, "
+            "which may differ in their number of rows alone, got trees of (rank, dims, "
+            f"dtype) {' and '.join(kinds)}."
         )
         raise StrategyError(msg)
     if mesh.size == 1:
