@@ -104,7 +104,10 @@ def weights() -> Any:
 @case
 def nested_and_renamed() -> Any:
     columns = table(13)
-    tree = {"in": {"a": columns["image"], "b": (columns["half"],)}, "y": columns["label"]}
+    tree = {
+        "in": {"a": columns["image"], "b": (columns["half"],)},
+        "y": columns["label"],
+    }
     return batches(tree, shuffle=2)
 
 
@@ -314,7 +317,9 @@ if __name__ == "__main__":
     golden = {}
     for processes in (1, 2, 4):
         found = run_processes(
-            processes, "tests.batches_golden:digests", devices_per_process=4 // processes
+            processes,
+            "tests.batches_golden:digests",
+            devices_per_process=4 // processes,
         )
         assert all(other == found[0] for other in found)
         golden[str(processes)] = found[0]

@@ -218,7 +218,7 @@ def test_variables_of_another_strategy_are_refused():
     one, other = mirrored(2), mirrored(4)
     with one.scope():
         model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(StrategyError, match="the variable model/bias is on"):
+    with pytest.raises(StrategyError, match="the variable model/kernel is on"):
         other.run(lambda: model(jnp.ones((1, 4))))
 
 

@@ -555,7 +555,7 @@ def test_sources_that_do_not_fit_are_refused(name):
     assert message(lambda: make(mirrored(2))) == expected
 
 
-OPTIONS = ("global_batch_size", "remainder", "shuffle", "epochs", "steps", "prefetch")
+OPTIONS = ("global_batch_size", "remainder", "shuffle", "epochs", "prefetch")
 FLAGS = ("per_process", "strings", "batched")
 
 
@@ -577,7 +577,6 @@ def test_nothing_that_nobody_can_mean_is_taken_silently(name):
     fine = {
         "shuffle": [None, 0],
         "epochs": [None],
-        "steps": [None],
         "prefetch": [0],
         "per_process": [True],
         "batched": [None],

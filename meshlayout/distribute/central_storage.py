@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,13 +10,13 @@ from flax import nnx
 
 from meshlayout import _jax
 from meshlayout._patches import SharedPatches
+from meshlayout.distribute.gradients import current
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import PerReplica
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.step import compile_step
 
 
 HOST_MEMORY = "pinned_host"
@@ -48,8 +48,14 @@ class CentralStorageStrategy(Strategy):
         'pinned_host'
     """
 
-    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Iterable[Any] | None = None,
+        *,
+        streamed: type | tuple[type, ...] = (),
+    ) -> None:
         super().__init__(local_mesh(devices, "CentralStorageStrategy"))
+        self._streamed = streamed
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
         if is_old or (kinds and HOST_MEMORY not in kinds):
@@ -91,23 +97,11 @@ class CentralStorageStrategy(Strategy):
             return _jax.put(x, layout.sharding)  # as the shape rule of another wants it
         return super()._place(path, x, is_own=is_own)
 
-    def _compile(self, step: Callable[..., Any]) -> Any:
-        """Compiles a step that moves variables in; their layouts move them back."""
-        whole = self.mesh.layout(...)
-
-        def moved(x: Any) -> Any:
-            return jax.device_put(x, whole.with_rank(x.ndim).sharding)
-
-        def on_devices(state: Any, rest: Any, leaves: Any) -> Any:
-            state, rest = jax.tree.map(
-                lambda x: x if isinstance(x, PerReplica) else moved(x),
-                (state, rest),
-                is_leaf=lambda x: isinstance(x, PerReplica),
-            )
-            return step(state, rest, leaves)
-
-        on_devices.__name__ = step.__name__
-        return compile_step(on_devices, on_recompile="ignore")
+    def _entered(self, variable: nnx.Variable[Any], value: Any) -> Any:
+        """Moves a Variable's value to the device at the beginning of a program."""
+        if isinstance(variable, self._streamed):
+            return value
+        return jax.tree.map(_jax.in_device_memory, value)
 
 
 def _fetching(read: Any) -> Any:
@@ -116,7 +110,9 @@ def _fetching(read: Any) -> Any:
 
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:
-        return jax.tree.map(_on_device, get(self, **options))
+        value = get(self, **options)
+        # In `run`, what a program is to move has been moved.
+        return value if current.get() is not None else jax.tree.map(_on_device, value)
 
     return property(replacement, read.fset) if get is not read else replacement
 

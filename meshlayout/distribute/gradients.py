@@ -102,12 +102,13 @@ def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "grads" in kwargs:
-            kwargs["grads"] = summed(kwargs["grads"])
-        elif args:
-            args = (*args[:-1], summed(args[-1]))
-        return update(self, *args, **kwargs)
+    def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
+        if current.get() is not None:
+            grads = jax.tree.map(_jax.in_device_memory, summed(grads))
+            state = nnx.state(model)
+            if any(map(_jax.is_on_host, jax.tree.leaves(state))):
+                nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
+        return update(self, model, grads, **kwargs)
 
     return replacement
 

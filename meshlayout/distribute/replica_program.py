@@ -176,7 +176,7 @@ class ReplicaProgram:
                     "of arrays. Make it a plain attribute."
                 )
                 raise StrategyError(msg)
-            return jax.lax.optimization_barrier(_jax.in_device_memory(jnp.asarray(x)))
+            return jax.lax.optimization_barrier(jnp.asarray(x))
 
         whole = jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
         own, trace = self._own(variable, whole), gradients.current.get()
@@ -186,6 +186,7 @@ class ReplicaProgram:
 
     def _own(self, variable: Variable, value: Any) -> Any:
         """Returns a replica's own keys of a Variable, and other values as they are."""
+        value = self._strategy._entered(variable, value)
 
         def own(x: Any) -> Any:
             is_typed = _jax.is_extended(jax.typeof(x).dtype)

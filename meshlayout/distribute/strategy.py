@@ -472,6 +472,11 @@ class Strategy:
         )
         raise StrategyError(msg)
 
+    def _entered(self, variable: "nnx.Variable[Any]", value: Any) -> Any:
+        """Returns a Variable's value as a program computes with it."""
+        del variable
+        return value
+
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Mirrors a Variable that was made in the scope."""
         is_own = aggregation(variable) == "per_replica"
