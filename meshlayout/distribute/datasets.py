@@ -39,10 +39,6 @@ class ReplicaDataset(DistributedDataset):
     Iterating yields trees of the source's structure. Each leaf is a `PerReplica`, or a
     plain array on a strategy of one replica. Like any `DistributedDataset`, it can be
     iterated over again, and its iterators save and restore their position.
-
-    Args:
-        plan: The plan of the dataset.
-        num_replicas: The number of replicas.
     """
 
     def __init__(self, plan: DataPlan, num_replicas: int) -> None:
@@ -122,25 +118,17 @@ def _refuse_tracing(where: str) -> None:
 
 
 def _batch_size(
-    replicas: int, is_own: bool, rows: int | None, is_only: Callable[[], bool]
+    replicas: int, is_own: Any, rows: int | None, is_only: Callable[[], bool]
 ) -> int:
     """Returns the rows of a global batch, for a source whose first one has `rows`."""
-    if rows is None or is_own:
-        what = "the source yields single examples"
-        if is_own:
-            what = "with per_process=True, the source's batches are this process's own"
+    up = -(-(rows or 0) // replicas) * replicas
+    if rows is None or is_own or (rows % replicas and not is_only()):
+        what = "is of single examples" if rows is None else f"has {rows} rows"
         msg = (
-            f"{what}. Give global_batch_size=, the rows of a batch on all replicas "
-            "together; or a source of batches of that size."
-        )
-        raise StrategyError(msg)
-    up = -(-rows // replicas) * replicas
-    if rows % replicas and not is_only():
-        msg = (
-            f"the source's first batch has {rows} rows, which do not divide into "
-            f"{replicas} replicas. Give global_batch_size=, the rows of a batch on all "
-            f"replicas together, such as {up}: batches are then cut anew, and a last "
-            "one that is too short is padded."
+            f"the first element of the source {what}, which does not say how many rows "
+            f"a batch of all {replicas} replicas has. Give global_batch_size=, such as "
+            f"{up or replicas}: batches are then cut anew, and a short last one is "
+            "padded."
         )
         raise StrategyError(msg)
     return up
@@ -214,75 +202,45 @@ def distribute_values_from_function(
     """Makes a value of each replica; see `Strategy.distribute_values_from_function`."""
     _refuse_tracing("distribute_values_from_function")
     _checks.function("value_fn", value_fn, "context", error=StrategyError)
-    columns: list[list[jax.Array]] = []
-    treedefs: list[Any] = []
+    trees: list[PyTree] = []
     for replica, device in enumerate(mesh.devices.flat):
         if device.process_index == jax.process_index():
             context = ValueContext(replica, mesh.size)
             with _checks.noted(f"This was raised by value_fn, called with {context}."):
                 tree = value_fn(context)
-            leaves, treedef = jax.tree.flatten(
-                tree, is_leaf=lambda x: isinstance(x, PerReplica)
-            )
-            columns.append([_array(leaf, replica) for leaf in leaves])
-            treedefs.append(treedef)
-            if not leaves or treedef != treedefs[0]:
-                _refuse_trees(replica, tree, treedefs)
-    if not columns:
+            where = f"value_fn's value for replica {replica}"
+            array = functools.partial(_array, where)
+            trees.append(jax.tree.map(array, tree, is_leaf=_is_value))
+    shapes = [jax.tree.map(lambda x: (x.ndim, x.shape[1:], x.dtype), t) for t in trees]
+    kinds = sorted({str(shape) for shape in shapes})
+    if len(kinds) != 1 or not jax.tree.leaves(trees):
         msg = (
-            f"process {jax.process_index()} has no devices in {mesh!r}, and no replica."
+            "value_fn must return arrays, the same tree of them for all replicas, "
+            "which may differ in their number of rows alone, got trees of (rank, dims, "
+            f"dtype) {' and '.join(kinds)}."
         )
         raise StrategyError(msg)
-    values = []
-    for column in zip(*columns, strict=True):
-        kinds = {(x.shape[1:], x.ndim, x.dtype) for x in column}
-        if len(kinds) > 1:
-            texts = ", ".join(array_text(x.dtype, x.shape) for x in column)
-            msg = (
-                f"value_fn's values may differ in their number of rows alone: {texts}."
-            )
-            raise StrategyError(msg)
-        if mesh.size == 1:
-            values.append(jax.device_put(column[0], mesh.layout(...).sharding))
-        else:
-            values.append(per_replica(column, mesh))
-    _share_masks(values)
-    return treedefs[0].unflatten(values)
+    if mesh.size == 1:
+        return jax.device_put(trees[0], mesh.layout(...).sharding)
+    values = jax.tree.map(lambda *column: per_replica(column, mesh), *trees)
+    masks: dict[bytes, Any] = {}  # leaves with the same numbers of rows share theirs
+    for value in jax.tree.leaves(values, is_leaf=_is_value):
+        if value.mask is not None:
+            value.mask = masks.setdefault(_local_mask(value.mask).tobytes(), value.mask)
+    return values
 
 
-def _share_masks(values: list[Any]) -> None:
-    """Makes leaves with the same numbers of rows share their mask."""
-    masks: dict[bytes, Any] = {}
-    for value in values:
-        if isinstance(value, PerReplica) and value.mask is not None:
-            key = np.concatenate(
-                [np.asarray(x.data) for x in value.mask.addressable_shards]
-            )
-            value.mask = masks.setdefault(key.tobytes(), value.mask)
+def _is_value(leaf: object) -> bool:
+    return isinstance(leaf, PerReplica)
 
 
-def _array(leaf: Any, replica: int) -> jax.Array:
-    where = f"value_fn's value for replica {replica}"
-    if isinstance(leaf, PerReplica):
-        msg = f"{where} must be a plain array, got a PerReplica."
-        raise StrategyError(msg)
+def _array(where: str, leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return leaf
+    if _is_value(leaf):
+        msg = f"{where} must be a plain array, got a PerReplica."
+        raise StrategyError(msg)
     try:
         return jnp.asarray(host_array(leaf, where))
     except LayoutError as error:
         raise StrategyError(str(error)) from None
-
-
-def _refuse_trees(replica: int, tree: PyTree, treedefs: list[Any]) -> None:
-    if not jax.tree.leaves(tree):
-        msg = (
-            f"value_fn's value for replica {replica} holds no arrays, got "
-            f"{_checks.shown(tree)}. A function that ends without `return` gives None."
-        )
-        raise StrategyError(msg)
-    msg = (
-        f"value_fn returned different trees: {treedefs[0]} first, and {treedefs[-1]} "
-        f"for replica {replica}. Return the same leaves for all replicas."
-    )
-    raise StrategyError(msg)

@@ -28,12 +28,40 @@ from meshlayout.mesh import Mesh
 
 def reduce_tree(op: ReduceOp, value: PyTree, axis: int | None, mesh: Mesh) -> PyTree:
     """Combines each value of a tree; see `Strategy.reduce`."""
-    return _each("reduce", value, lambda leaf: reduce(op, leaf, axis, mesh))
+
+    def reduce(leaf: Any) -> jax.Array:
+        value = _per_replica(leaf, mesh, "reduce")
+        dim = None if axis is None else check_axis(axis, value.shape, "reduce")
+        if value.mask is not None and dim != 0:
+            _refuse_uneven("reduce", "give axis=0 to reduce over rows")
+        is_extreme = op in (ReduceOp.MAX, ReduceOp.MIN)
+        has_no_order = jnp.issubdtype(value.dtype, jnp.complexfloating) and is_extreme
+        is_empty = is_extreme and dim is not None and not value.shape[dim]
+        if _jax.is_extended(value.dtype) or has_no_order or is_empty:
+            msg = (
+                f"reduce: there is no {op.value} of values of dtype {value.dtype} and "
+                f"shape {value.shape}."
+            )
+            raise StrategyError(msg)
+        return _finished(_reduce(value, op=op, axis=dim), mesh)
+
+    return _each("reduce", value, reduce)
 
 
 def gather_tree(value: PyTree, axis: int, mesh: Mesh) -> PyTree:
     """Concatenates each value of a tree; see `Strategy.gather`."""
-    return _each("gather", value, lambda leaf: gather(leaf, axis, mesh))
+
+    def gather(leaf: Any) -> jax.Array:
+        value = _per_replica(leaf, mesh, "gather")
+        dim = check_axis(axis, value.shape, "gather")
+        if value.mask is None:
+            return _finished(_gather(value, axis=dim), mesh)
+        if dim != 0 or isinstance(value.array, Tracer):
+            _refuse_uneven("gather", "gather along axis=0, outside of jit")
+        is_real = jnp.asarray(np.flatnonzero(to_numpy(value.mask)))
+        return _finished(jnp.take(value.array, is_real, axis=0), mesh)
+
+    return _each("gather", value, gather)
 
 
 def _each(where: str, value: PyTree, function: Any) -> PyTree:
@@ -53,53 +81,27 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
     if isinstance(value, nnx.Variable):
         value = raw_value(value)
     leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
-    count = len(mesh.local_devices)
     parts = [_local_parts(leaf, mesh) for leaf in leaves]
-    if all(part is None for part in parts):
+    if not any(parts):
         return (value,)
-    return tuple(
-        treedef.unflatten(
-            leaf if part is None else part[i]
-            for leaf, part in zip(leaves, parts, strict=True)
-        )
-        for i in range(count)
-    )
+    count = len(mesh.local_devices)
+    columns = [part or [leaf] * count for leaf, part in zip(leaves, parts, strict=True)]
+    return tuple(treedef.unflatten(row) for row in zip(*columns, strict=True))
 
 
 def _local_parts(leaf: Any, mesh: Mesh) -> Any:
-    """Returns the values of this process's replicas; None for what is no value."""
+    """Returns the values of this process's replicas; () for what is no value."""
     if isinstance(leaf, PerReplica):
         check_replicas(leaf, mesh, "local_results")
         return leaf.values
     if mesh.size == 1 or not isinstance(leaf, jax.Array):
-        return None
+        return ()
     if isinstance(leaf, Tracer):
         return [leaf] * len(mesh.local_devices)
     if is_on(leaf, mesh.jax_mesh) is not True:
-        return None
+        return ()
     shards = {shard.device: shard.data for shard in leaf.addressable_shards}
     return [shards[device] for device in mesh.local_devices]
-
-
-def reduce(op: ReduceOp, value: Any, axis: int | None, mesh: Mesh) -> jax.Array:
-    """Combines one value of all replicas; see `Strategy.reduce`."""
-    value = _per_replica(value, mesh, "reduce")
-    axis = _checked_axis(op, axis, value.shape, value.dtype)
-    if value.mask is not None and axis != 0:
-        _refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
-    return _finished(_reduce(value, op=op, axis=axis), mesh)
-
-
-def gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
-    """Concatenates one value of all replicas; see `Strategy.gather`."""
-    value = _per_replica(value, mesh, "gather")
-    axis = check_axis(axis, value.shape, "gather")
-    if value.mask is not None:
-        if axis != 0 or isinstance(value.array, Tracer):
-            _refuse_uneven(value, "gather", "gather along axis=0, outside of jit")
-        is_real = np.flatnonzero(to_numpy(value.mask))
-        return _finished(jnp.take(value.array, jnp.asarray(is_real), axis=0), mesh)
-    return _finished(_gather(value, axis=axis), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "axis"))
@@ -180,37 +182,11 @@ def _per_replica(value: object, mesh: Mesh, where: str) -> PerReplica:
     return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)
 
 
-def _checked_axis(
-    op: ReduceOp, axis: int | None, shape: tuple[int, ...], dtype: Any
-) -> int | None:
-    """Returns the dim to reduce along as a non-negative number.
-
-    Raises:
-        StrategyError: If there is no such dim, or nothing that can be reduced.
-    """
-    if axis is not None:
-        axis = check_axis(axis, shape, "reduce")
-    has_order = not jnp.issubdtype(dtype, jnp.complexfloating)
-    is_extreme = op in (ReduceOp.MAX, ReduceOp.MIN)
-    if _jax.is_extended(dtype) or (is_extreme and not has_order):
-        msg = f"reduce: there is no {op.value} of values of dtype {dtype}."
-        raise StrategyError(msg)
-    if is_extreme and axis is not None and not shape[axis]:
-        msg = f"reduce: there is no {op.value} of no rows, in a value of shape {shape}."
-        raise StrategyError(msg)
-    return axis
-
-
-def _refuse_uneven(value: PerReplica, where: str, fix: str) -> NoReturn:
+def _refuse_uneven(where: str, fix: str) -> NoReturn:
     """Raises StrategyError for values whose shapes differ between replicas."""
-    rows = ""
-    if not isinstance(value.array, Tracer):
-        counts = [part.shape[0] for part in value.values]
-        if len(counts) == value.num_replicas:
-            rows = f" ({', '.join(map(str, counts))} rows)"
     msg = (
-        f"{where}: the replicas' values have different shapes{rows}, as in a short "
-        f"last batch: {fix}."
+        f"{where}: the replicas' values have different shapes, as in a short last "
+        f"batch: {fix}."
     )
     raise StrategyError(msg)
 

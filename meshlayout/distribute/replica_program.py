@@ -346,7 +346,7 @@ class ReplicaProgram:
             return self._own(variable, value)
 
         own = [
-            PerReplica.tree_unflatten((1, x.is_scalar), (_own_part(x), x.mask))
+            PerReplica(_own_part(x), x.mask, num_replicas=1, is_scalar=x.is_scalar)
             if isinstance(x, PerReplica)
             else x
             for x in leaves
@@ -401,8 +401,8 @@ class ReplicaProgram:
         x = _plain(x)
         if self._axis is None:
             return x
-        aux = self._count, x.ndim == 0
-        return PerReplica.tree_unflatten(aux, (x[None] if x.ndim == 0 else x, None))
+        is_scalar, rows = x.ndim == 0, x if x.ndim else x[None]
+        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
 
     # Calls.
 

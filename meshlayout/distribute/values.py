@@ -6,7 +6,9 @@ of rows become an array again. Values with fewer rows than others are padded to 
 same shape, and a mask says which rows are real.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -25,7 +27,12 @@ from meshlayout.mesh import Mesh
 REPLICA_AXIS = "batch"
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "mask"],
+    meta_fields=["num_replicas", "is_scalar"],
+)
+@dataclass(eq=False, repr=False)
 class PerReplica(DistributedValues):
     """A value of each replica, as `Strategy.run` takes and returns them.
 
@@ -33,7 +40,7 @@ class PerReplica(DistributedValues):
     compute with values in `run`. As a pytree it is its `array` and `mask`, so it passes
     through jit; `jax.tree.map` would change the mask as well.
 
-    Args:
+    Attributes:
         array: The replicas' values one after another along dim 0, sharded over the
             replicas: shape (replicas * n, ...) for values of shape (n, ...), and
             (replicas,) for scalars.
@@ -42,9 +49,6 @@ class PerReplica(DistributedValues):
             no padding.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
-
-    Raises:
-        StrategyError: If the shapes do not fit together.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,27 +59,10 @@ class PerReplica(DistributedValues):
         }
     """
 
-    def __init__(
-        self,
-        array: jax.Array,
-        mask: jax.Array | None = None,
-        *,
-        num_replicas: int,
-        is_scalar: bool = False,
-    ) -> None:
-        self.array, self.mask = array, mask
-        self.num_replicas, self.is_scalar = num_replicas, is_scalar
-        shape = getattr(array, "shape", ())
-        is_wrong = num_replicas < 1 or not shape or shape[0] % num_replicas
-        is_wrong = is_wrong or (is_scalar and shape != (num_replicas,))
-        if is_wrong or (mask is not None and mask.shape != shape[:1]):
-            msg = (
-                f"PerReplica: an array of shape {shape} and a mask of shape "
-                f"{getattr(mask, 'shape', None)} are not the "
-                f"{'numbers' if is_scalar else 'equally many rows'} of {num_replicas} "
-                "replicas."
-            )
-            raise StrategyError(msg)
+    array: jax.Array
+    mask: jax.Array | None = None
+    num_replicas: int = field(kw_only=True)
+    is_scalar: bool = field(default=False, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,25 +98,6 @@ class PerReplica(DistributedValues):
         masks = _local_parts(self.mask, self.num_replicas)
         pairs = zip(parts, masks, strict=True)
         return tuple(part[: int(np.asarray(mask).sum())] for part, mask in pairs)
-
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, bool]]:
-        """As JAX asks of pytrees."""
-        key = jax.tree_util.GetAttrKey
-        children = ((key("array"), self.array), (key("mask"), self.mask))
-        return children, (self.num_replicas, self.is_scalar)
-
-    def tree_flatten(self) -> tuple[Any, tuple[int, bool]]:
-        """As JAX asks of pytrees."""
-        return (self.array, self.mask), (self.num_replicas, self.is_scalar)
-
-    @classmethod
-    def tree_unflatten(cls, aux: tuple[int, bool], children: Any) -> "PerReplica":
-        """As JAX asks of pytrees."""
-        # JAX also makes trees of things that are not arrays, which are not checked.
-        value = object.__new__(cls)
-        value.num_replicas, value.is_scalar = aux
-        value.array, value.mask = children
-        return value
 
     def __setitem__(self, index: object, value: Any) -> None:
         # What Flax calls for `variable[...] = 0`, outside of `run`.
@@ -201,26 +169,20 @@ def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
     """Raises StrategyError for a value of another strategy."""
-    replicas = value.num_replicas
-    if replicas != mesh.size:
-        msg = (
-            f"{where}: the value is of {replicas} replicas, and this strategy has "
-            f"{mesh.size}: it is another strategy's."
-        )
-        raise StrategyError(msg)
-    if isinstance(value.array, Tracer) or not isinstance(value.array, jax.Array):
+    sharding = getattr(value.array, "sharding", None)
+    if value.num_replicas == mesh.size and (
+        isinstance(value.array, Tracer)
+        or getattr(sharding, "mesh", None) is mesh.jax_mesh  # nearly always
+        or sharding is None
+        or len(sharding.device_set) != mesh.size  # made by hand, for JAX to spread
+        or sharding.device_set == set(mesh.devices.flat)
+    ):
         return
-    sharding = value.array.sharding
-    if getattr(sharding, "mesh", None) is mesh.jax_mesh:  # nearly always
-        return
-    # One made by hand may be on a single device: JAX spreads it.
-    devices = sharding.device_set
-    if len(devices) == replicas and devices != set(mesh.devices.flat):
-        msg = (
-            f"{where}: the value is on other devices than this strategy's replicas: it "
-            "is another strategy's."
-        )
-        raise StrategyError(msg)
+    msg = (
+        f"{where}: the value is of {value.num_replicas} replicas, and this strategy "
+        f"has {mesh.size}, or on other devices: it is another strategy's."
+    )
+    raise StrategyError(msg)
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:

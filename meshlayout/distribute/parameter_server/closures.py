@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from meshlayout import _paths
-from meshlayout.distribute.captured import is_nnx, iter_graph
 from meshlayout.distribute.parameter_server.pushes import RemoteOptimizer
 from meshlayout.distribute.variables import aggregation
 from meshlayout.errors import StrategyError
@@ -92,7 +91,7 @@ class VariableTable:
         """Names all Variables of an NNX object after their paths."""
         if id(node) in self._nodes:
             return
-        for path, x in iter_graph(node):
+        for path, x in nnx.iter_graph(node):
             if isinstance(x, nnx.Variable):
                 self.name(x, "/".join((root, *map(str, path))))
             elif isinstance(x, nnx.Pytree):
@@ -151,6 +150,7 @@ def pack(fn: Any, args: Any, kwargs: Any, table: VariableTable) -> Closure:
         # A jitted function could not draw batches, nor push.
         fn = getattr(fn, "__wrapped__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
+    is_nnx = _paths.is_nnx_object
     leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_nnx)
     inputs: list[Any] = []
     for index, leaf in enumerate(leaves):

@@ -14,7 +14,6 @@ from flax import nnx
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.captured import iter_graph
 from meshlayout.distribute.strategies import OneDeviceStrategy
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
@@ -92,7 +91,7 @@ class RemoteOptimizer:
         model, grads = args if self.model is None else (self.model, *args)
         pushes, state = _pushes.get(), nnx.state(model, self.wrt)
         own = {id(variable): name for name, variable in pushes.variables.items()}
-        nodes = dict(iter_graph(model))
+        nodes = dict(nnx.iter_graph(model))
         names = {id(x): own.get(id(nodes[p])) for p, x in nnx.to_flat_state(state)}
         params = jax.tree.map(lambda x: names[id(x)], state, is_leaf=_is_variable)
         leaves = jax.tree.leaves(params)
