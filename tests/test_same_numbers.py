@@ -146,7 +146,8 @@ def combinations():
 
 def is_slow(name, mesh, accumulate):
     """Whether one kind of batches has to do."""
-    return accumulate > 1 and kind_of(name) in ("convnet", "resnet")
+    is_large = kind_of(name) in ("convnet", "resnet")
+    return is_large and (accumulate > 1 or name not in MODULES)
 
 
 def program_id(value):
