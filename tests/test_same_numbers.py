@@ -481,12 +481,12 @@ def by_hand(loss_fn, count, with_weights):
 
 LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
-    (squares, False, {}),
+    pytest.param(squares, False, {}, marks=pytest.mark.slow),
     (squares, False, {"accumulate": 2, "remat": {"first": None}}),
     (squares, True, {"accumulate": 2}),
     (contrastive, False, {"accumulate": 2}),
     (mixup, False, {"accumulate": 2}),
-    (dropped, False, {"remat": "blocks"}),
+    pytest.param(dropped, False, {"remat": "blocks"}, marks=pytest.mark.slow),
     (dropped, True, {"accumulate": 2}),
     *(
         itertools.product(
