@@ -146,7 +146,8 @@ def combinations():
 
 def is_slow(name, mesh, accumulate):
     """Whether one kind of batches has to do."""
-    return accumulate > 1 and kind_of(name) in ("convnet", "resnet")
+    is_large = kind_of(name) in ("convnet", "resnet")
+    return is_large and (accumulate > 1 or name not in MODULES)
 
 
 def program_id(value):
@@ -480,12 +481,12 @@ def by_hand(loss_fn, count, with_weights):
 
 LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
-    (squares, False, {}),
+    pytest.param(squares, False, {}, marks=pytest.mark.slow),
     (squares, False, {"accumulate": 2, "remat": {"first": None}}),
     (squares, True, {"accumulate": 2}),
     (contrastive, False, {"accumulate": 2}),
     (mixup, False, {"accumulate": 2}),
-    (dropped, False, {"remat": "blocks"}),
+    pytest.param(dropped, False, {"remat": "blocks"}, marks=pytest.mark.slow),
     (dropped, True, {"accumulate": 2}),
     *(
         itertools.product(

@@ -271,6 +271,7 @@ def test_data_parallel_sends_one_all_reduce_of_the_gradients(tpu, name):
     assert (one.kind, one.nbytes) == ("all_reduce", gradient_bytes(state))
 
 
+@pytest.mark.slow  # and with microbatches below
 def test_data_parallel_batch_normalization_adds_only_its_statistics(tpu):
     state, sent = tpu.sent("resnet", "DATA_PARALLEL", EIGHT)
     # Nine layers, two of which send their numbers with a neighbor's; backward, too.

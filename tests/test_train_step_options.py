@@ -417,7 +417,7 @@ def of_blocks(mesh, kind):
     ("kind", "remat", "num_recomputed"),
     [
         ("nnx", "blocks", 4),
-        ("nnx", {"[13]$": None}, 2),
+        pytest.param("nnx", {"[13]$": None}, 2, marks=pytest.mark.slow),
         # The list of them matches, and is not called.
         pytest.param("nnx", {"blocks": None}, 4, marks=pytest.mark.slow),
         ("nnx", {"blocks/[01]": jax.checkpoint_policies.dots_saveable}, 2),
