@@ -1,9 +1,6 @@
 """Saving and restoring: every tree and dtype, on any mesh, and what is refused."""
 
-import errno
 import functools
-import hashlib
-import json
 import logging
 import os
 import re
@@ -648,11 +645,11 @@ def test_inspect_is_a_table_of_what_was_saved(ck, mesh_2x4):
         lines[0],
     )
     assert [line.rstrip().split() for line in lines[1:6]] == [
-        "path    array       layout          bytes".split(),
-        "──────  ──────────  ──────────────  ─────".split(),
-        "kernel  f32[8, 4]   [batch, model]  128 B".split(),
-        "key     key<fry>[]                    8 B".split(),
-        "steps   int[]                         0 B".split(),
+        ["path", "array", "layout", "bytes"],
+        ["──────", "──────────", "──────────────", "─────"],
+        ["kernel", "f32[8,", "4]", "[batch,", "model]", "128", "B"],
+        ["key", "key<fry>[]", "8", "B"],
+        ["steps", "int[]", "0", "B"],
     ]
     assert re.fullmatch(r"3 leaves, 136 B; .* on disk\.", lines[6])
     assert lines[7:] == [
@@ -804,8 +801,7 @@ def test_a_wrong_directory_is_refused():
 def test_steps_that_do_not_exist_are_refused(ck):
     message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} has no checkpoints: the directory does not exist, at least not "
-        "on this machine."
+        f"{ck.directory} does not exist, at least not on this machine."
     )
     ck.directory.mkdir()
     assert message(ck.restore_numpy) == (
@@ -856,8 +852,7 @@ def test_what_save_is_given_is_checked(tmp_path):
             "metadata['f'] is {1, 2}, which cannot be written as JSON."
         )
         assert message(data=[1]) == (
-            "data= must be an iterator with get_state() and set_state(state), got "
-            "[1]. Pass iter(dataset), not the dataset."
+            "data= must be an iterator, such as iter(dataset), got [1]."
         )
         ck.save(1, {"x": 1})
         with pytest.raises(ml.errors.CheckpointError) as caught:
@@ -971,5 +966,5 @@ def test_a_directory_that_was_removed_is_reported_as_such(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore()
     assert str(caught.value) == (
-        f"{tmp_path}/run has no checkpoints: the directory does not exist, at least not on this machine."
+        f"{tmp_path}/run does not exist, at least not on this machine."
     )

@@ -17,13 +17,13 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import WeightsKey, get_weights, num_examples
-from meshlayout.trainer.passes import Data, Input, why_not
 from meshlayout.data import DistributedDataset
 from meshlayout.data.agreement import Agreement, BatchReport, loop_agreement_of
 from meshlayout.data.batch_iterator import DataIterator
 from meshlayout.data.dataset import RestartedDataset
 from meshlayout.errors import DataError, MeshLayoutError
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
+from meshlayout.trainer.passes import Data, Input, why_not
 
 
 _log = logging.getLogger("meshlayout")

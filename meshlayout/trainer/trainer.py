@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
-from meshlayout.trainer.passes import Data
 from meshlayout.data import DistributedDataset
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
@@ -30,6 +29,7 @@ from meshlayout.trainer.callbacks import Callback
 from meshlayout.trainer.epochs import TrainerInput, TrainingPosition
 from meshlayout.trainer.fit_loop import FitLoop, evaluate
 from meshlayout.trainer.history import History
+from meshlayout.trainer.passes import Data
 from meshlayout.trainer.steps import StepOptions, TrainerSteps, check_options
 
 
