@@ -34,7 +34,7 @@ WeightsKey: TypeAlias = str | int
 AnyMesh: TypeAlias = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 # Mesh axes that shard the rows of batches when only a mesh is given.
-BATCH_AXES = ("batch", "data", "replica", "fsdp")
+BATCH_AXES = ("batch", "data", "replica", "fsdp", "dp", "ddp", "data_parallel")
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:

@@ -1,13 +1,11 @@
 """Any source of examples as global batches on a mesh."""
 
-from meshlayout.data.batch_iterator import DataIterator as DataIterator
-from meshlayout.data.clock import PipelineReport as PipelineReport, Stage as Stage
 from meshlayout.data.dataset import (
     DistributedDataset as DistributedDataset,
     distribute_dataset as distribute_dataset,
 )
-from meshlayout.data.documents import Tokenizer as Tokenizer
 from meshlayout.data.from_tfds import from_tfds as from_tfds
+from meshlayout.data.iterator import DataIterator as DataIterator
 from meshlayout.data.per_replica import (
     InputContext as InputContext,
     distribute_datasets_from_function as distribute_datasets_from_function,
@@ -21,9 +19,5 @@ from meshlayout.data.protocols import (
     Stream as Stream,
     StreamSource as StreamSource,
 )
-from meshlayout.data.sequences import (
-    PackedSequences as PackedSequences,
-    PackingReport as PackingReport,
-    pack_sequences as pack_sequences,
-)
-from meshlayout.data.token_rows import PackedIterator as PackedIterator
+from meshlayout.data.report import PipelineReport as PipelineReport
+from meshlayout.data.sequences import pack_sequences as pack_sequences

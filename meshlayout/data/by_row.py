@@ -9,17 +9,16 @@ table, which is faster per batch; it is the same order.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data.clock import Clock
 from meshlayout.data.examples import ExampleSpec, empty
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource
+from meshlayout.data.report import Clock
 
 
 # Up to this many rows, the order of a whole epoch is computed at once: 8 MB.
@@ -32,69 +31,20 @@ _ROUNDS = 6
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How batches are cut from the rows that a process reads.
-
-    Attributes:
-        size: The number of rows of the source that make one batch on this process.
-        keep: Which of them are this process's own, ascending; None for all.
-    """
-
-    size: int
-    keep: np.ndarray | None
-
-    @property
-    def num_kept(self) -> int:
-        """The number of rows of a batch that are this process's own."""
-        return self.size if self.keep is None else len(self.keep)
-
-    @functools.cached_property
-    def kept(self) -> np.ndarray:
-        """Which rows of a batch are this process's own, also if all of them are."""
-        return np.arange(self.size) if self.keep is None else self.keep
-
-    @functools.cached_property
-    def slots(self) -> Sequence[int]:
-        """For each row of a batch, its index among the kept ones.
-
-        Rows that are not kept share the index after the last one.
-        """
-        if self.keep is None:
-            return range(self.size)
-        slots = np.full(self.size, self.num_kept)
-        slots[self.keep] = np.arange(self.num_kept)
-        return slots.tolist()
-
-    def num_kept_before(self, row: int) -> int:
-        """Returns how many of the rows before a row are this process's own."""
-        return row if self.keep is None else int(np.searchsorted(self.keep, row))
-
-    def is_real(self, count: int) -> np.ndarray | None:
-        """Returns which kept rows are real, as opposed to padding; None for all.
-
-        Real are those among the first `count` rows of the batch.
-        """
-        return None if count >= self.size else self.kept < count
-
-
-@dataclass(frozen=True)
 class HostBatch:
     """This process's rows of one batch, before they are placed.
 
     Attributes:
         leaves: In JAX's order, on the host; or a single batch that is on the mesh.
-        count: The number of real rows in the batch, on all processes.
-        position: The position after the batch.
-        digests: Of all its rows, by leaf, if processes that read the same stream
-            compare them.
+        count: The number of real rows among those that this process read for it.
+        after: The position after the batch.
         is_padded_elsewhere: Whether other processes, with sources of their own, have
             padding in this batch.
     """
 
     leaves: list[Any]
     count: int
-    position: Position
-    digests: dict[str, int] = field(default_factory=dict)
+    after: Position
     is_padded_elsewhere: bool = False
 
 
@@ -165,25 +115,30 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 class RowReader:
-    """Gathers this process's rows of each batch.
+    """Gathers this process's rows of each batch; it has no state but caches.
 
-    An epoch has `num_batches`; if that is None, epochs run into each other. Rows are
-    shuffled by `seed`, unless it is None. A reader has no state but caches: any batch
-    can be read at any time.
+    Args:
+        source: The source.
+        spec: The spec of its examples.
+        size: The rows of the source that make one batch.
+        own: Which of them are this process's own, ascending.
+        num_batches: Batches of an epoch; None if epochs run into each other.
+        seed: The seed of the shuffle, or None.
+        clock: Takes the time of reading.
     """
 
     def __init__(
         self,
         source: RandomAccessSource,
         spec: ExampleSpec,
-        cut: Cut,
-        *,
+        size: int,
+        own: np.ndarray,
         num_batches: int | None,
         seed: int | None,
         clock: Clock,
     ) -> None:
-        self._source, self._spec, self._cut, self._clock = source, spec, cut, clock
-        self._num_batches = num_batches
+        self._source, self._spec, self._clock = source, spec, clock
+        self._size, self._own, self._num_batches = size, own, num_batches
         self._num_rows = num_rows = len(source)
         # A batch may span two epochs, so two orders are kept.
         self._order = functools.lru_cache(2)(functools.partial(Order, num_rows, seed))
@@ -193,64 +148,54 @@ class RowReader:
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the end of the epoch."""
-        if self._num_batches is None:
-            return self._repeated(position)
+        size, num_rows, start = self._size, self._num_rows, position.row
+        if self._num_batches is None:  # epochs run into each other
+            if start >= num_rows:
+                return None
+            epochs, places = np.divmod(start + self._own, num_rows)
+            parts = [(int(i), places[epochs == i]) for i in np.unique(epochs)]
+            passed, row = divmod(start + size, num_rows)
+            if not row:
+                # The end of this epoch, not the start of the next: an iteration that
+                # ends here has not started another epoch.
+                passed, row = passed - 1, num_rows
+            batch, epoch = 0 if passed else position.batch + 1, position.epoch + passed
+            after = position._replace(epoch=epoch, batch=batch, row=row)
+            return HostBatch(self._rows(position, parts), size, after)
         if position.batch >= self._num_batches:
             return None
-        start = position.batch * self._cut.size
+        start = position.batch * size
         # 0 if this process has no rows left, and other processes do.
-        count = min(max(self._num_rows - start, 0), self._cut.size)
-        leaves = [_filled_up(leaf, self._cut.num_kept) for leaf in self._rows(position)]
+        count = min(max(num_rows - start, 0), size)
+        places = np.minimum(start + self._own, num_rows - 1)
+        if count < size:
+            places = np.unique(places)  # padding repeats the last row, read once
+        leaves = self._rows(position, [(0, places)])
+        leaves = [_filled_up(leaf, len(self._own)) for leaf in leaves]
         after = position._replace(batch=position.batch + 1, row=start + count)
         return HostBatch(leaves, count, after)
 
-    def _repeated(self, position: Position) -> HostBatch | None:
-        """Returns the next batch if epochs run into each other."""
-        if position.row >= self._num_rows:
-            return None
-        leaves = self._rows(position)
-        passed, row = divmod(position.row + self._cut.size, self._num_rows)
-        if not row:
-            # The end of this epoch, not the start of the next: an iteration that ends
-            # here has not started another epoch.
-            passed, row = passed - 1, self._num_rows
-        batch = 0 if passed else position.batch + 1
-        after = position._replace(epoch=position.epoch + passed, batch=batch, row=row)
-        return HostBatch(leaves, self._cut.size, after)
-
-    def _rows(self, position: Position) -> list[np.ndarray]:
-        """Returns this process's rows of the batch after a position, leaf by leaf."""
+    def _rows(
+        self, position: Position, parts: list[tuple[int, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Returns the rows at places of the orders of this and later epochs."""
         specs = self._spec.leaves
-        if not self._cut.num_kept:  # no device of this process is in the mesh
+        if not len(self._own):  # no device of this process is in the mesh
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
-        indices = self._indices(position)
         batch, epoch = position.batch + 1, position.epoch + 1
+        columns = []
         with (
-            self._clock.stage("read", sum(len(rows) for _, rows in indices)),
+            self._clock.timed("read_s", rows=sum(len(places) for _, places in parts)),
             _checks.noted(lambda: f"while batch {batch} of epoch {epoch} was read."),
         ):
-            columns = [
-                [spec.converted(leaf) for spec, leaf in zip(specs, leaves, strict=True)]
-                for leaves in (self._read(rows, epoch) for epoch, rows in indices)
-            ]
+            for passed, places in parts:
+                number = position.epoch + passed
+                leaves = self._read(self._order(number).at(places), number)
+                pairs = zip(specs, leaves, strict=True)
+                columns.append([spec.converted(leaf) for spec, leaf in pairs])
         if len(columns) == 1:
             return columns[0]
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
-
-    def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
-        """Returns the row indices of the next batch, by epoch."""
-        if self._num_batches is None:
-            epochs, orders = np.divmod(position.row + self._cut.kept, self._num_rows)
-            epochs += position.epoch
-            return [
-                (int(epoch), self._order(int(epoch)).at(orders[epochs == epoch]))
-                for epoch in np.unique(epochs)
-            ]
-        start = position.batch * self._cut.size
-        orders = np.minimum(start + self._cut.kept, self._num_rows - 1)
-        if start + self._cut.size > self._num_rows:
-            orders = np.unique(orders)  # padding repeats the last row, read once
-        return [(position.epoch, self._order(position.epoch).at(orders))]
 
     def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
         try:
@@ -262,10 +207,7 @@ class RowReader:
 
 
 def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns a leaf with its last row repeated up to a number of rows.
-
-    As `_batches.pad_rows`, but into memory that goes to CPU devices without a copy.
-    """
+    """Returns a leaf with its last row repeated, in memory that devices can share."""
     if len(leaf) == num_rows:
         return leaf
     out = empty((num_rows, *leaf.shape[1:]), leaf.dtype)

@@ -2,28 +2,18 @@
 
 The user's object becomes one of the two kinds of source in `protocols`, a `DataPlan`
 decides everything that can be decided before the first batch, and the dataset hands out
-iterators. A dataset is not an iterator: it only remembers where the next one starts, so
-that several loops over it can run at once.
+iterators. A dataset is not an iterator: it only counts the epochs that its iterations
+have taken, so that several loops over it can run at once.
 """
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import (
-    Any,
-    Generic,
-    NoReturn,
-    Required,
-    TypedDict,
-    Unpack,
-    overload,
-)
-
-import jax
-import numpy as np
+from typing import Any, NoReturn
 
 from meshlayout import _checks
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout.data.adapters import (
     arrays,
     grain,
@@ -33,15 +23,15 @@ from meshlayout.data.adapters import (
     tfds,
     torch,
 )
-from meshlayout.data.agreement import FACTS, agreement_of, failure_told
-from meshlayout.data.batch_iterator import BatchT, DataIterator
-from meshlayout.data.clock import Clock, PipelineReport
-from meshlayout.data.element_rows import looks_batched
-from meshlayout.data.elements import ElementReader
+from meshlayout.data.agreement import Agreement
+from meshlayout.data.by_stream import Elements
+from meshlayout.data.examples import looks_batched
+from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
-from meshlayout.data.plan import DataOptions, DataPlan
+from meshlayout.data.plan import Assemble, DataOptions, DataPlan
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
+from meshlayout.data.report import Clock, PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -57,46 +47,6 @@ _ADAPTERS: dict[str, Callable[..., Source | None]] = {
 }
 
 
-class DatasetArguments(TypedDict, total=False):
-    """The named arguments of `distribute_dataset`, for type checkers."""
-
-    global_batch_size: Required[int]
-    remainder: str
-    weights: str | int | None
-    shuffle: int | None
-    epochs: int | None
-    steps: int | None
-    prefetch: int
-    per_process: bool
-    strings: str
-    batched: bool | None
-
-
-# The overloads carry the type of the batches over from that of the arrays.
-@overload
-def distribute_dataset(
-    source: Mapping[str, np.ndarray | jax.Array],
-    layout_or_mesh: LayoutOrMesh,
-    **arguments: Unpack[DatasetArguments],
-) -> "DistributedDataset[dict[str, jax.Array]]": ...
-@overload
-def distribute_dataset(
-    source: tuple[np.ndarray | jax.Array, ...],
-    layout_or_mesh: LayoutOrMesh,
-    **arguments: Unpack[DatasetArguments],
-) -> "DistributedDataset[tuple[jax.Array, ...]]": ...
-@overload
-def distribute_dataset(
-    source: np.ndarray | jax.Array,
-    layout_or_mesh: LayoutOrMesh,
-    **arguments: Unpack[DatasetArguments],
-) -> "DistributedDataset[jax.Array]": ...
-@overload
-def distribute_dataset(
-    source: object,
-    layout_or_mesh: LayoutOrMesh,
-    **arguments: Unpack[DatasetArguments],
-) -> "DistributedDataset[Any]": ...
 def distribute_dataset(
     source: object,
     layout_or_mesh: LayoutOrMesh,
@@ -106,55 +56,54 @@ def distribute_dataset(
     weights: str | int | None = "weight",
     shuffle: int | None = None,
     epochs: int | None = 1,
-    steps: int | None = None,
     prefetch: int = 2,
     per_process: bool = False,
     strings: str = "error",
     batched: bool | None = None,
-) -> "DistributedDataset[Any]":
+) -> "DistributedDataset":
     """Makes global batches on a mesh from a source of examples.
 
-    Use this to feed a train or eval step from anything: arrays in memory, a generator,
-    or a dataset of another framework. Every example is in exactly one batch of an
-    epoch, and each process loads only the rows that its devices need. All batches have
-    the same shape and structure; those that the source cannot fill are padded with its
-    last row, and the padding is marked by weights of 0.
+    Use this to feed a step from anything: arrays in memory, a generator, or a dataset
+    of another framework. Every example is in exactly one batch of an epoch, and each
+    process loads only the rows that its devices need. All batches have the same shape
+    and structure; the last one of an epoch is padded with its last row, and the padding
+    is marked by weights of 0.
 
     On several processes, all of them must pass the same source (or
-    `per_process=True`), and iterate over the dataset alike. Before each batch, in the
-    background, they tell each other whether they have it: an error, an end of the data
-    or a row of a stream that differs on one process ends the loops of all at the same
-    step.
+    `per_process=True`), and iterate over the dataset alike. When it is made, they
+    compare their options and some rows. An error or an end of a stream on one process
+    ends the loops of all at the same step.
 
     Args:
-        source: A tree of arrays, a list of examples, an iterable, an iterator or a
-            generator function of examples or batches; a dataset of Grain, TFDS,
-            tf.data, PyTorch or Hugging Face; or your own `RandomAccessSource` or
-            `StreamSource`.
+        source: A tree of arrays or a table; a list of examples; an iterable, an
+            iterator or a generator function of examples or batches; a dataset of Grain,
+            TFDS, tf.data, PyTorch or Hugging Face; or your own `RandomAccessSource` or
+            `StreamSource`. A data frame is a dict of its columns; in a dict or tuple,
+            anything with `__array__` is an array, and so is a list of numbers.
         layout_or_mesh: How batches are laid out: a `Layout`, whose missing dims are
-            unsharded, or a mesh, whose axes called batch, data, replica or fsdp shard
-            the first dim.
+            unsharded; or a mesh, whose axes called batch, data, replica, fsdp, dp, ddp
+            or data_parallel shard the first dim. If it has none of them, every device
+            gets all rows, which is logged; a layout is taken at its word.
         global_batch_size: Rows of a batch, on all processes together.
         remainder: What to do with the rows that do not fill a batch: `"pad"`;
-            `"drop"`; `"repeat"`, which lets epochs run into each other; or `"error"`.
+            `"drop"`; or `"repeat"`, which lets epochs run into each other.
         weights: Where batches carry one float32 weight per example: a key of a dict,
             or an index into a tuple; the tuple's length appends them. Padding needs
             such an entry. Weights that the source has are kept, and set to 0 for
             padding. None for batches without weights.
         shuffle: A seed, which together with the epoch determines the order of the rows
             of a source with random access. None keeps their order.
-        epochs: Passes over the source in one iteration; None for as many as the loop
-            needs, which a source without an end requires.
-        steps: Batches in one iteration; None for all. The next iteration starts where
-            the last one ended, so that every row is seen eventually.
+        epochs: Passes over the source in one iteration, the next ones each time; None
+            for as many as the loop needs, which a source without an end requires. To
+            take some batches at a time, apply `itertools.islice` to one iterator.
         prefetch: How many batches a background thread prepares ahead; 0 starts no
             thread.
         per_process: Whether the source on each process yields this process's rows only,
             in the order of `process_rows`. All processes take as many steps as the one
             with the most rows, or with `remainder="drop"` the fewest. A stream that has
             no rows left for a step is padded with its first row.
-        strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays of
-            this process's rows.
+        strings: `"error"`; or `"host"`, with random access, to leave leaves of strings
+            as NumPy arrays of this process's rows.
         batched: Whether the elements of an iterable are batches (True) or examples
             (False); None decides by the first element, and asks if it could be either.
 
@@ -177,83 +126,89 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
-    plan = make_plan(
-        source,
-        layout_or_mesh,
-        batched=batched,
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        steps=steps,
-        prefetch=prefetch,
-        per_process=per_process,
-        strings=strings,
+    options = dict(locals())
+    del options["source"], options["layout_or_mesh"], options["batched"]
+    return DistributedDataset(
+        make_plan(source, layout_or_mesh, options, batched=batched)
     )
-    return DistributedDataset(plan)
+
+
+def dataset_of(
+    open_source: Callable[[], Source],
+    layout_or_mesh: LayoutOrMesh,
+    options: DataOptions,
+    clock: Clock,
+    close: Callable[[], None] = lambda: None,
+) -> "DistributedDataset":
+    """Returns a dataset of a source that is opened here, and closed with the dataset.
+
+    The errors of `open_source` are told to the other processes.
+    """
+    layout = batch_layout(layout_or_mesh, clock.warn)
+    return DistributedDataset(
+        DataPlan(open_source, layout, options, clock, close=close)
+    )
 
 
 def make_plan(
     source: object,
     layout_or_mesh: LayoutOrMesh,
+    options: Mapping[str, Any],
     *,
-    batched: bool | None,
-    batch_size_of: Callable[[Source | ElementReader, int | None], int] | None = None,
-    assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
-    **options: Any,
+    batched: bool | None = None,
+    batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
+    assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset.
+    """Returns the plan of a dataset, given options by name.
 
-    Args:
-        source: As for `distribute_dataset`.
-        layout_or_mesh: As for `distribute_dataset`.
-        batched: As for `distribute_dataset`.
-        batch_size_of: Returns the rows of a global batch, given the
-            result of `first_batch`, if `global_batch_size` is None; None requires it.
-        assemble: As for `DataPlan`.
-        **options: Those of `DataOptions`.
-
-    Raises:
-        DataError: As `distribute_dataset`.
+    Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
+    source's first batch (None if it yields examples), and a function that tells whether
+    that batch is all there is.
     """
     clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.note)
-    agreement = agreement_of(layout.mesh)
-    opened: Source | ElementReader | None = None
+    layout = batch_layout(layout_or_mesh, clock.warn)
+    agreement = Agreement(layout.mesh)
+    opened: Source | Elements | None = None
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
-    with failure_told(agreement, FACTS):
-        if options["global_batch_size"] is None and batch_size_of is not None:
+    with agreement.failure_told():
+        if options.get("global_batch_size") is None and batch_size_of is not None:
             opened, rows = first_batch(source, clock, batched=batched)
-            options["global_batch_size"] = batch_size_of(opened, rows)
-        checked = DataOptions(**options)
+            is_stream = isinstance(opened, Elements)
+            is_only = opened.is_only_batch if is_stream else lambda: False
+            options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
+        checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
-            msg = (
+            raise DataError(
                 f"the source is an iterator, which can be read once, and epochs="
                 f"{checked.epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
-            raise DataError(msg)
 
-    def open_source() -> Source | ElementReader:
+    def open_source() -> Source | Elements:
         return as_source(source, clock, batched=batched) if opened is None else opened
 
-    return DataPlan(open_source, layout, checked, clock, agreement, assemble=assemble)
+    return DataPlan(
+        open_source, layout, checked, clock, agreement=agreement, assemble=assemble
+    )
+
+
+def checked_options(options: Mapping[str, Any]) -> DataOptions:
+    """Returns options by name, checked; refuses names that do not exist."""
+    names = list(inspect.signature(DataOptions).parameters)
+    for name in options:
+        _checks.choice("an option of a dataset", name, names, error=DataError)
+    return DataOptions(**{"global_batch_size": None, **options})
 
 
 def first_batch(
     dataset: object, clock: Clock, *, batched: bool | None
-) -> tuple[Source | ElementReader, int | None]:
-    """Opens a source to learn the size of its batches.
+) -> tuple[Source | Elements, int | None]:
+    """Opens a source; returns it with the rows of its first batch, None of examples.
 
     Elements that could be batches or examples are taken for batches, since a source of
-    examples has no size of batches to learn.
-
-    Returns:
-        The source; a stream as a reader that still yields the first batch, which a
-        generator could not yield again. And the rows of that batch; None if these are
-        not batches.
+    examples has no size of batches to learn. Of a stream, returns the elements that
+    have looked at the first, which a generator could not yield again.
     """
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if batched is None and isinstance(dataset, list) and dataset:
@@ -266,24 +221,14 @@ def first_batch(
         source = iterables.adapt(dataset, batched=True)
     if not isinstance(source, StreamSource):
         return source, None
-    reader = ElementReader(source)
-    _, rows = reader.look()
-    # Of examples, tf.data makes blocks to read them faster: not the user's batches.
-    return reader, None if batched is False else rows
+    elements = Elements(source)
+    _, rows = elements.look()
+    # Of examples, an adapter may make blocks to read them faster: not the user's.
+    return elements, None if batched is False else rows
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
-    """Returns the user's object as a source.
-
-    Args:
-        obj: A source already, or an object that one of the adapters supports.
-        clock: Takes notes for the report.
-        batched: Whether the elements of an iterable are batches (True) or single
-            examples (False); None infers it from the object, if possible.
-
-    Raises:
-        DataError: If no adapter supports it, or it is ambiguous.
-    """
+    """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):
         # A class has the methods that a protocol checks for, but none that can be
@@ -291,11 +236,10 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
         obj = functools.partial(obj)
     if isinstance(obj, (RandomAccessSource, StreamSource)):
         if batched is not None:
-            msg = (
+            raise DataError(
                 f"a {type(obj).__name__} is a source that already defines what it "
                 f"yields. Leave out batched={batched}."
             )
-            raise DataError(msg)
         if isinstance(obj, RandomAccessSource):
             read = obj.read_rows
             _checks.function("read_rows", read, "indices", "epoch", error=DataError)
@@ -313,18 +257,18 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
     return iterables.adapt(obj, batched=batched) if rows is None else rows
 
 
-class DistributedDataset(Generic[BatchT]):
+class DistributedDataset:
     """Global batches on a mesh; made by `distribute_dataset`.
 
-    Each iteration yields the next `epochs` epochs of the source, or the next `steps`
-    batches. Several iterations can run at once without disturbing each other; each
-    takes the epochs after those of the iteration that was started before it.
+    Each iteration yields the next `epochs` epochs of the source; with `epochs=None` or
+    `remainder="repeat"` it starts where the latest one has come to. Several iterations
+    can run at once without disturbing each other.
     """
 
     def __init__(self, plan: DataPlan) -> None:
         self._plan = plan
         self._next = Position(0)
-        self._latest_iteration = 0
+        self._num_iterations = 0
         # Not at exit: worker processes and threads end by themselves, and closing
         # files while Python shuts down can fail.
         weakref.finalize(self, plan.close).atexit = False
@@ -347,73 +291,53 @@ class DistributedDataset(Generic[BatchT]):
     def __len__(self) -> int:
         steps = self._plan.num_steps
         if steps is None:
-            msg = (
-                "this dataset does not know how many batches it has. Give steps= to "
-                "have the same number in every iteration."
+            raise TypeError(
+                "this dataset does not know how many batches it has. "
+                "itertools.islice(iterator, steps) takes a number of them."
             )
-            raise TypeError(msg)
         return steps
 
     def __reduce__(self) -> NoReturn:
-        msg = (
-            "a dataset holds its source, threads and devices, and cannot be copied or "
-            "pickled. Make another one with distribute_dataset; a position in it is "
-            "saved by get_state() of its iterator."
+        raise DataError(
+            "a dataset holds threads and devices, and cannot be pickled. Make another "
+            "one; get_state() of its iterator saves a position in it."
         )
-        raise DataError(msg)
 
-    def __iter__(self) -> "DataIterator[BatchT]":
+    def __iter__(self) -> DataIterator:
         return self.iterator()
 
-    def iterator(self) -> "DataIterator[BatchT]":
-        """Returns the next iteration; it can be used in a `with` block."""
+    def iterator(self, *, epoch: int | None = None) -> DataIterator:
+        """Returns the next iteration; it can be used in a `with` block.
+
+        Args:
+            epoch: Where it starts, as for measuring the same rows each time; None for
+                the epoch after those of the iterations before it.
+        """
+        if epoch is not None:
+            epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)
+            record = functools.partial(self._record, -1)
+            return DataIterator(self._plan, Position(epoch, first_epoch=epoch), record)
         start = self._next._replace(
-            first_epoch=self._next.epoch, first_row=self._next.row, given=0
+            first_epoch=self._next.epoch, first_row=self._next.row
         )
-        self._latest_iteration += 1
-        self._next = self._after(start)
-        record = functools.partial(self._record, self._latest_iteration)
+        self._num_iterations += 1
+        record = functools.partial(self._record, self._num_iterations)
+        record(start)
         return DataIterator(self._plan, start, record)
 
-    def restarted(self) -> "RestartedDataset[BatchT]":
-        """Returns the same batches, from the start in every iteration.
-
-        Use this to measure: with `steps=`, each validation then takes the same rows.
-        """
-        return RestartedDataset(self)
-
     def report(self) -> PipelineReport:
-        """Returns the work of each stage so far, on this process."""
+        """Returns the work of the pipeline so far, on this process."""
         return self._plan.clock.report()
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.
 
-        Only the latest one decides where the next starts: an older loop that is still
-        running must not move it back.
+        An older loop that is still running must not move the next one back.
         """
-        if iteration == self._latest_iteration:
-            self._next = self._after(position)
-
-    def _after(self, position: Position) -> Position:
-        """Returns the position at which the next iteration starts."""
+        if iteration != self._num_iterations:
+            return
         options = self._plan.options
-        if options.continues or options.epochs is None:
-            return position
-        # Also if the loop was left early: epochs start at their first row.
-        return Position(position.first_epoch + options.epochs)
-
-
-class RestartedDataset(Generic[BatchT]):
-    """The batches of a dataset, from the start in every iteration."""
-
-    def __init__(self, dataset: DistributedDataset[BatchT]) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> "DataIterator[BatchT]":
-        # No iteration has this number, so the dataset's own next one stays where it is.
-        record = functools.partial(self._dataset._record, -1)
-        return DataIterator(self._dataset._plan, Position(0), record)
+        self._next = position
+        if options.epochs is not None and options.remainder != "repeat":
+            # Also if the loop is left early: epochs start at their first row.
+            self._next = Position(position.first_epoch + options.epochs)

@@ -8,8 +8,8 @@ then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._checks import type_text
 from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
@@ -27,6 +28,8 @@ from meshlayout.errors import DataError
 # In bytes: JAX uses a host array's memory on a CPU device without a copy if the memory
 # starts at a multiple of this.
 _ALIGNMENT = 64
+
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,6 @@ class LeafSpec:
     shape: tuple[int, ...]
     to: np.dtype | None
 
-    @property
-    def text(self) -> str:
-        """How a message names the leaf."""
-        return leaf_text(self.path)
-
     def converted(self, values: np.ndarray) -> np.ndarray:
         """Returns rows in the dtype of the devices."""
         if self.to is None or values.dtype == self.to:
@@ -59,178 +57,101 @@ class LeafSpec:
         return out
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Copies rows of this leaf into an array of the devices' dtype.
-
-        Raises:
-            DataError: If an integer does not fit.
-        """
-        if values.dtype == out.dtype:
-            out[...] = values
-            return
-        if values.size and jnp.issubdtype(values.dtype, np.integer):
-            self._check_fits(values)
-        with np.errstate(over="ignore"):  # to infinity, as JAX does
-            out[...] = values
-
-    def _check_fits(self, values: np.ndarray) -> None:
-        bounds: Any = np.iinfo(self.to)
-        for extreme in (values.min(), values.max()):
-            if not bounds.min <= extreme <= bounds.max:
+        """Copies rows into an array of the devices' dtype, if all integers fit."""
+        is_cast = values.dtype != out.dtype and values.size
+        if is_cast and jnp.issubdtype(values.dtype, np.integer):
+            bounds: Any = np.iinfo(out.dtype)
+            low, high = values.min(), values.max()
+            if low < bounds.min or high > bounds.max:
+                worst = high if high > bounds.max else low
                 msg = (
-                    f"{self.text} has the value {extreme}, which does not fit into "
-                    f"{self.to}: without jax_enable_x64, {self.dtype} becomes "
-                    f"{self.to}. Set jax.config.update('jax_enable_x64', True), or "
+                    f"{leaf_text(self.path)} has the value {worst}, which does not fit "
+                    f"into {out.dtype}: without jax_enable_x64, {self.dtype} becomes "
+                    f"{out.dtype}. Set jax.config.update('jax_enable_x64', True), or "
                     "give smaller numbers."
                 )
                 raise DataError(msg)
+        with np.errstate(over="ignore"):  # to infinity, as JAX does
+            out[...] = values
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
-        """Raises DataError if a leaf differs from the first example's.
-
-        Args:
-            shape: The leaf's shape in one example.
-            leaf: The leaf, of one example or of several.
-        """
+        """Raises DataError if a leaf, whose examples have a shape, is not like this."""
+        # NumPy's dtypes of strings differ with their lengths.
+        is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
+        if is_same and shape == self.shape:
+            return
+        what, fix = "changes its dtype", "Give all examples one dtype"
         if shape != self.shape:
-            msg = (
-                f"{self.text} is ragged: an example has shape {shape}, and the first "
-                f"one has {self.shape}. Pad the examples to one shape."
-            )
-            raise DataError(msg)
-        if leaf.dtype == self.dtype or (self.to is None and is_string(leaf)):
-            return  # NumPy's dtypes of strings differ with their lengths
+            what, fix = "is ragged", "Pad the examples to one shape"
+        now, first = array_text(leaf.dtype, shape), array_text(self.dtype, self.shape)
         msg = (
-            f"{self.text} changes its dtype: an example is "
-            f"{array_text(leaf.dtype, shape)}, and the first one is "
-            f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
+            f"{leaf_text(self.path)} {what}: an example is {now}, and the first one is "
+            f"{first}. {fix}."
         )
         raise DataError(msg)
 
 
 @dataclass(frozen=True)
 class ExampleSpec:
-    """The structure, dtypes and shapes of one example.
-
-    Attributes:
-        treedef: The structure.
-        leaves: The leaves, in JAX's order.
-    """
+    """The structure of one example, and its leaves in JAX's order."""
 
     treedef: Any
     leaves: tuple[LeafSpec, ...]
 
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the leaves."""
-        return [leaf.path for leaf in self.leaves]
-
-    def with_objects(self) -> "ExampleSpec":
-        """Returns the spec with strings as objects, whose lengths may differ."""
-        leaves = tuple(
-            replace(spec, dtype=np.dtype(object)) if spec.to is None else spec
-            for spec in self.leaves
-        )
-        return replace(self, leaves=leaves)
-
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of some rows, a tree of arrays with a dim for the rows.
-
-        Args:
-            rows: The rows.
-            count: How many there must be; None for arrays that are known to agree.
-
-        Raises:
-            DataError: If they differ from the first example in structure, dtype or
-                shape; or from `count` in their number.
-        """
+        """Returns the leaves of `count` rows, which must be like the first example."""
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
-            raise structure_error(rows, self.paths)
-        if count is not None:
-            leaves = [
-                _row_array(spec.path, leaf, count)
-                for spec, leaf in zip(self.leaves, leaves, strict=True)
-            ]
-        for spec, leaf in zip(self.leaves, leaves, strict=True):
+            raise _structure_error(rows, [leaf.path for leaf in self.leaves])
+        for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if count is not None:
+                leaves[number] = leaf = row_array(spec.path, leaf, count)
             # Compared here first: for every batch, a call per leaf would add up.
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
                 spec.check(leaf.shape[1:], leaf)
         return leaves
 
 
-def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    """Returns the error about an example that does not have these leaves."""
-    names, first_names = (
-        ", ".join(map(repr, listed)) or "none"
-        for listed in ([path for path, _ in named_leaves(example)[0]], paths)
-    )
-    msg = (
-        "an example has another structure than the first one: leaves "
-        f"{names} instead of {first_names}. Lists of numbers count as structure: make "
-        "them arrays with np.asarray."
-    )
-    return DataError(msg)
-
-
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, given the first of them.
+    """Returns the spec of the examples, given the first of them as rows.
 
-    Args:
-        rows: A tree of arrays with a dim for the examples.
-        strings: `"error"` or `"host"`.
-        warn: Called with a sentence about every leaf that is narrowed.
-
-    Raises:
-        DataError: If there is no leaf, or one that cannot be placed: objects, strings
-            unless they stay on the host, dtypes that JAX does not have.
+    Calls `warn` with a sentence about every leaf that loses precision.
     """
     named, treedef = named_leaves(rows)
     if not named:
         msg = "an example has no leaves: there is no array in it."
         raise DataError(msg)
-    specs = tuple(
-        LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
-        for path, leaf in named
-    )
-    for spec in specs:
-        # Another byte order holds the same values: only a narrower dtype is worth a
-        # warning.
-        if spec.to is not None and spec.to != spec.dtype.newbyteorder("="):
-            name = spec.path or "the array"
-            warn(
-                f"{name}: {spec.dtype} becomes {spec.to}, as JAX does without "
-                "jax_enable_x64."
-            )
-    return ExampleSpec(treedef, specs)
+    specs = []
+    for path, leaf in named:
+        to = _device_dtype(path, leaf, strings)
+        # Integers are checked to fit, so that only floats are worth a warning.
+        if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
+            change = f"{path or 'the array'}: {leaf.dtype} becomes {to}"
+            warn(f"{change}, as JAX does without jax_enable_x64.")
+        specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
+    return ExampleSpec(treedef, tuple(specs))
 
 
 def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
-    """Returns a leaf's dtype on the devices, or None if it stays on the host."""
     dtype = leaf.dtype
+    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
+    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
     if is_string(leaf) and leaf.size:  # an empty array of objects is not of strings
         if strings == "host":
             return None
-        msg = (
-            f"{leaf_text(path)} holds strings, which devices do not take. Leave it "
-            "out, or keep it on the host with strings='host'."
+        what = (
+            "holds strings, which devices do not take. Leave it out, or keep it on the "
+            "host with strings='host'."
         )
-        raise DataError(msg)
-    if dtype.kind == "O":
-        msg = (
-            f"{leaf_text(path)} is an array of objects, which devices do not take. "
-            "Ragged rows have to be padded to one shape; numbers need a dtype, as "
-            "array.astype('float32')."
+    elif dtype.kind == "O" or too_wide or not _jax.is_array_dtype(dtype):
+        what = (
+            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one "
+            "shape, and convert numbers, as with array.astype('float32')."
         )
-        raise DataError(msg)
-    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
-    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
-    if too_wide or not _jax.is_array_dtype(dtype):
-        msg = (
-            f"{leaf_text(path)} has dtype {dtype}, which JAX does not have. Convert "
-            "it, for instance with array.astype('float32')."
-        )
-        raise DataError(msg)
-    return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    else:
+        return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    msg = f"{leaf_text(path)} {what}"
+    raise DataError(msg)
 
 
 def is_string(array: np.ndarray) -> bool:
@@ -240,18 +161,12 @@ def is_string(array: np.ndarray) -> bool:
     return array.dtype.kind in "UST"
 
 
-def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
-    """Returns the leaves of a tree with their paths, and its structure.
+# Trees of any kind as trees of arrays.
 
-    Raises:
-        DataError: If JAX cannot take the tree apart.
-    """
-    try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    except ValueError as error:  # keys of a dict that cannot be put in order
-        reason = str(error).partition("\n")[0]
-        msg = f"JAX cannot take an example apart: {reason} Use keys of one type."
-        raise DataError(msg) from None
+
+def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
+    """Returns the leaves of a tree with their paths, and its structure."""
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [(leaf_path(keys), leaf) for keys, leaf in entries], treedef
 
 
@@ -266,48 +181,35 @@ def leaf_text(path: str) -> str:
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf as a NumPy array, without a copy if it is one already.
+    """Returns anything with `__array__`, a PyTorch tensor, a number, or a string.
 
-    Args:
-        path: The path of the leaf, for messages.
-        leaf: An array, a PyTorch tensor, a number, or a string, which becomes an array
-            of one object.
-
-    Raises:
-        DataError: If it is anything else.
+    Nothing is copied; a string becomes an array of one object.
     """
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if type(leaf).__module__.partition(".")[0] == "torch":
-        return tensor_to_numpy(leaf)
+        leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
+        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
+            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
+            return bits.numpy().view(np.dtype("bfloat16"))
+        return leaf.numpy()
     array = plain_array(leaf, leaf_text(path), error=DataError)
-    if array.dtype == object and not isinstance(leaf, np.ndarray):
+    if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (
-            f"{leaf_text(path)} is of type {type(leaf).__name__}, which is not an "
-            "array, number or string. Leave it out of the examples, or make it an "
-            "array."
+            f"{leaf_text(path)} is {type_text(leaf)}, which is not an array, number or "
+            "string. Leave it out of the examples, or make it an array."
         )
         raise DataError(msg)
     return array
 
 
-def as_rows(rows: PyTree, count: int) -> PyTree:
-    """Returns what a source's `read_rows` returned, as a tree of NumPy arrays.
-
-    Raises:
-        DataError: If a leaf is not an array of so many rows.
-    """
-    named, treedef = named_leaves(rows)
-    return treedef.unflatten([_row_array(path, leaf, count) for path, leaf in named])
-
-
-def _row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
+def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
+    """Returns a leaf that a source's `read_rows` returned for some indices."""
     array = as_array(path, leaf)
-    # Too few rows would be filled up like the last batch of an epoch, as if they were
-    # examples.
-    if not array.ndim or len(array) != count:
+    # Too few rows would be filled up like the last batch of an epoch.
+    if array.shape[:1] != (count,):
         indices = "1 index" if count == 1 else f"{count} indices"
         msg = (
             f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
@@ -317,41 +219,132 @@ def _row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
     return array
 
 
-def tensor_to_numpy(tensor: Any) -> np.ndarray:
-    """Returns a PyTorch tensor as an array, without a copy if it is on the host.
-
-    Raises:
-        DataError: If it is sparse, nested or quantized.
-    """
-    if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
-        msg = (
-            f"a PyTorch tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is "
-            "not dense. Make it dense with its method to_dense() or dequantize()."
-        )
-        raise DataError(msg)
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name != "bfloat16" and not name.startswith("float8"):
-        return tensor.numpy()
-    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes: the same
-    # bits are viewed as integers on one side and as floats on the other.
-    torch: Any = sys.modules["torch"]
-    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
-    return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
-
-
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Returns an uninitialized array that goes to CPU devices without a copy.
-
-    Example:
-        >>> empty((3, 2), "float32").shape
-        (3, 2)
-    """
+    """Returns an uninitialized array that goes to CPU devices without a copy."""
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         return np.empty(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    address, _ = memory.__array_interface__["data"]
-    start = -address % _ALIGNMENT
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+# Elements of iterables: one example, or a batch of them.
+
+
+def looks_batched(element: PyTree) -> bool:
+    """Returns whether an element could be a batch: all arrays share their first dim."""
+    leaves = jax.tree.leaves(element)
+    sizes = {getattr(x, "shape", ())[:1] if hasattr(x, "dtype") else () for x in leaves}
+    return len(sizes) == 1 and sizes != {()}
+
+
+def is_placed(batch: Batch) -> bool:
+    """Returns whether a user has placed all arrays of a batch on devices.
+
+    JAX calls such arrays committed; others, as `jnp.ones` returns them, are on the
+    default device by chance, and are treated like NumPy arrays.
+    """
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(map(_jax.is_committed, leaves))
+
+
+def copied(example: PyTree) -> PyTree:
+    """Returns an example that shares no memory with what its source may refill."""
+
+    def copy(leaf: Leaf) -> Leaf:
+        is_constant = isinstance(leaf, (*_NUMBERS, str, bytes))
+        return leaf if is_constant else as_array("", leaf).copy()
+
+    return jax.tree.map(copy, example)
+
+
+def as_batch(batch: Batch) -> tuple[PyTree, int]:
+    """Returns a user's batch as a tree of NumPy arrays, and the number of its rows."""
+    named, treedef = named_leaves(batch)
+    leaves = [as_array(path, leaf) for path, leaf in named]
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+        msg = (
+            f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
+            "have no batch dim in common. If the source yields single examples, say "
+            "batched=False."
+        )
+        raise DataError(msg)
+    return treedef.unflatten(leaves), sizes.pop()[0]
+
+
+def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
+    """Stacks examples of one structure, whose leaves agree in shape and dtype.
+
+    Strings become an array of objects, and Python numbers have the `dtypes` by path.
+
+    Example:
+        >>> stack([{"x": np.ones(2), "y": 1}, {"x": np.zeros(2), "y": 2}])["y"]
+        array([1, 2])
+    """
+    named, treedef = named_leaves(examples[0])
+    paths = [path for path, _ in named]
+    try:
+        flat = [treedef.flatten_up_to(example) for example in examples]
+    except ValueError:
+        other = next(e for e in examples if jax.tree.structure(e) != treedef)
+        raise _structure_error(other, paths) from None
+    columns = zip(paths, zip(*flat, strict=True), strict=True)
+    dtypes = dtypes or {}
+    return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
+
+
+def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
+    first, kinds = column[0], set(map(type, column))
+    if isinstance(first, (str, bytes)):
+        strings = np.empty(len(column), object)
+        strings[:] = column
+        return strings
+    if isinstance(first, _NUMBERS) and (len(kinds) == 1 or dtype is not None):
+        return np.array(column, getattr(first, "dtype", dtype))
+    arrays = [as_array(path, leaf) for leaf in column]
+    spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
+    for array in arrays:
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            spec.check(array.shape, array)
+    out = empty((len(arrays), *spec.shape), spec.dtype)
+    return np.stack(arrays, out=out)
+
+
+# Messages.
+
+
+def _structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
+    names = ", ".join(repr(path) for path, _ in named_leaves(example)[0]) or "none"
+    return DataError(
+        f"an example has another structure than the first one: leaves {names} instead "
+        f"of {', '.join(map(repr, paths)) or 'none'}. Lists of numbers count as "
+        "structure: make them arrays with np.asarray."
+    )
+
+
+def ambiguous(what: str) -> str:
+    """Returns the message that asks for `batched=`, since a guess could be wrong."""
+    return (
+        f"the elements of {what} may be examples or batches: all their arrays have the "
+        "same first dim. Say batched=False for examples, or batched=True for batches."
+    )
+
+
+def no_rows(epoch: int) -> str:
+    """Returns the message about an epoch, counted from 0, that has no examples."""
+    if not epoch:
+        return "the source is empty: it yielded no examples."
+    return (
+        f"the source yielded no examples in epoch {epoch + 1}, though it did before: "
+        "it can be read once. A function that makes the generator must make a new one "
+        "at every call."
+    )
+
+
+def rows_text(count: int) -> str:
+    """Returns a number of rows in words."""
+    return f"{count} row" if count == 1 else f"{count} rows"

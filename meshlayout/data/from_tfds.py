@@ -1,47 +1,41 @@
 """From the name of a TFDS dataset to global batches on the mesh.
 
 A split that fits into memory is decoded once and gathered from there. Everything else
-is read by workers, batch by batch. Either way the split is a source with random access,
-so that order, shards, padding and positions work as for any other source.
+is read batch by batch. Either way the split is a source with random access, so that
+order, shards, padding and positions work as for any other source.
 """
 
 import contextlib
-import functools
-import itertools
-from collections.abc import Callable
-from dataclasses import replace
+import inspect
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data import decode_cache
+from meshlayout._annotations import PyTree
+from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
-from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset
-from meshlayout.data.examples import describe
-from meshlayout.data.placement import batch_layout, process_rows
-from meshlayout.data.plan import DataOptions, DataPlan
-from meshlayout.data.preparation import Prepared, find_prepared, supervised_keys
-from meshlayout.data.protocols import RandomAccessSource
-from meshlayout.data.records import (
-    FileOrder,
-    MapFunction,
-    RecordDecoder,
-    RowMapper,
-    as_map_function,
-    mapped_batches,
-    worker_rows,
-)
-from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool
+from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
+from meshlayout.data.examples import describe, named_leaves, stack
+from meshlayout.data.prepared import find_dataset
+from meshlayout.data.report import Clock
+from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
 
-Cache: TypeAlias = Literal["auto", "memory", "none"]
+# Without in_memory=, a split is kept if it takes at most this share of the free memory.
+_MEMORY_SHARE = 0.25
 
-_FIRST_ROW = np.zeros(1, np.int64)
+# How many rows are decoded at a time.
+_CHUNK = 512
 
 
 def from_tfds(
@@ -50,209 +44,258 @@ def from_tfds(
     layout_or_mesh: Any,
     *,
     global_batch_size: int,
-    shuffle: bool = True,
-    seed: int = 0,
+    shuffle: int | None = 0,
     map: Callable[..., Any] | None = None,
-    map_batched: bool = False,
-    num_workers: int | Literal["auto"] = "auto",
-    worker_kind: WorkerKind = "auto",
-    deterministic: bool = True,
-    cache: Cache = "auto",
+    num_workers: int = 0,
+    in_memory: bool | None = None,
     data_dir: str | Path | None = None,
     decoders: Any = None,
     supervised: bool = False,
     remainder: str = "pad",
     weights: str | int | None = "weight",
     epochs: int | None = 1,
-    steps: int | None = None,
     prefetch: int = 2,
     strings: str = "error",
-) -> DistributedDataset[Any]:
+) -> DistributedDataset:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
     array_record are read without TensorFlow; others are downloaded and prepared by
-    TFDS, those of the MNIST family without TensorFlow, too. A split that fits into
-    memory is decoded once, in its own dtypes, and every batch is gathered from there in
-    one step. What does not fit is read, decoded and mapped in parallel. Batches are a
-    function of seed and epoch, the same on any number of processes and workers, and
-    iteration resumes at any of them.
-
-    Worker processes import the script that starts them, as always with Python's
-    multiprocessing: what the script runs belongs under `if __name__ == "__main__":`.
-    Unless they are asked for, processes are used only if that is the case.
+    TFDS, those of the MNIST family without TensorFlow, too. Batches are a function of
+    seed and epoch, the same on any number of processes and workers, and iteration
+    resumes at any of them. The other arguments are those of `distribute_dataset`.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
         split: The split, such as `train` or `train[:10%]`.
-        layout_or_mesh: The layout of batches, as for `distribute_dataset`.
+        layout_or_mesh: The layout of batches.
         global_batch_size: Rows of a global batch.
-        shuffle: Whether each epoch has a different, shuffled order.
-        seed: The seed of the shuffle and of the random numbers of `map`.
+        shuffle: A seed, which together with the epoch determines the order of the rows
+            and the random numbers of `map`. None keeps the order of the files.
         map: Called with every example, a tree of NumPy arrays, after decoding; returns
             a tree. If it requires a second argument, it gets a NumPy random generator
             that is a function of seed, epoch and row.
-        map_batched: Whether `map` is called with a batch of this process's rows. The
-            second argument is then a list of the generators of the rows, which also
-            draws for all rows at once, with `size=(rows, ...)`.
-        num_workers: How many threads or processes read, decode and map; 0 for none
-            besides the prefetching thread. `"auto"` measures on the first batch.
-        worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and means
-            processes if `num_workers` is a number.
-        deterministic: Whether the order is a shuffle of all rows. If False, it follows
-            the files: neighboring rows are read together, from many files at once, and
-            shuffled within a window. That suits disks and buckets, where every read
-            takes time; the order is still the same in every run.
-        cache: `"memory"` decodes the split once and keeps it; `"none"` never does;
-            `"auto"` does if it takes at most a quarter of the free memory.
+        num_workers: How many processes read, decode and map; 0 leaves it to the
+            prefetching thread. Processes import the script that starts them, as always
+            in Python: what it runs belongs under `if __name__ == "__main__":`.
+        in_memory: Whether the split is decoded once and kept, so that a batch is
+            gathered in one step. None keeps it if it takes at most a quarter of the
+            free memory; the `report()` of the batches says so.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
-        supervised: Whether examples are TFDS's pairs of input and target; by default
-            they are dicts of all features.
-        remainder: As for `distribute_dataset`.
-        weights: As for `distribute_dataset`; index 2, after the pair, if `supervised`.
-        epochs: As for `distribute_dataset`.
-        steps: As for `distribute_dataset`.
-        prefetch: As for `distribute_dataset`.
-        strings: As for `distribute_dataset`.
-
-    Returns:
-        The batches. Their `report()` says whether the split is in memory, which workers
-        were chosen and why, and how long each stage takes.
+        supervised: Whether examples are TFDS's pairs of input and target, which
+            weights are appended to; by default they are dicts of all features.
+        remainder: What to do with the rows that do not fill a batch.
+        weights: Where batches carry one weight per example.
+        epochs: Passes in one iteration.
+        prefetch: How many batches are prepared ahead.
+        strings: `"error"`, or `"host"` to leave strings on the host.
 
     Raises:
-        DataError: If an argument is wrong, the dataset is not available, or its
-            examples cannot be made into batches.
+        DataError: If an argument is wrong, the dataset can be neither found nor
+            downloaded, or its examples cannot be made into batches.
     """
-    clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.note)
-    flag = functools.partial(_checks.flag, error=DataError)
-    choice = functools.partial(_checks.choice, error=DataError)
-    cache = choice("cache", cache, get_args(Cache))
-    worker_kind = choice("worker_kind", worker_kind, get_args(WorkerKind))
-    if not (isinstance(num_workers, str) and num_workers == "auto"):
-        num_workers = _checks.count(
-            "num_workers",
-            num_workers,
-            at_least=0,
-            error=DataError,
-            hint="Or 'auto', which measures.",
-        )
-    is_shuffled = flag("shuffle", shuffle)
-    is_ordered = flag("deterministic", deterministic)
-    is_supervised = flag("supervised", supervised)
-    seed = _checks.count("seed", seed, at_least=0, error=DataError)
-    function = as_map_function(
-        map, is_batched=flag("map_batched", map_batched), seed=seed
-    )
-    if not is_ordered and cache == "memory":
-        msg = (
-            "cache='memory' gathers batches from arrays, where no order is faster than "
-            "another. Leave out deterministic=False, for a shuffle of all rows."
-        )
-        raise DataError(msg)
+    _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
+    num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
+    is_supervised = _checks.flag("supervised", supervised, error=DataError)
     if is_supervised and isinstance(weights, str) and weights == "weight":
         weights = 2  # the default key, of a pair: append them
     options = DataOptions(
         global_batch_size=global_batch_size,
         remainder=remainder,
         weights=weights,
-        # In the order of the files, the source shuffles by itself.
-        shuffle=seed if is_shuffled and is_ordered else None,
+        shuffle=shuffle,
         epochs=epochs,
-        steps=steps,
         prefetch=prefetch,
-        per_process=False,
         strings=strings,
     )
-    batch_size = len(process_rows(layout, options.global_batch_size))
-    # Workers map single examples. A function of batches runs in the prefetching thread:
-    # only there are all rows of a batch together.
-    pools = contextlib.ExitStack()
-    by_batch = function if map_batched else None
-    by_example = None if map_batched else function
+    function = None if map is None else _Map(map, options.shuffle or 0, _is_random(map))
+    clock, closing = Clock(), contextlib.ExitStack()
 
-    def new_pool(read: RowFunction, num_rows: int, task: str) -> WorkerPool:
-        pool = WorkerPool(
-            read,
-            by_example,
-            num_workers=num_workers,
-            kind=worker_kind,
-            num_rows=num_rows,
-            task=task,
-            note=clock.note,
-        )
-        pools.callback(pool.close)
-        return pool
+    def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
+        if num_workers:
+            read = workers = Workers(read, num_workers)
+            closing.callback(workers.close)
 
-    def open_source() -> RandomAccessSource:
-        prepared = find_prepared(name, split, data_dir, decoders)
-        keys = supervised_keys(prepared.builder) if is_supervised else None
-        decode = RecordDecoder(prepared.source, keys)
-        # Refuse what cannot be placed before the whole split is decoded.
-        first = replace(decode, map=by_example)(_FIRST_ROW, 0).rows
-        if by_batch is not None:
-            indices = np.repeat(_FIRST_ROW, max(1, batch_size))
-            rows = jax.tree.map(lambda leaf: leaf[indices], first)
-            first = by_batch.batch(rows, indices, 0)
-        describe(first, options.strings, lambda _: None)
-        source = _rows(prepared, decode, by_example, new_pool, cache, clock)
-        if by_batch is not None:
-            source = mapped_batches(source, by_batch, batch_size, clock)
-        if is_ordered:
-            return source
-        how = " and shuffled within a window" if is_shuffled else ""
-        clock.note(
-            f"deterministic=False: rows come in the order of {len(prepared.files)} "
-            f"files, read side by side{how}."
-        )
-        # TFDS numbers rows through its files in this order.
-        counts = (count for _, count in prepared.files)
-        ends = itertools.accumulate(counts, initial=0)
-        files = list(itertools.starmap(range, itertools.pairwise(ends)))
-        order = FileOrder(files, seed if is_shuffled else None)
-        return Rows(
-            len(source),
-            lambda indices, epoch: source.read_rows(order.at(indices, epoch), epoch),
-        )
+        def read_rows(indices: np.ndarray, epoch: int) -> PyTree:
+            rows = () if decoded is None else decoded.read_rows(indices, epoch)
+            return stack(read((indices, rows), epoch))
 
-    plan = DataPlan(open_source, layout, options, clock, close=pools.close)
-    if not is_ordered:
-        # The same position in a shuffle of all rows would mean other rows.
-        order = {
-            "source": "rows in file order",
-            "seed": seed if is_shuffled else None,
-        }
-        plan.identity.update(order)
-    return DistributedDataset(plan)
+        return Rows(num_rows, read_rows)
+
+    def open_source() -> Rows:
+        builder = find_dataset(name, split, data_dir)
+        source = builder.as_data_source(split=split, decoders=decoders)
+        keys = builder.info.supervised_keys if is_supervised else None
+        if is_supervised and keys is None:
+            msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
+            raise DataError(msg)
+        records = _Records(source, keys, feature_dtypes(builder.info.features))
+        one_row = np.zeros(1, np.int64)
+        with _checks.noted("TFDS raised this for the first example."):
+            first = records((one_row, ()), 0)
+        # What cannot be placed is refused before the whole split is decoded.
+        mapped = first if function is None else function(first, one_row, 0)
+        describe(stack(mapped), options.strings, lambda _: None)
+        keep = in_memory
+        if keep is None:
+            why_not = _why_not_kept(stack(first), builder.info, split)
+            keep = why_not is None
+            if why_not:
+                clock.note(f"The split is not kept in memory: {why_not}.")
+        if not keep:
+            return rows_of(replace(records, map=function), len(source))
+        decoded = _decoded(rows_of(records, len(source)), clock.note)
+        closing.close()  # ends the workers that have decoded
+        if function is None:
+            return decoded
+        return rows_of(function.of_decoded, len(source), decoded)
+
+    return dataset_of(
+        open_source, layout_or_mesh, options, clock=clock, close=closing.close
+    )
 
 
-def _rows(
-    prepared: Prepared,
-    decode: RecordDecoder,
-    function: MapFunction | None,
-    new_pool: Callable[[RowFunction, int, str], WorkerPool],
-    cache: Cache,
-    clock: Clock,
-) -> RandomAccessSource:
-    """Returns the rows of a split, mapped, from memory or read by workers."""
-    num_rows = len(prepared.source)
-    is_kept = cache == "memory"
-    if cache == "auto":
-        reason = decode_cache.why_not_kept(decode(_FIRST_ROW, 0).rows, prepared)
-        is_kept = reason is None
-        if not is_kept:
-            clock.note(f"cache='auto' keeps nothing: {reason}.")
-    if not is_kept:
-        pool = new_pool(replace(decode, map=function), num_rows, "Reading")
-        return worker_rows(pool, num_rows, clock)
-    # The split is kept as it is before `map`, which may differ in every epoch.
-    pool = new_pool(decode, num_rows, "Decoding")
+# Takes row indices and their decoded rows, if they are decoded already; and the epoch.
+_Read: TypeAlias = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+
+
+def _is_random(function: Any) -> bool:
+    """Returns whether a function of an example requires a generator, too."""
+    if not callable(function):
+        msg = f"map must be a function of an example, got {_checks.shown(function)}."
+        raise DataError(msg)
     try:
-        decoded = array_rows(decode_cache.decoded_rows(pool, num_rows, clock.note))
-    finally:
-        pool.close()
-    if function is None:
-        return decoded
-    pool = new_pool(RowMapper(function), num_rows, "map=")
-    return worker_rows(pool, num_rows, clock, decoded)
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions
+        return False
+    required = [p.kind < p.VAR_POSITIONAL and p.default is p.empty for p in parameters]
+    if sum(required) > 2 or not parameters:
+        msg = (
+            "map must be a function of an example, or of an example and a NumPy random "
+            f"generator, got one that needs {sum(required)} arguments."
+        )
+        raise DataError(msg)
+    return sum(required) == 2
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A user's function of an example and, if `is_random`, of a random generator.
+
+    What an example becomes depends on seed, epoch and row alone, never on who maps it
+    or on what shares its batch.
+    """
+
+    function: Callable[..., Any]
+    seed: int
+    is_random: bool
+
+    def __call__(
+        self, examples: Iterable[PyTree], rows: np.ndarray, epoch: int
+    ) -> list[PyTree]:
+        mapped = []
+        for example, row in zip(examples, rows.tolist(), strict=True):
+            seeds = [[self.seed, epoch, row]] if self.is_random else []
+            rngs = [np.random.default_rng(seed) for seed in seeds]
+            with _checks.noted(f"This was raised by map= at row {row} of the split."):
+                mapped.append(self.function(example, *rngs))
+        return mapped
+
+    def of_decoded(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
+        """Returns decoded rows as mapped examples."""
+        indices, decoded = inputs
+        leaves, treedef = jax.tree.flatten(decoded)
+        return self(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """Reads, decodes and maps rows of TFDS's data source, also in a worker process.
+
+    `keys` are the features that make up an example, in the form of TFDS's supervised
+    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's.
+    """
+
+    source: Any
+    keys: PyTree
+    dtypes: Mapping[str, np.dtype]
+    map: "_Map | None" = None
+
+    def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
+        indices, _ = inputs
+        examples = map(self._typed, self.source.__getitems__(indices.tolist()))
+        return (
+            list(examples) if self.map is None else self.map(examples, indices, epoch)
+        )
+
+    def _typed(self, example: PyTree) -> PyTree:
+        named, treedef = named_leaves(example)
+        leaves = [
+            self.dtypes[path].type(leaf) if type(leaf) in (bool, int, float) else leaf
+            for path, leaf in named
+        ]
+        typed = treedef.unflatten(leaves)
+        return typed if self.keys is None else jax.tree.map(typed.get, self.keys)
+
+
+def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
+    """Returns all rows of a split in memory, in the dtypes of the dataset."""
+    start_s = time.perf_counter()
+    arrays: list[np.ndarray] = []
+    treedef: Any = None
+    for start in range(0, len(rows), _CHUNK):
+        indices = np.arange(start, min(start + _CHUNK, len(rows)))
+        leaves, treedef = jax.tree.flatten(rows.read_rows(indices, 0))
+        # Allocated once: joining the chunks at the end would take twice the memory.
+        arrays = arrays or [
+            np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf in leaves
+        ]
+        for array, leaf in zip(arrays, leaves, strict=True):
+            if leaf.shape[1:] != array.shape[1:]:
+                msg = f"examples differ in shape: {leaf.shape[1:]}, {array.shape[1:]}."
+                raise DataError(
+                    f"{msg} Use in_memory=False, and a map= that crops them."
+                )
+            array[indices] = leaf
+    size, took_s = sum(x.nbytes for x in arrays), time.perf_counter() - start_s
+    count = f"{len(rows):,} examples"
+    note(f"Decoded {count} once into {bytes_text(size)} of memory in {took_s:.1f} s.")
+    return array_rows(treedef.unflatten(arrays))
+
+
+def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
+    """Returns why a decoded split, of such rows, should not be kept in memory."""
+    # An unknown dim does not mean that examples differ, but an array cannot be
+    # allocated for it without decoding all of them.
+    infos = jax.tree.leaves(info.features.get_tensor_info())
+    if any(dim is None for leaf in infos for dim in leaf.shape):
+        return "examples differ in size"
+    leaves = jax.tree.leaves(first)
+    # To Python, a string is 64 bytes and its own, together at most those of the files.
+    size = info.splits[split].num_examples * sum(
+        64 if leaf.dtype == object else leaf.nbytes for leaf in leaves
+    )
+    if any(leaf.dtype == object for leaf in leaves):
+        size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
+    allowed = int(_MEMORY_SHARE * free_memory())
+    if size <= allowed:
+        return None
+    return (
+        f"decoded, it takes {bytes_text(size)}, more than {bytes_text(allowed)}, "
+        f"{_MEMORY_SHARE:.0%} of the free memory"
+    )
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that are available to this process."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # macOS reports only the total
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Including memory that only caches files.
+    available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
+    free = int(available[1]) * 1024 if available else 0
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(0, free)

@@ -7,6 +7,7 @@ what is overridden here.
 """
 
 import gzip
+import importlib
 import io
 import zipfile
 from collections.abc import Iterator
@@ -16,23 +17,16 @@ from urllib.parse import urljoin
 
 import numpy as np
 
-from meshlayout import _optional
-
 
 Builder: TypeAlias = Any
-"""A `tfds.core.DatasetBuilder`, whose package only some users have."""
+"""A `tfds.core.DatasetBuilder`; TFDS is imported when it is first used."""
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def without_tensorflow(builder: Builder) -> Builder:
-    """Returns the same builder with files read by NumPy, for the MNIST family.
-
-    Other builders are returned unchanged.
-    """
-    tfds: Any = _optional.require(
-        "tensorflow_datasets", extra="tfds", purpose="Preparing a TFDS dataset"
-    )
+    """Returns a builder of the MNIST family with files read by NumPy; others as is."""
+    tfds = importlib.import_module("tensorflow_datasets")
     if not isinstance(builder, tfds.image_classification.MNIST):
         return builder
     with tfds.core.registered.skip_registration():
@@ -110,9 +104,7 @@ def read_idx(data: bytes) -> Bytes:
 
 def png(image: Bytes) -> io.BytesIO:
     """Returns a PNG file, whose bytes TFDS stores unchanged."""
-    pillow: Any = _optional.require(
-        "PIL.Image", extra="tfds", purpose="Preparing a TFDS dataset"
-    )
+    pillow = importlib.import_module("PIL.Image")
     file = io.BytesIO()
     pillow.fromarray(image).save(file, "PNG")
     file.seek(0)

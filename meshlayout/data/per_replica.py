@@ -5,26 +5,25 @@ sends each host its part. Processes that share a replica must make the same inpu
 the user's function is told which input pipeline it makes, not which process it is on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from meshlayout import _checks
-from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_row_shards
-from meshlayout.data.agreement import FACTS, agreement_of, failure_told
-from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, first_batch
+from meshlayout.data.agreement import Agreement
+from meshlayout.data.dataset import DistributedDataset, checked_options, first_batch
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
     row_groups,
     rows_per_replica,
 )
-from meshlayout.data.plan import DataOptions, DataPlan
+from meshlayout.data.plan import Assemble, DataPlan
 from meshlayout.data.protocols import RandomAccessSource
+from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
@@ -32,8 +31,8 @@ from meshlayout.errors import DataError
 class InputContext:
     """Which part of the input this process makes.
 
-    An input pipeline feeds the replicas of one process. Processes that hold parts of
-    the same replicas form one pipeline, and must make the same input.
+    Processes that hold parts of the same replicas form one pipeline, and must make the
+    same input.
 
     Attributes:
         num_input_pipelines: The number of pipelines.
@@ -56,41 +55,21 @@ class InputContext:
             ("input_pipeline_id", 0),
             ("num_replicas_in_sync", 1),
         ):
-            value = getattr(self, name)
-            _checks.count(
-                name, value, at_least=at_least, where="InputContext", error=DataError
-            )
+            context = _checks.Context(where="InputContext", error=DataError)
+            _checks.count(name, getattr(self, name), at_least=at_least, **context)
         if self.input_pipeline_id >= self.num_input_pipelines:
-            msg = (
+            raise DataError(
                 "InputContext: input_pipeline_id must be below num_input_pipelines="
                 f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
             )
-            raise DataError(msg)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns how many rows of a global batch each replica gets.
-
-        As `per_replica_batch_size`, inside a function that knows no mesh.
-
-        Args:
-            global_batch_size: Rows of the global batch.
-
-        Raises:
-            DataError: If it is not a positive integer, or does not divide.
-        """
+        """Returns how many rows of a global batch each replica gets."""
         return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
     @classmethod
     def of(cls, layout_or_mesh: LayoutOrMesh) -> "InputContext":
-        """Returns this process's context.
-
-        Args:
-            layout_or_mesh: The layout of batches, as for `distribute_dataset`.
-
-        Raises:
-            DataError: If this process has no devices in the mesh, or shares some but
-                not all of its rows with another one.
-        """
+        """Returns this process's context, for the layout of batches or a mesh."""
         layout = batch_layout(layout_or_mesh)
         replicas = num_row_shards(layout)
         # With one row per replica, processes that share a replica share its row.
@@ -107,39 +86,25 @@ def distribute_datasets_from_function(
     fn: Callable[[InputContext], Any],
     layout_or_mesh: LayoutOrMesh,
     *,
-    global_batch_size: int | None = None,
-    remainder: str = "pad",
-    weights: str | int | None = "weight",
-    shuffle: int | None = None,
-    epochs: int | None = 1,
-    steps: int | None = None,
-    prefetch: int = 2,
-    strings: str = "error",
     batched: bool | None = None,
-) -> DistributedDataset[Any]:
+    **options: Any,
+) -> DistributedDataset:
     """Makes global batches from the sources that a function makes on each process.
 
     Use this to port a pipeline from tf.distribute, or if each process must read its own
-    part of the data. The function decides what its process reads; nothing is sharded
-    for it. The source that it returns is cut into this process's part of the global
-    batches, one replica's rows after another's. A source of batches of the per-replica
-    size, as for tf.distribute, feeds one batch to each replica in turn.
+    part of the data. The source that the function returns is cut into this process's
+    part of the global batches, one replica's rows after another's. A source of batches
+    of the per-replica size, as for tf.distribute, feeds one to each replica in turn.
 
     Args:
         fn: Called once with an `InputContext`; returns any source that
             `distribute_dataset` takes.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
-        global_batch_size: Rows of a batch, on all processes together; None for the
-            size of the first batch of the source times the number of replicas.
-        remainder: As for `distribute_dataset`, like those that follow.
-        weights: Where batches carry one weight per example.
-        shuffle: A seed for a source with random access.
-        epochs: Passes over the source in one iteration.
-        steps: Batches in one iteration.
-        prefetch: How many batches are prepared ahead.
-        strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
             that could be either as batches, as tf.distribute does.
+        **options: Those of `distribute_dataset` but `per_process`. Without
+            `global_batch_size`, it is the size of the first batch of the source times
+            the number of replicas.
 
     Raises:
         DataError: As `distribute_dataset`, or if the batch size cannot be inferred.
@@ -156,70 +121,47 @@ def distribute_datasets_from_function(
         >>> [batch["x"][::2, 0].tolist() for batch in data]
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
-    plan = make_plan_from_function(
-        fn,
-        layout_or_mesh,
-        batched=batched,
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        steps=steps,
-        prefetch=prefetch,
-        strings=strings,
+    return DistributedDataset(
+        make_plan_from_function(fn, layout_or_mesh, options, batched=batched)
     )
-    return DistributedDataset(plan)
 
 
 def make_plan_from_function(
     fn: Callable[[InputContext], Any],
     layout_or_mesh: LayoutOrMesh,
+    options: Mapping[str, Any],
     *,
     name: str = "fn",
-    batched: bool | None,
-    assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
-    **options: Any,
+    batched: bool | None = None,
+    assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset from sources that a function makes.
-
-    Args:
-        fn: As for `distribute_datasets_from_function`.
-        layout_or_mesh: As for `distribute_datasets_from_function`.
-        name: How messages call the function.
-        batched: As for `distribute_datasets_from_function`.
-        assemble: As for `DataPlan`.
-        **options: Those of `DataOptions`, except `per_process`.
-
-    Raises:
-        DataError: As `distribute_datasets_from_function`.
-    """
+    """Returns the plan of a dataset of what `fn`, called `name` in messages, makes."""
     clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.note)
-    agreement = agreement_of(layout.mesh)
-    with failure_told(agreement, FACTS):
+    layout = batch_layout(layout_or_mesh, clock.warn)
+    agreement = Agreement(layout.mesh)
+    with agreement.failure_told():
         _checks.function(name, fn, "context", error=DataError)
         context = InputContext.of(layout)
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
-            msg = (
+            raise DataError(
                 f"{name} returned None, and must return a source of batches of the "
                 "per-replica size. A function that ends without `return` gives None."
             )
-            raise DataError(msg)
         source, rows = first_batch(dataset, clock, batched=batched)
-        if options["global_batch_size"] is None:
+        size = options.get("global_batch_size")
+        if size is None:
             if isinstance(source, RandomAccessSource):
-                msg = (
+                raise DataError(
                     f"{name} returned a source of single rows, from which the size of "
                     "a batch cannot be inferred. Give global_batch_size=, or return "
                     "batches of the per-replica size."
                 )
-                raise DataError(msg)
-            options["global_batch_size"] = (rows or 1) * context.num_replicas_in_sync
+            size = (rows or 1) * context.num_replicas_in_sync
         # Whatever the function returned is this process's own input.
-        checked = DataOptions(**options, per_process=True)
+        own = {**options, "global_batch_size": size, "per_process": True}
+        checked = checked_options(own)
     return DataPlan(
-        lambda: source, layout, checked, clock, agreement, assemble=assemble
+        lambda: source, layout, checked, clock, agreement=agreement, assemble=assemble
     )

@@ -5,7 +5,9 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import AnySharding, Batch, PyTree
 from meshlayout._render.tables import array_text
-from meshlayout.data.examples import ExampleSpec, LeafSpec, named_leaves
+from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
 from meshlayout.errors import DataError, LayoutError, StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
@@ -34,21 +36,16 @@ def process_rows(
 
     Use this to write a source for `per_process=True`, or to read only what is needed
     from a file. These are the rows of which the process's devices hold a part, each of
-    them once, however the mesh spans the processes. A process without devices in the
-    mesh has none.
+    them once, however the mesh spans the processes.
 
     Args:
-        layout: The layout of the array, or a mesh: then its axes called batch, data or
-            fsdp shard the first dim.
+        layout: The layout of the array, or a mesh: then its batch axes shard the first
+            dim, as for `distribute_dataset`.
         global_shape: Shape of the whole array, or only its number of rows.
         process_index: The process; this one if None.
 
     Returns:
         The row indices, ascending, int64.
-
-    Raises:
-        LayoutError: If the shape does not fit the layout.
-        DataError: If there is no such process.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -68,43 +65,30 @@ def process_rows(
         msg = "an array without dims has no rows; global_shape needs its batch dim."
         raise LayoutError(msg)
     full = _batches.leaf_layout(batch_layout(layout), len(shape))
-    if process_index is None:
-        process_index = jax.process_index()
-    else:
-        _check_process(process_index, full.mesh)
+    here = jax.process_index() if process_index is None else process_index
+    here = _checks.count("process_index", here, at_least=0, error=DataError)
+    # The mesh of a topology, made for planning, has processes that are not running.
+    num_processes = max(jax.process_count(), processes_of(full.mesh)[-1] + 1)
+    if here >= num_processes:
+        raise DataError(
+            f"process_index must be below {num_processes}, the number of processes, "
+            f"got {here}."
+        )
     # A set: replicas of a shard, and shards of other dims, have the same rows.
     size = full.shard_shape(shape)[0]
     starts = {
         full.shard_slices(shape, device)[0].start
         for device in full.mesh.devices.flat
-        if device.process_index == process_index
+        if device.process_index == here
     }
     parts = [np.arange(start, start + size) for start in sorted(starts)]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
-def _check_process(index: int, mesh: Mesh) -> None:
-    index = _checks.count("process_index", index, at_least=0, error=DataError)
-    # The mesh of a topology, made for planning, has processes that are not running.
-    num_processes = max(jax.process_count(), _processes(mesh)[-1] + 1)
-    if index >= num_processes:
-        msg = (
-            f"process_index must be below {num_processes}, the number of processes, "
-            f"got {index}."
-        )
-        raise DataError(msg)
-
-
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
-    """Returns how many rows of a global batch each replica gets.
+    """Returns how many rows of a global batch each replica gets; they must divide.
 
-    Args:
-        global_batch_size: Rows of the global batch.
-        layout_or_mesh: The layout of batches, or a mesh, whose replicas are then along
-            the axes called batch, data or fsdp.
-
-    Raises:
-        DataError: If they do not divide.
+    The replicas of a mesh are along its batch axes.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -117,145 +101,99 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
 
 
 def rows_per_replica(global_batch_size: int, replicas: int, where: str = "") -> int:
-    """Returns how many rows of a global batch each replica gets.
-
-    Args:
-        global_batch_size: Rows of the global batch.
-        replicas: The number of replicas.
-        where: What they belong to, for messages.
-
-    Raises:
-        DataError: If the size is not a positive integer, or does not divide.
-    """
+    """Returns the rows of a replica; `where` names the replicas in messages."""
     size = _checks.count("global_batch_size", global_batch_size, error=DataError)
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
-        msg = (
+        raise DataError(
             f"a global batch of {size} rows does not divide into {replicas} replicas"
             f"{where}. Nearest sizes that divide: {' and '.join(map(str, nearest))}."
         )
-        raise DataError(msg)
     return size // replicas
 
 
 def batch_layout(
-    layout_or_mesh: LayoutOrMesh, note: Callable[[str], None] | None = None
+    layout_or_mesh: LayoutOrMesh, warn: Callable[[str], None] = lambda _: None
 ) -> Layout:
-    """Returns the layout of batches.
+    """Returns the layout of batches; a mesh shards the first dim over `BATCH_AXES`.
 
-    Args:
-        layout_or_mesh: A layout, a sharding, a PartitionSpec on the default mesh, or a
-            mesh, whose axes in `BATCH_AXES` shard the first dim.
-        note: Called with a sentence if a mesh without such an axis is given: every
-            device then holds whole batches, which is seldom meant.
-
-    Raises:
-        DataError: If it is something else, or has an entry that JAX cannot place.
+    Calls `warn` with a sentence if a mesh without such an axis is given: every device
+    then holds whole batches, which is seldom meant.
     """
     if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
         mesh = as_mesh(layout_or_mesh)
-        is_whole = len(mesh.devices.flat) > 1 and not _batches.batch_axes(mesh)
-        if is_whole and note is not None:
-            axis = mesh.axis_names[0]
-            note(
-                f"Every device of {mesh!r} holds the whole batch: of a mesh's axes, "
-                "those called batch, data or fsdp shard batches. To shard them along "
-                f"another one, give a layout, as mesh.layout({axis!r}, ...)."
+        if mesh.size > 1 and not _batches.batch_axes(mesh):
+            warn(
+                f"every device of {mesh!r} gets all rows of each batch: none of its "
+                "axes has one of the names that shard batches, "
+                f"{', '.join(map(repr, _batches.BATCH_AXES))}. Name the axis so, or "
+                f"give a layout in place of the mesh, as "
+                f"mesh.layout({mesh.axis_names[0]!r}, ...); if every device is to have "
+                "all rows, mesh.layout(...)."
             )
         return _batches.batch_layout(mesh)
     if isinstance(layout_or_mesh, PartitionSpec):
         return Layout(layout_or_mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
-        msg = (
-            "batches need a Layout, a mesh or a NamedSharding, got "
-            f"{_checks.shown(layout_or_mesh)}. For a list of entries, write "
-            "mesh.layout(...)."
+        shown = _checks.shown(layout_or_mesh)
+        raise DataError(
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
+            "of entries, write mesh.layout(...)."
         )
-        raise DataError(msg)
     layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
     return layout
 
 
 def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
-    """Returns the processes, grouped by the rows that they load.
-
-    Args:
-        layout: The layout of batches.
-        global_batch_size: Rows of a global batch.
-
-    Returns:
-        One tuple of process indices per set of rows, ordered by the first row.
+    """Returns the processes that load the same rows, group by group, by first row.
 
     Raises:
         DataError: If two processes share some of their rows, but not all.
     """
-    groups = processes_by_rows(layout, global_batch_size)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for process in processes_of(layout.mesh):
+        rows = process_rows(layout, global_batch_size, process)
+        groups.setdefault(tuple(rows.tolist()), []).append(process)
     # Sets of rows that overlap have more rows together than there are.
     if sum(map(len, groups)) > global_batch_size:
-        msg = (
+        raise DataError(
             f"processes share a part of their rows under {layout!r}, so that no source "
             "can give a process its own rows. Leave out per_process=True, or order the "
             "mesh's devices by process."
         )
-        raise DataError(msg)
     return [tuple(groups[rows]) for rows in sorted(groups)]
-
-
-def processes_by_rows(
-    layout: Layout, global_batch_size: int
-) -> dict[tuple[int, ...], list[int]]:
-    """Returns the processes that load the same rows of a batch, by those rows."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for process in _processes(layout.mesh):
-        rows = process_rows(layout, global_batch_size, process)
-        groups.setdefault(tuple(rows.tolist()), []).append(process)
-    return groups
 
 
 def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
     """Returns which rows of a global batch are this process's own.
 
-    Args:
-        layout: The layout of batches.
-        size: Rows of a global batch.
-        per_process: Whether a source of this process alone must fill exactly them.
-
-    Raises:
-        DataError: If the batch does not divide into replicas; or the process has no
-            rows, or shares some of them, and has a source of its own.
+    Raises DataError if a source of this process alone (`per_process`) cannot fill
+    exactly these.
     """
     per_replica_batch_size(size, layout)
     rows = process_rows(layout, size)
     if per_process:
         row_groups(layout, size)
         if not len(rows):
-            msg = (
+            raise DataError(
                 f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
                 "so no rows of its own: with per_process=True it makes no dataset."
             )
-            raise DataError(msg)
     return rows
 
 
-def _processes(mesh: Mesh) -> list[int]:
+def processes_of(mesh: Mesh) -> list[int]:
     """Returns the processes that have devices in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-# Batches on the mesh
+# Batches on the mesh.
 
 
 class Placement:
-    """Makes global arrays of this process's rows of a batch.
-
-    Everything that is the same for every batch is computed once: shardings, and which
-    slice of the rows each device gets.
-
-    Attributes:
-        element_spec: The abstract batch: a tree of shapes, dtypes and shardings.
-    """
+    """Makes global arrays of this process's `own` rows of a batch of `num_rows`."""
 
     def __init__(
         self,
@@ -263,67 +201,41 @@ class Placement:
         weights_index: int | None,
         layout: Layout,
         num_rows: int,
-        own_rows: np.ndarray,
+        own: np.ndarray,
     ) -> None:
-        """Prepares to place batches.
-
-        Args:
-            spec: The spec of batches.
-            weights_index: The index of the weights among the leaves; None if batches
-                have none.
-            layout: The layout of batches.
-            num_rows: Rows of a global batch.
-            own_rows: Which of them are this process's own.
-
-        Raises:
-            DataError: If a leaf does not fit the layout.
-        """
         per_shard = num_rows // _batches.num_row_shards(layout)
         # The first row of each shard, and its index among this process's rows.
-        starts = {
-            int(row): start
-            for start, row in enumerate(own_rows)
-            if row % per_shard == 0
-        }
+        starts = {int(row): i for i, row in enumerate(own) if row % per_shard == 0}
         self._treedef, self._weights_index = spec.treedef, weights_index
+        self._num_own = len(own)
+        self.has_weights = weights_index is not None
         # By leaf, what makes a global array of its shards, and the slices of this
         # process's rows that they are; None for a leaf that stays on the host.
         self._shards: list[tuple[Callable[..., jax.Array], list[Any]] | None] = []
-        abstract_leaves = []
+        abstract = []
         for leaf in spec.leaves:
             shape, dtype, sharding = (num_rows, *leaf.shape), leaf.dtype, None
             shards = None
             if leaf.to is not None:
                 dtype, sharding = leaf.to, _sharding(leaf, layout, shape)
-                slices = _shard_slices(sharding, shape, starts)
+                slices = []
+                indices: Any = sharding.addressable_devices_indices_map(shape)
+                for rows, *others in indices.values():
+                    first, stop, _ = rows.indices(num_rows)
+                    part = slice(starts[first], starts[first] + stop - first)
+                    slices.append((part, *others))
                 shards = _jax.shard_placer(shape, dtype, sharding), slices
             self._shards.append(shards)
-            abstract_leaves.append(
-                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            )
-        self.element_spec: PyTree = spec.treedef.unflatten(abstract_leaves)
+            abstract.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+        self.element_spec: PyTree = spec.treedef.unflatten(abstract)
         self._x64 = _jax.canonical_dtype(np.int64) == np.int64
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether batches carry weights."""
-        return self._weights_index is not None
-
-    def __call__(
-        self, leaves: list[np.ndarray], is_real: np.ndarray | None, num_rows: int
-    ) -> Batch:
-        """Returns a batch on the mesh, with its weights.
-
-        Args:
-            leaves: This process's rows of each leaf of the source; its weights may be
-                one of them.
-            is_real: Which rows are not padding; None for all.
-            num_rows: The number of rows.
-        """
+    def __call__(self, leaves: list[np.ndarray], is_real: np.ndarray | None) -> Batch:
+        """Returns a batch on the mesh, where rows that are not `is_real` weigh 0."""
         index = self._weights_index
         if index is not None:
             is_added = len(leaves) < len(self._shards)
-            weights = np.ones(num_rows, np.float32) if is_added else leaves[index]
+            weights = np.ones(self._num_own, np.float32) if is_added else leaves[index]
             if is_real is not None:  # also of the source's own weights
                 weights = _batches.mask_padding(weights, is_real)
             others = leaves[index:] if is_added else leaves[index + 1 :]
@@ -340,110 +252,61 @@ class Placement:
         return self._treedef.unflatten(arrays)
 
 
-def _shard_slices(
-    sharding: NamedSharding, shape: tuple[int, ...], starts: dict[int, int]
-) -> list[tuple[slice, ...]]:
-    """Returns the slice of this process's rows that each of its devices holds.
-
-    `starts` has the index among the process's rows of the first row of each shard.
-    """
-    slices = []
-    indices: Any = sharding.addressable_devices_indices_map(shape)
-    for rows, *others in indices.values():
-        first, stop, _ = rows.indices(shape[0])
-        start = starts[first]
-        slices.append((slice(start, start + stop - first), *others))
-    return slices
-
-
 def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-    def where() -> str:
-        return f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
-
+    where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
     try:
         full = _batches.leaf_layout(layout, len(shape))
     except LayoutError as error:
-        raise DataError(f"{where()}: {error}") from None
-    if full.misfits(shape):
-        try:
-            full.check(shape, where())
-        except LayoutError as error:
-            raise DataError(str(error)) from None
+        raise DataError(f"{where}: {error}") from None
+    try:
+        full.check(shape, where)
+    except LayoutError as error:
+        raise DataError(str(error)) from None
     return full.sharding
 
 
 def find_weights(
     rows: PyTree, spec: ExampleSpec, key: str | int | None, *, add: bool
 ) -> tuple[ExampleSpec, int | None]:
-    """Returns the spec of batches, with the source's weights or added ones.
+    """Returns the spec of batches, and the index of the weights among its leaves.
 
-    Args:
-        rows: Some rows of the source.
-        spec: The spec of its examples.
-        key: Where the weights are: a key of a mapping, an index into a tuple, or the
-            name of a field.
-        add: Whether to add weights if the source has none.
-
-    Returns:
-        The spec, and the index of the weights among its leaves; None without weights.
-
-    Raises:
-        DataError: If the leaf there cannot be weights, or these batches cannot have
-            such a key.
+    The weights that the source has under `key`; or if there are none, `add`ed ones.
     """
     if key is None:
         return spec, None
-    # `get_weights` looks up what a user would, by key or by field. A unique object in
-    # place of every leaf shows which leaf that is, in any kind of tree.
-    markers: list[object] = [object() for _ in spec.leaves]
-    marked = spec.treedef.unflatten(markers)
-    weights = _batches.get_weights(rows, key)
-    if weights is not None:
-        marker = _batches.get_weights(marked, key)
+    # Numbers in place of the leaves show which one `get_weights` finds.
+    numbered = spec.treedef.unflatten(range(len(spec.leaves)))
+    index = _batches.get_weights(numbered, key)
+    if index is not None:
         problem = ""
-        if jax.tree.structure(weights) != jax.tree.structure(0):
-            problem = f"one per example, and is a {type(weights).__name__}"
-        elif marker not in markers:
-            return spec, None  # a field that JAX does not count as part of the tree
-        else:
-            leaf = spec.leaves[markers.index(marker)]
-            if leaf.to is None or leaf.dtype.kind == "c":
-                problem = f"one number per example, and has dtype {leaf.dtype}"
+        if not isinstance(index, int):
+            problem = f"one per example, and is {_checks.type_text(index)}"
+        elif spec.leaves[index].to is None or spec.leaves[index].dtype.kind == "c":
+            dtype = spec.leaves[index].dtype
+            problem = f"one number per example, and has dtype {dtype}"
         if problem:
-            msg = (
+            raise DataError(
                 f"the source's {key!r} is taken for the weights, {problem}. Give "
                 "weights= another name."
             )
-            raise DataError(msg)
-        return spec, markers.index(marker)
-    weighted = _with_weights(spec, marked, markers, key)
+        return spec, index
+    weighted: PyTree = None
+    if isinstance(numbered, (Mapping, tuple, list)):
+        with contextlib.suppress(StepError):  # a mapping whose keys are fixed
+            if _batches.takes_weights(numbered, key):
+                weighted = _batches.with_weights(numbered, key, -1)
     # The default key was not chosen by the user, and weights may never be needed.
     if weighted is None and key != "weight":
         msg = f"the source's examples have no place for weights={key!r}. "
         raise DataError(msg + padding_hint(rows))
-    return weighted if add and weighted else (spec, None)
-
-
-def _with_weights(
-    spec: ExampleSpec, marked: PyTree, markers: list[object], key: str | int
-) -> tuple[ExampleSpec, int] | None:
-    """Returns the spec with weights added, and their index; None if none can be."""
-    if not _batches.takes_weights(marked, key):
-        return None
-    marker = object()
-    try:
-        named, treedef = named_leaves(_batches.with_weights(marked, key, marker))
-    except StepError:
-        return None
-    order = [leaf for _, leaf in named]
-    index = order.index(marker) if marker in order else 0
-    # A container of the user's may have reordered or replaced its leaves.
-    if order[:index] + order[index + 1 :] != markers:
-        return None
+    if weighted is None or not add:
+        return spec, None
+    entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)
+    index = [number for _, number in entries].index(-1)
     dtype = np.dtype(np.float32)
-    weights = LeafSpec(named[index][0], dtype, (), dtype)
+    weights = LeafSpec(leaf_path(entries[index][0]), dtype, (), dtype)
     leaves = (*spec.leaves[:index], weights, *spec.leaves[index:])
-    return ExampleSpec(treedef, leaves), index
+    return replace(spec, treedef=treedef, leaves=leaves), index
 
 
 def padding_hint(rows: PyTree) -> str:

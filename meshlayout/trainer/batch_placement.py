@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _jax, _paths, _render
@@ -23,6 +24,7 @@ from meshlayout._batches import (
     get_weights,
     is_marked,
     map_batch,
+    mark_weights,
     mask_padding,
     num_examples,
     num_row_shards,
@@ -35,6 +37,7 @@ from meshlayout.arrays import relayout, to_numpy
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
+from meshlayout.trainer.tables import TableBatch
 
 
 _log = logging.getLogger("meshlayout")
@@ -47,7 +50,7 @@ class PlacedBatch:
     Attributes:
         batch: The batch, on the mesh.
         num_examples: Its rows without padding that was added here.
-        host: The original batch, if it was placed here.
+        source: The original batch, if it was changed or placed here.
         is_odd: Whether its size differs from the first, so that a program is compiled.
         is_weighted: Whether its weights were added here.
         number: Its number in the epoch, from 1.
@@ -57,7 +60,7 @@ class PlacedBatch:
 
     batch: Batch
     num_examples: int
-    host: Batch | None = None
+    source: Batch | None = None
     is_odd: bool = False
     is_weighted: bool = False
     number: int = 1
@@ -66,7 +69,8 @@ class PlacedBatch:
     @property
     def given(self) -> Batch:
         """The original batch."""
-        return self.batch if self.host is None else self.host
+        source = self.batch if self.source is None else self.source
+        return source.tree if isinstance(source, TableBatch) else source
 
 
 class BatchPlacer:
@@ -119,6 +123,8 @@ class BatchPlacer:
                 weights are at another key.
             LayoutError: If an array does not fit the layout.
         """
+        if isinstance(batch, TableBatch):
+            return self._of_table(batch)
         rows = num_examples(batch)
         # Only texts of the first batch are kept, for messages about later ones.
         if self._first is None:
@@ -142,6 +148,30 @@ class BatchPlacer:
         is_odd = size != self._first_rows
         return PlacedBatch(self._placed(padded), rows, batch, is_odd, is_weighted)
 
+    def _of_table(self, table: TableBatch) -> PlacedBatch:
+        """Returns a batch of a table with weights; or without, and without padding."""
+        batch, mask, key = table.tree, table.mask, self._weights
+        if self._first is None:
+            self._first, self._first_kind = _arrays_of(batch), _kind(batch)
+        size = rows = num_examples(batch)
+        if mask is not None:
+            rows = int(to_numpy(mask).sum())
+        own = weights_of(batch, key) if self._needs_weights else None
+        is_added = self.pad and own is None and takes_weights(batch, key)
+        if is_added:
+            if self._full_weights is None:
+                self._full_weights = self._placed(np.ones(size, np.float32))
+            weights = self._full_weights if mask is None else mask
+            mark_weights(weights)
+            batch = with_weights(batch, key, weights)
+        elif own is not None and self.pad and mask is not None:
+            real = mask.reshape(-1, *[1] * (own.ndim - 1)) > 0
+            batch = with_weights(batch, key, jnp.where(real, own, 0))
+        elif rows < size and (self._needs_weights or not self.pad):
+            cut = jax.tree.map(lambda leaf: leaf[:rows], to_numpy(batch))
+            return PlacedBatch(self._placed(cut), rows, table, is_odd=True)
+        return PlacedBatch(batch, rows, table, is_weighted=is_added)
+
     def without_weights(self, group: list[PlacedBatch]) -> list[PlacedBatch] | None:
         """Stops adding weights and padding, and returns a call's batches without them.
 
@@ -155,7 +185,7 @@ class BatchPlacer:
     def renewed(self, group: list[PlacedBatch]) -> list[PlacedBatch]:
         """Places batches again that were placed before `without_weights`."""
         return [
-            replace(self(x.host), number=x.number, position=x.position)
+            replace(self(x.source), number=x.number, position=x.position)
             if x.is_weighted and not self.pad
             else x
             for x in group
@@ -171,7 +201,7 @@ class BatchPlacer:
         size, rows = num_examples(placed.batch), slice(placed.num_examples)
         weights = get_weights(placed.batch, self._weights)
         # Rows of weight 0 are padding only where `distribute_dataset` says so.
-        if placed.host is None and is_marked(weights):
+        if placed.source is None and is_marked(weights):
             weights = to_numpy(weights)
             rows = np.any(weights != 0, axis=tuple(range(1, weights.ndim)))
 

@@ -17,10 +17,8 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import WeightsKey, get_weights, num_examples
-from meshlayout.data import DistributedDataset
-from meshlayout.data.agreement import Agreement, BatchReport, loop_agreement_of
-from meshlayout.data.batch_iterator import DataIterator
-from meshlayout.data.dataset import RestartedDataset
+from meshlayout.data import DataIterator, DistributedDataset
+from meshlayout.data.agreement import Agreement, Turns
 from meshlayout.errors import DataError, MeshLayoutError
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
 from meshlayout.trainer.passes import Data, Input, why_not
@@ -53,6 +51,19 @@ class TrainingPosition:
     step_in_epoch: int = 0
     steps_per_epoch: int | None = None
     examples_in_epoch: int = 0
+
+
+class Restarted:
+    """The batches of a dataset, from its first epoch in every iteration."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> DataIterator:
+        return self._dataset.iterator(epoch=0)
 
 
 class TrainerInput:
@@ -107,9 +118,9 @@ class TrainerInput:
         self._epoch_text = ""
         # Processes take a step together or not at all. Those datasets see to it
         # themselves, in their own thread.
-        agrees = isinstance(data, (DistributedDataset, RestartedDataset, DataIterator))
+        agrees = isinstance(data, (DistributedDataset, Restarted, DataIterator))
         self._agreement = (
-            None if agrees or placer.mesh is None else loop_agreement_of(placer.mesh)
+            None if agrees or placer.mesh is None else Agreement(placer.mesh)
         )
         self.placer, self.passes = placer, Input(data)
         self.is_over = self.is_saved = self.is_resumed = False
@@ -195,10 +206,10 @@ class TrainerInput:
         """Yields the batches of the next epoch, without those that have no examples."""
         begun, self._begun = self._begun, None
         count = begun or 0
-        if self._agreement is None:
-            batches = self._batches(begun)
-        else:
-            batches = self._agreed(self._batches(begun), count, self._agreement)
+        batches = self._batches(begun)
+        turns = None if self._agreement is None else self._agreement.new_turns()
+        if turns is not None:
+            batches = self._agreed(batches, count, turns)
         for batch in batches:
             count += 1
             self._has_batches = True
@@ -228,38 +239,36 @@ class TrainerInput:
             num_left = None if num_left is None else num_left - 1
 
     def _agreed(
-        self, batches: Iterator[Batch], count: int, agreement: Agreement
+        self, batches: Iterator[Batch], count: int, turns: Turns
     ) -> Iterator[Batch]:
         """Yields the batches that all processes have.
 
         Args:
             batches: This process's batches of the epoch.
             count: How many of the epoch came before.
-            agreement: With the other processes.
+            turns: The exchanges with the other processes.
 
         Raises:
             DataError: If another process has failed, or its data ended.
         """
-        exchange = agreement.new_iteration()
         try:
             while True:
                 try:
                     batch = next(batches, _END)
                     rows = None if batch is _END else num_examples(batch)
                 except Exception as error:
-                    exchange.fail(error)
+                    turns.fail(error)
                     raise
-                reports = exchange.agree(BatchReport(0, count, rows, {}))
-                num_rows = {p: report.num_rows for p, report in reports.items()}
+                num_rows = turns.take(rows, f"batch {count + 1}")
                 if len(set(num_rows.values())) > 1:
                     raise DataError(self._unlike(count + 1, num_rows))
                 if batch is _END:
-                    exchange.end()
+                    turns.leave(ended=True)
                     return
                 count += 1
                 yield batch
         finally:
-            exchange.leave()
+            turns.leave()
 
     def _unlike(self, number: int, num_rows: Mapping[int, int | None]) -> str:
         listed = ", ".join(

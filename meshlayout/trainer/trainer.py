@@ -17,20 +17,22 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
 from meshlayout.data import DistributedDataset
+from meshlayout.data.adapters.arrays import is_columns
+from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.array_batches import are_arrays, batches_from
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
 from meshlayout.trainer.callbacks import Callback
-from meshlayout.trainer.epochs import TrainerInput, TrainingPosition
+from meshlayout.trainer.epochs import Restarted, TrainerInput, TrainingPosition
 from meshlayout.trainer.fit_loop import FitLoop, evaluate
 from meshlayout.trainer.history import History
 from meshlayout.trainer.passes import Data
 from meshlayout.trainer.steps import StepOptions, TrainerSteps, check_options
+from meshlayout.trainer.tables import batches_from
 
 
 class Trainer:
@@ -63,7 +65,7 @@ class Trainer:
             `predict`; by default the outputs of the loss function.
         data_layout: The layout of all arrays of a batch, or its entries, such as
             `("batch", ...)`. By default the first dim is sharded over the mesh axes
-            called `batch`, `data` or `fsdp`, if there are any.
+            called `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
             `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
@@ -199,7 +201,7 @@ class Trainer:
         epochs: int = 1,
         *,
         batch_size: int | None = None,
-        shuffle: bool = True,
+        shuffle: int | None = 0,
         steps_per_epoch: int | None = None,
         validation_data: Data | PyTree | None = None,
         callbacks: Sequence[Callback] = (),
@@ -231,8 +233,8 @@ class Trainer:
             epochs: The number of epochs; with `resume`, including those before the
                 interruption.
             batch_size: Rows of a global batch, for arrays.
-            shuffle: Whether to shuffle arrays, in a new order each epoch. Batches keep
-                their order.
+            shuffle: A seed, which with the epoch determines the order of the rows of
+                arrays; None keeps it. Batches keep theirs.
             steps_per_epoch: Batches per epoch, instead of one pass. The next epoch
                 continues where this one stopped; at the end of a pass a new one begins.
             validation_data: Batches or arrays to evaluate after each epoch; the names
@@ -275,13 +277,17 @@ class Trainer:
             steps_per_epoch = _checks.count(
                 "steps_per_epoch", steps_per_epoch, where="fit"
             )
-        for name, value in (
-            ("shuffle", shuffle),
-            ("progress", progress),
-            ("resume", resume),
-        ):
+        for name, value in (("progress", progress), ("resume", resume)):
             _checks.flag(name, value, where="fit")
-        data = batches_from("fit", "train", train, labels, batch_size, shuffle=shuffle)
+        data = batches_from(
+            "fit",
+            "train",
+            train,
+            labels,
+            batch_size,
+            layout=self._layout(),
+            shuffle=checked_seed(shuffle, "fit"),
+        )
         source = self._input(
             "fit",
             "train",
@@ -335,7 +341,8 @@ class Trainer:
             MeshLayoutError: If the data is of another type, yields no batch, or a
                 batch differs from the first one.
         """
-        data = batches_from("evaluate", "data", data, labels, batch_size)
+        layout = self._layout()
+        data = batches_from("evaluate", "data", data, labels, batch_size, layout=layout)
         return evaluate(self, self._input("evaluate", "data", data))
 
     def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
@@ -356,7 +363,8 @@ class Trainer:
             MeshLayoutError: If the data is of another type, yields no batch, or an
                 output does not have one row per example.
         """
-        data = batches_from("predict", "data", data, None, batch_size)
+        layout = self._layout()
+        data = batches_from("predict", "data", data, None, batch_size, layout=layout)
         source = self._input("predict", "data", data, needs_weights=False)
         predictions: list[PyTree] = []
         pending: tuple[PlacedBatch, PyTree] | None = None
@@ -414,16 +422,24 @@ class Trainer:
         )
         return MeshLayoutError(msg)
 
+    def _layout(self) -> Layout | None:
+        """Returns the layout of batches; None if the state is on no mesh."""
+        mesh, layout = _mesh_of(self.state), self._data_layout
+        if layout is None:
+            return None if mesh is None else batch_layout(mesh)
+        return layout if isinstance(layout, Layout) else Layout(layout, mesh)
+
     def _validation(
         self, data: Data | PyTree | None, batch_size: int | None, epochs: int
     ) -> TrainerInput | None:
         if data is None:
             return None
-        source: Any = data
-        if are_arrays(data):
-            source = batches_from("fit", "validation_data", data, None, batch_size)
+        if not is_columns(data):
+            batch_size = None  # that of the training data
+        name, layout = "validation_data", self._layout()
+        source = batches_from("fit", name, data, None, batch_size, layout=layout)
         if isinstance(source, DistributedDataset):
-            source = source.restarted()  # every validation measures the same rows
+            source = Restarted(source)  # every validation measures the same rows
         where = "fit: validation"
         return self._input(where, "validation_data", source, num_epochs=epochs)
 
@@ -437,11 +453,7 @@ class Trainer:
         **options: Any,
     ) -> TrainerInput:
         """Returns the data for a loop; see `TrainerInput` for the options."""
-        mesh, layout = _mesh_of(self.state), self._data_layout
-        if layout is not None and not isinstance(layout, Layout):
-            layout = Layout(layout, mesh)
-        elif layout is None and mesh is not None:
-            layout = batch_layout(mesh)
+        layout = self._layout()
         # Once one batch carries weights, all do: otherwise the step compiles twice.
         pad = self._has_padded or (self._pad and not _is_even(data, layout))
         self._has_padded = pad = pad and not self._takes_no_weights

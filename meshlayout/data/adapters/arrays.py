@@ -1,8 +1,8 @@
-"""Trees of arrays, and sequences of examples, as sources with random access.
+"""Arrays, tables and lists of examples, as sources with random access.
 
-A tuple, dict or other tree of arrays holds columns; a list holds examples. Where an
-object could be either, the user is asked: a list of ten arrays of ten rows would train
-on the wrong axis without an error.
+A tuple, dict or other tree of arrays holds columns, as a data frame does; a list holds
+examples. Where an object could be either, the user is asked: a list of ten arrays of
+ten rows would train on the wrong axis without an error.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.data.element_rows import is_placed, looks_batched, stack
-from meshlayout.data.elements import ambiguous
-from meshlayout.data.examples import as_array, empty, leaf_text, named_leaves
+from meshlayout.data.examples import (
+    ambiguous,
+    as_array,
+    empty,
+    is_placed,
+    leaf_path,
+    leaf_text,
+    looks_batched,
+    named_leaves,
+    stack,
+)
 from meshlayout.errors import DataError
 
 
@@ -25,12 +32,7 @@ _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
 @dataclass(frozen=True)
 class Rows:
-    """A source with random access, whose rows a function reads.
-
-    Attributes:
-        num_rows: The number of rows.
-        read: Returns rows, given their indices and the epoch.
-    """
+    """A source of `num_rows` rows, which `read` returns by their indices and epoch."""
 
     num_rows: int
     read: Callable[[np.ndarray, int], PyTree]
@@ -44,30 +46,22 @@ class Rows:
 
 
 def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
-    """Returns a tree of arrays or a sequence of examples as a source.
-
-    Args:
-        obj: An array; a tree of arrays, all with one row per example; or an object with
-            `__len__` and `__getitem__`, such as a list of examples.
-        batched: As in the package's docstring.
-
-    Returns:
-        The source; None for batches, and for any other object.
+    """Returns columns or a sequence of examples as a source; None for anything else.
 
     Raises:
         DataError: If it could be columns or examples, or its arrays do not fit
             together.
     """
     is_list = isinstance(obj, list)
-    if _is_columns(obj) and not (is_list and batched is not None):
-        if is_list:
-            msg = (
-                f"a list of {len(obj)} arrays may be the columns of one dataset, or as "
-                "many examples or batches. Give columns as a tuple or dict; say "
-                "batched=False for examples, or batched=True for batches."
-            )
-            raise DataError(msg)
-        if batched is not None:
+    if is_list and obj and all(map(_is_array, obj)) and batched is None:
+        msg = (
+            f"a list of {len(obj)} arrays may be the columns of one dataset, or as "
+            "many examples or batches. Give columns as a tuple or dict; say "
+            "batched=False for examples, or batched=True for batches."
+        )
+        raise DataError(msg)
+    if _is_column_list(obj) or (not is_list and is_columns(obj)):
+        if batched is not None and not is_list:
             msg = (
                 "a tree of arrays is a source of rows, one per example. Leave out "
                 f"batched={batched}, or give a list of the batches."
@@ -83,15 +77,35 @@ def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
     return item_rows(obj)
 
 
+def is_columns(obj: Any) -> bool:
+    """Returns whether an object is an array, a data frame, or a tree of columns."""
+    if hasattr(obj, "__next__") or isinstance(obj, (str, bytes, list)):
+        return False
+    if _is_array(obj) or _is_frame(obj):
+        return True
+    if callable(obj):
+        return False
+    try:
+        leaves = jax.tree.leaves(obj, is_leaf=_is_column_list)
+    except ValueError:  # which `named_leaves` explains
+        leaves, _ = named_leaves(obj)
+    return bool(leaves) and not jax.tree_util.all_leaves([obj])
+
+
 def array_rows(tree: PyTree) -> Rows:
-    """Returns a tree of arrays in memory as a source.
+    """Returns columns in memory as a source.
 
     Raises:
-        DataError: If an array has no dim for the examples, or two differ in it.
+        DataError: If an entry is no array, or has no dim for the examples, or two
+            differ in it.
     """
-    _refuse_lists(tree)
-    named, treedef = named_leaves(tree)
-    columns = {path: as_array(path, leaf) for path, leaf in named}
+    if _is_frame(tree):
+        tree = {name: tree[name] for name in getattr(tree, "columns", tree)}
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=_is_column_list
+    )
+    columns = {leaf_path(keys): leaf for keys, leaf in entries}
+    columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
     sizes: dict[int, str] = {}  # the first array of each number of rows
     for path, column in columns.items():
         if not column.ndim:
@@ -108,11 +122,10 @@ def array_rows(tree: PyTree) -> Rows:
             f"{other_rows}: the first dim of every array counts the examples."
         )
         raise DataError(msg)
-    arrays = treedef.unflatten(columns.values())
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        return jax.tree.map(lambda column: _taken(column, indices), arrays)
+        return treedef.unflatten([_taken(leaf, indices) for leaf in columns.values()])
 
     return Rows(next(iter(sizes)), read)
 
@@ -146,59 +159,33 @@ def refuse_batched(what: str, *, batched: bool | None) -> None:
         raise DataError(msg)
 
 
-def is_table(obj: object) -> bool:
-    """Returns whether an object has columns by name, like a data frame."""
-    return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
-
-
-def _refuse_lists(tree: PyTree) -> None:
-    """Raises DataError for a column that is a list of numbers.
-
-    JAX would take every number of it for a leaf without rows, and the message about
-    that would not name the list.
-    """
-    entries, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, list)
-    )
-    for keys, leaf in entries:
-        if isinstance(leaf, list) and any(isinstance(item, _SINGLE) for item in leaf):
-            path = "/".join(map(_paths.key_name, keys))
-            msg = (
-                f"{leaf_text(path)} is a list of {len(leaf)} items, and lists count as "
-                "structure. Make it an array with np.asarray."
-            )
-            raise DataError(msg)
-
-
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
     out = empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy would gather into a temporary buffer first.
     return np.take(column, indices, axis=0, out=out, mode="clip")
 
 
-def _is_columns(obj: PyTree) -> bool:
-    """Returns whether an object is an array or a tree of arrays, all with dims."""
-    if hasattr(obj, "__next__") or callable(obj) or isinstance(obj, (str, bytes)):
-        return False
-    if _is_array(obj):
-        return True
-    try:
-        leaves, treedef = jax.tree.flatten(obj)
-    except ValueError:  # `named_leaves` raises an error that explains it
-        leaves, treedef = named_leaves(obj)
-    if jax.tree.structure(0) == treedef or not leaves:
-        return False  # a leaf, or empty
-    if not isinstance(obj, list):
-        return True
-    return all(_is_array(leaf) and leaf.ndim for leaf in obj)
-
-
 def _is_array(leaf: Leaf) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return (is_array or hasattr(leaf, "__array__")) and not isinstance(leaf, _SINGLE)
 
 
-def _is_sequence(obj: object) -> bool:
-    is_other = isinstance(obj, (str, bytes)) or is_table(obj)
+def _is_frame(obj: Any) -> bool:
+    """Returns whether an object has named columns: a data frame, an npz file."""
+    if isinstance(obj, Mapping):
+        return jax.tree_util.all_leaves([obj])  # to JAX, it is no tree
+    return hasattr(obj, "__array__") and hasattr(obj, "columns")
+
+
+def _is_column_list(node: Any) -> bool:
+    """Returns whether a list holds numbers, or lists of them, and so is an array."""
+    if not isinstance(node, list) or not node:
+        return False
+    return all(isinstance(item, _SINGLE) or _is_column_list(item) for item in node)
+
+
+def _is_sequence(obj: Any) -> bool:
+    is_other = isinstance(obj, (str, bytes, Mapping)) or hasattr(obj, "keys")
     if is_other or not hasattr(obj, "__getitem__") or not hasattr(obj, "__len__"):
         return False
     # An iterator may have a length as well (a progress bar, say), and is read once.

@@ -7,29 +7,29 @@ lists (a list of dicts) have no columns, and are left to the user's own map.
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import Rows, refuse_batched
 from meshlayout.data.adapters.iterables import IteratorSource
-from meshlayout.data.clock import Clock
-from meshlayout.data.element_rows import as_batch
-from meshlayout.data.examples import leaf_text
+from meshlayout.data.examples import as_batch, leaf_text
 from meshlayout.data.protocols import JSON, Source
+from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
-# The position before the first example, for which a dataset has no state yet.
-_START = "start"
+# By path; None marks what an Arrow table does not hold as arrays.
+Dtypes: TypeAlias = Mapping[str, np.dtype | None]
 
-# The names of feature classes that are lists, of string dtypes, and of feature classes
-# that are numbers. Names, so that the package need not be imported; a class that is not
-# listed takes the slower way through the "numpy" format.
+# Names, so that the package need not be imported. A feature class that is not listed
+# takes the slower way through the "numpy" format.
 _LISTS = ("List", "LargeList", "Sequence")
 _STRINGS = ("string", "large_string", "binary", "large_binary")
 _NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
+
+_FIX = "with the dataset's map or filter."
 
 
 def adapt(
@@ -45,10 +45,8 @@ def adapt(
         raise DataError(msg)
     if "IterableDataset" in class_names:
         dtypes = {} if obj.features is None else _dtypes(dict(obj.features))
-        readers: set[_HuggingFacePass] = set()
-        return IteratorSource(
-            lambda epoch: _HuggingFacePass(obj, dtypes, epoch, readers), batched
-        )
+        readers: set[_Pass] = set()
+        return IteratorSource(lambda epoch: _Pass(obj, dtypes, epoch, readers), batched)
     if "Dataset" not in class_names:
         return None
     refuse_batched("a Hugging Face Dataset", batched=batched)
@@ -56,79 +54,52 @@ def adapt(
 
 
 def _dataset_rows(dataset: Any) -> Rows:
-    """Returns a Dataset as a source with random access.
-
-    Unless the user has set a format, numbers come straight from the Arrow table, in the
-    dtypes of its features, and images and other decoded features as NumPy arrays.
-
-    Raises:
-        DataError: If the user has set a format of tables.
-    """
+    """Returns a Dataset as a source with random access, in the user's format if any."""
     kind, names = dataset.format["type"], dataset.format["columns"]
-    if kind in ("arrow", "pandas", "polars"):
-        msg = (
-            f"the Hugging Face dataset is formatted as {kind!r}, which does not yield "
-            "arrays. Use with_format('numpy')."
-        )
-        raise DataError(msg)
-    plain: list[str] = []
-    arrays = dataset
-    if kind is None:
+    plain, arrays = [], dataset
+    if kind in (None, "arrow", "pandas", "polars"):  # those of tables hold no arrays
         dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
         # By identity: to NumPy, a dtype of None equals float64.
         plain = [name for name in names if all(d is not None for d in dtypes[name])]
         others = [name for name in names if name not in plain]
         arrays = dataset.with_format("numpy", columns=others)
-    table = dataset.with_format("arrow", columns=plain)
+    tables = dataset.with_format("arrow", columns=plain)
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        columns = _columns(table[indices.tolist()]) if plain else {}
+        columns: dict[str, PyTree] = {}
+        if plain:
+            table = tables[indices.tolist()]
+            for name in table.column_names:
+                columns[name] = _column(table.column(name).combine_chunks(), name)
         if len(plain) < len(names):
             columns |= arrays[indices.tolist()]
-        rows, _ = as_batch(_as_arrays(columns, {}))
-        return rows
+        return as_batch(_as_arrays(columns, {}))[0]
 
     return Rows(len(dataset), read)
 
 
-class _HuggingFacePass(Iterator[PyTree]):
+class _Pass(Iterator[PyTree]):
     """The elements of one pass over an IterableDataset, with lists as arrays.
 
     A dataset keeps a single position, which is also where its next iteration starts. So
-    it is set when a pass starts reading, and trusted only while no other pass reads.
+    it is set when a pass starts reading, and trusted only while no other pass reads:
+    `readers` are those that have read since the latest of them started.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        dtypes: Mapping[str, np.dtype | None],
-        epoch: int,
-        readers: "set[_HuggingFacePass]",
+        self, dataset: Any, dtypes: Dtypes, epoch: int, readers: "set[_Pass]"
     ) -> None:
-        """Prepares a pass; nothing is read yet.
-
-        Args:
-            dataset: The dataset.
-            dtypes: By path, the dtypes for leaves that are Python numbers.
-            epoch: The epoch, for a dataset that shuffles.
-            readers: The passes that were read since the latest of them started; shared
-                by all passes over the dataset.
-        """
         self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
-        self._readers = readers
-        self._can_seek = _can_seek(dataset)
+        self._readers, self._can_seek = readers, _can_seek(dataset)
         self._iterator: Any = None
-        self._start: JSON = _START  # the position from which the first element is read
-        self._is_closed = False
+        self._start: JSON = "start"  # where nothing is read yet, and there is no state
 
     def __next__(self) -> PyTree:
-        if self._is_closed:
-            raise StopIteration
         if self._iterator is None:
             self._dataset.set_epoch(self._epoch)
             # None makes the dataset forget the position of an earlier pass.
-            state = None if self._start == _START else self._start
+            state = None if self._start == "start" else self._start
             self._dataset.load_state_dict(state)
             self._readers.clear()
             self._iterator = iter(self._dataset)
@@ -147,7 +118,7 @@ class _HuggingFacePass(Iterator[PyTree]):
         self._start, self._iterator = state, None
 
     def close(self) -> None:
-        self._is_closed, self._iterator = True, None
+        self._iterator = iter(())
 
 
 def _can_seek(dataset: object) -> bool:
@@ -159,147 +130,84 @@ def _can_seek(dataset: object) -> bool:
     `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
     """
     steps = [getattr(dataset, "_ex_iterable", None)]
-    names = []
-    while steps:
-        step = steps.pop()
-        if step is None:
+    for step in steps:
+        name = type(step).__name__
+        if step is None or ("Shuffled" in name and "Buffer" in name):
             return False
-        names.append(type(step).__name__)
         inner = getattr(step, "ex_iterable", None)
-        steps += [inner] if inner is not None else getattr(step, "ex_iterables", ())
-    return not any("Shuffled" in name and "Buffer" in name for name in names)
+        steps += getattr(step, "ex_iterables", ()) if inner is None else [inner]
+    return True
 
 
-def _as_arrays(
-    node: Any, dtypes: Mapping[str, np.dtype | None], path: str = ""
-) -> PyTree:
-    """Returns an example or a batch with its lists as arrays.
-
-    Args:
-        node: A dict of columns, or a part of one.
-        dtypes: By path, the dtypes for leaves that are Python numbers.
-        path: The path of the node.
-
-    Raises:
-        DataError: If there are structures inside lists, or values are missing.
-    """
+def _as_arrays(node: Any, dtypes: Dtypes, path: str = "") -> PyTree:
+    """Returns an example or a batch with its lists as arrays."""
     if isinstance(node, dict):
-        return {
-            name: _as_arrays(inner, dtypes, _joined(path, name))
-            for name, inner in node.items()
-        }
-    first = _first(node)
-    if isinstance(first, dict):
-        msg = (
-            f"{leaf_text(path)} is a list of structures, which has no columns. Make "
-            "arrays of their fields with the dataset's map."
-        )
-        raise DataError(msg)
+        paths = {name: f"{path}/{name}".lstrip("/") for name in node}
+        return {k: _as_arrays(inner, dtypes, paths[k]) for k, inner in node.items()}
     if isinstance(node, (bool, int, float)):
         return np.asarray(node, dtypes.get(path))[()]
-    if not isinstance(node, list):
+    is_objects = isinstance(node, np.ndarray) and node.dtype == object
+    if not isinstance(node, list) and not is_objects:
         return node
-    if isinstance(first, (str, bytes)):
-        return np.asarray(node, object)
-    if _has_none(node):
-        raise DataError(_missing(path, "some"))
-    try:
-        if isinstance(first, (bool, int, float, complex)):
-            return np.asarray(node, dtypes.get(path))
-        return np.stack([np.asarray(item) for item in node])
-    except ValueError:
-        msg = (
-            f"{leaf_text(path)} is ragged: the items of a list have different shapes. "
-            "Pad or crop them to one with the dataset's map."
+    values = np.asarray(node, object)
+    kinds = {type(value) for value in values.flat}
+    problem = ""
+    if dict in kinds:
+        problem = (
+            "is a list of structures, which has no columns. Make arrays of their "
+            f"fields {_FIX}"
         )
-        raise DataError(msg) from None
-
-
-def _first(items: object) -> Any:
-    """Returns the first item of nested lists; an empty list if there is none."""
-    if isinstance(items, np.ndarray):
-        return items.flat[0] if items.dtype == object and items.size else None
-    while isinstance(items, list) and items:
-        items = items[0]
-    return items
-
-
-def _has_none(items: object) -> bool:
-    """Returns whether nested lists contain None, which NumPy would turn into NaN."""
-    if not isinstance(items, list) or not items:
-        return items is None
-    if isinstance(items[0], (list, np.ndarray)):
-        return any(map(_has_none, items))
-    return None in items
-
-
-def _missing(path: str, count: str) -> str:
-    return (
-        f"{path}: {count} of the requested rows are None. Fill them in, or leave them "
-        "out, with the dataset's map or filter."
-    )
-
-
-# Columns of Arrow tables as arrays with one row per example
-
-
-def _columns(table: Any) -> dict[str, PyTree]:
-    """Returns the columns of a table by name, each a tree of arrays.
-
-    Raises:
-        DataError: If values are missing, or rows have different lengths.
-    """
-    return {
-        name: _column(table.column(name).combine_chunks(), name)
-        for name in table.column_names
-    }
+    elif type(None) in kinds:  # which NumPy would turn into NaN
+        problem = f"has rows that are None. Fill them in, or leave them out, {_FIX}"
+    elif kinds & {list, np.ndarray}:
+        problem = f"is ragged: items differ in shape. Pad or crop them to one, {_FIX}"
+    if problem:
+        msg = f"{leaf_text(path)} {problem}"
+        raise DataError(msg)
+    is_strings = bool(kinds) and kinds <= {str, bytes}
+    return values if is_strings else np.asarray(node, dtypes.get(path))
 
 
 def _column(column: Any, path: str) -> PyTree:
-    if column.null_count:
-        raise DataError(_missing(path, str(column.null_count)))
+    """Returns a column of an Arrow table as arrays with one row per example."""
     if hasattr(column, "storage"):  # an extension type, such as Array2D
         return _column(column.storage, path)
+    if column.null_count:
+        msg = (
+            f"{leaf_text(path)} has rows that are None. Fill them in, or leave them "
+            f"out, {_FIX}"
+        )
+        raise DataError(msg)
     if str(column.type).startswith("struct"):
         fields = [column.type.field(i).name for i in range(column.type.num_fields)]
         return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
-    if hasattr(column, "flatten") and hasattr(column, "value_lengths"):
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        if len(set(lengths.tolist())) > 1:
-            msg = (
-                f"{path}: rows have different lengths, {lengths.min()} and "
-                f"{lengths.max()}. Pad or crop them to one with the dataset's map."
-            )
-            raise DataError(msg)
-        # One array of all items, which reshapes to rows without a Python loop.
-        inner = _column(column.flatten(), path)
-        return inner.reshape(len(column), -1, *inner.shape[1:])
-    return column.to_numpy(zero_copy_only=False)
+    if not hasattr(column, "value_lengths"):
+        return column.to_numpy(zero_copy_only=False)
+    lengths = set(column.value_lengths().to_pylist())
+    if len(lengths) > 1:
+        msg = (
+            f"{leaf_text(path)} is ragged: rows have lengths from {min(lengths)} to "
+            f"{max(lengths)}. Pad or crop them to one, {_FIX}"
+        )
+        raise DataError(msg)
+    # One array of all items, which reshapes to rows without a Python loop.
+    items = _column(column.flatten(), path)
+    return items.reshape(len(column), -1, *items.shape[1:])
 
 
 def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
-    """Returns the dtypes of a feature's values as arrays, by path.
-
-    None marks what the Arrow table does not hold as arrays: images, structures inside
-    lists, and types that NumPy does not have.
-    """
+    """Returns the dtypes of a feature's values as arrays, by path."""
     if isinstance(feature, dict):
-        return {
-            inner_path: dtype
-            for name, inner in feature.items()
-            for inner_path, dtype in _dtypes(inner, _joined(path, name)).items()
-        }
+        dtypes: dict[str, np.dtype | None] = {}
+        for name, inner in feature.items():
+            dtypes |= _dtypes(inner, f"{path}/{name}".lstrip("/"))
+        return dtypes
     while isinstance(feature, list) or type(feature).__name__ in _LISTS:
         feature = feature[0] if isinstance(feature, list) else feature.feature
     if getattr(feature, "dtype", "") in _STRINGS:
         return {path: np.dtype(object)}
-    if type(feature).__name__ not in _NUMBERS:
-        return {path: None}
     try:
-        return {path: np.dtype(feature.dtype)}
+        is_number = type(feature).__name__ in _NUMBERS
+        return {path: np.dtype(feature.dtype) if is_number else None}
     except TypeError:
         return {path: None}
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

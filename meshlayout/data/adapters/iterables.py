@@ -5,8 +5,8 @@ any other is read again from the start of the epoch, if the user agrees.
 """
 
 import base64
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,16 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import is_table
-from meshlayout.data.element_rows import looks_batched
+from meshlayout.data.examples import looks_batched
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
 @dataclass(frozen=True)
 class IteratorSource:
-    """A source of the elements of iterators, one iterator per pass.
+    """A source of the elements of iterators: `begin` returns that of an epoch.
 
-    Attributes:
-        begin: Returns the iterator of an epoch. Its methods `get_state`, `set_state`
-            and `close` are called if it has them; a state may be bytes.
-        batched: Whether its elements are batches; None infers it from them.
-        num_rows: The number of examples in a pass, if known without reading them.
+    Its methods `get_state`, `set_state` and `close` are called if it has them.
     """
 
     begin: Callable[[int], Iterator[PyTree]]
@@ -64,21 +59,21 @@ class IteratorStream:
         """Returns the iterator's own position, or None if it has none."""
         if not hasattr(self._iterator, "set_state"):
             return None
-        state = self._iterator.get_state()
-        if isinstance(state, bytes):  # of Grain's DataLoader
-            return {"base64": base64.b64encode(state).decode("ascii")}
-        return state
+        return _to_json(self._iterator.get_state())
 
     def set_state(self, state: JSON) -> None:
-        """Moves the iterator to a position.
-
-        Raises:
-            DataError: If the iterator refuses it.
-        """
-        with seek_errors():
-            if isinstance(state, dict) and state.keys() == {"base64"}:
-                state = base64.b64decode(state["base64"])
-            self._iterator.set_state(state)
+        """Moves the iterator to a position; raises DataError if it refuses it."""
+        try:
+            self._iterator.set_state(_from_json(state))
+        except DataError:
+            raise
+        except Exception as error:
+            msg = (
+                f"the source refuses the position of the state ({type(error).__name__}"
+                f": {error}). The state is of another source or of another version of "
+                "its library, or it is damaged."
+            )
+            raise DataError(msg) from error
 
     def close(self) -> None:
         """Closes a generator, so that its `finally` clauses run."""
@@ -86,38 +81,38 @@ class IteratorStream:
             self._iterator.close()
 
 
-@contextlib.contextmanager
-def seek_errors() -> Iterator[None]:
-    """Turns whatever a source raises when it is moved to a position into DataError."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        msg = (
-            f"the source refuses the position of the state ({type(error).__name__}: "
-            f"{error}). The state is of another source or of another version of its "
-            "library, or it is damaged."
-        )
-        raise DataError(msg) from error
+# JSON has neither bytes, as Grain's DataLoader has for a state, nor tuples, and to
+# Grain's ConcatThenSplitIterDataset a list in their place means another position.
+def _to_json(state: Any) -> JSON:
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode("ascii")}
+    if isinstance(state, tuple):
+        return {"tuple": [*map(_to_json, state)]}
+    if isinstance(state, dict):
+        return {key: _to_json(entry) for key, entry in state.items()}
+    return [*map(_to_json, state)] if isinstance(state, list) else state
+
+
+def _from_json(state: JSON) -> Any:
+    if isinstance(state, list):
+        return [*map(_from_json, state)]
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"base64"}:
+        return base64.b64decode(state["base64"])
+    if state.keys() == {"tuple"}:
+        return tuple(map(_from_json, state["tuple"]))
+    return {key: _from_json(entry) for key, entry in state.items()}
 
 
 class NumberedItems(Iterator[PyTree]):
-    """The items of an indexable object in order, as an iterator that can seek.
-
-    Args:
-        items: An object with `__getitem__`.
-        length: The number of items.
-        first: The index of the first item.
-        skip_none: Whether to leave out items that are None, as Grain does.
-    """
+    """The items of an indexable object in order, as an iterator that can seek."""
 
     def __init__(
         self, items: Any, length: int, *, first: int = 0, skip_none: bool = False
     ) -> None:
         self._items, self._length, self._first = items, length, first
-        self._skip_none = skip_none
-        self._next = 0
+        self._skip_none, self._next = skip_none, 0
 
     def __next__(self) -> PyTree:
         while self._next < self._length:
@@ -132,11 +127,7 @@ class NumberedItems(Iterator[PyTree]):
         return self._next
 
     def set_state(self, state: JSON) -> None:
-        """Moves to a position.
-
-        Raises:
-            IndexError: If there are fewer items.
-        """
+        """Moves to a position."""
         if not 0 <= state <= self._length:
             msg = f"the position is after item {state}, and there are {self._length}"
             raise IndexError(msg)
@@ -144,68 +135,44 @@ class NumberedItems(Iterator[PyTree]):
 
 
 def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
-    """Returns an iterable, an iterator or a generator function as a source.
-
-    Raises:
-        DataError: If it can neither be iterated nor called.
-    """
-    # Iterating over a data frame yields the names of its columns, which nobody wants.
-    if is_table(obj) and not isinstance(obj, dict):
+    """Returns an iterable, an iterator or a generator function as a source."""
+    # Iterating over a table would yield the names of its columns.
+    is_table = isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
+    is_source = callable(obj) or hasattr(obj, "__iter__") or hasattr(obj, "__next__")
+    if isinstance(obj, (str, bytes)) or is_table or not is_source:
         msg = (
-            f"a {type(obj).__name__} holds columns by name, but is not a tree of "
-            "arrays. Make it one with dict(...)."
-        )
-        raise DataError(msg)
-    is_other = isinstance(obj, (str, bytes, dict))
-    if is_other or not (callable(obj) or _is_iterable(obj)):
-        msg = (
-            "source must be arrays, a list of examples, an iterable, a function that "
-            "makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
+            "the source must be arrays, a list of examples, an iterable, a function "
+            "that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
             f"Hugging Face, got {_checks.shown(obj)}."
         )
         raise DataError(msg)
-    # An exhausted iterator would look like an epoch without examples.
-    was_read = False
+    passes = itertools.count()
 
     def begin(epoch: int) -> Iterator[PyTree]:
-        nonlocal was_read
-        if was_read and hasattr(obj, "__next__"):
+        # An exhausted iterator would look like an epoch without examples.
+        if next(passes) and hasattr(obj, "__next__"):
             msg = (
                 f"the source is an iterator ({type(obj).__name__}), which can be read "
                 f"once, and epoch {epoch + 1} starts. Give a function that makes one, "
                 "as lambda: make_iterator()."
             )
             raise DataError(msg)
-        was_read = True
-        return _begin(obj)
+        if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
+            return NumberedItems(obj, len(obj))
+        is_made = hasattr(obj, "__iter__") or hasattr(obj, "__next__")
+        iterable: Any = obj if is_made else obj()
+        if hasattr(iterable, "__iter__"):
+            return iter(iterable)
+        if not hasattr(iterable, "__next__"):
+            msg = (
+                f"the source is a function that returned {_checks.shown(iterable)}; it "
+                "must return an iterator, or be a generator function."
+            )
+            raise DataError(msg)
+        return iterable
 
-    return IterableSource(begin, batched, _num_rows(obj, batched=batched))
-
-
-def _begin(obj: Any) -> Iterator[PyTree]:
-    """Returns an iterator over an iterable, or over what a function returns."""
-    if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
-        return NumberedItems(obj, len(obj))
-    iterable = obj if _is_iterable(obj) else obj()
-    if not _is_iterable(iterable):
-        msg = (
-            f"the source is a function that returned {_checks.shown(iterable)}; it "
-            "must return an iterator, or be a generator function."
-        )
-        raise DataError(msg)
-    return iter(iterable) if hasattr(iterable, "__iter__") else iterable
-
-
-def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
-    """Returns the number of examples, if known without reading them."""
-    if batched is False and hasattr(obj, "__len__"):
-        return len(obj)
-    if not batched or not isinstance(obj, list):
-        return None
-    if not all(map(looks_batched, obj)):
-        return None  # reading raises a better error
-    return sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
-
-
-def _is_iterable(obj: object) -> bool:
-    return hasattr(obj, "__iter__") or hasattr(obj, "__next__")
+    num_rows = len(obj) if batched is False and hasattr(obj, "__len__") else None
+    # Where batches differ, reading them raises a better error.
+    if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
+        num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
+    return IterableSource(begin, batched, num_rows)

@@ -5,22 +5,12 @@ rows and an example of 5 vectors have the same spec. A scalar tensor settles it;
 one, `batched=` is required.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.iterables import IteratorSource
-from meshlayout.data.clock import Clock
 from meshlayout.data.examples import leaf_text, named_leaves
+from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
-
-
-# Single examples are fetched in blocks of so many bytes, at most so many at a time:
-# each fetch costs more than an example.
-_BLOCK_BYTES = 2**20
-_MAX_BLOCK_ROWS = 512
 
 
 def adapt(
@@ -30,32 +20,7 @@ def adapt(
     del clock
     if "DatasetV2" not in class_names:
         return None
-    specs = _specs(obj)
-    if batched is None:
-        batched = _yields_batches(specs)
-    num_rows = None
-    if not batched:
-        cardinality = int(obj.cardinality())
-        # Negative if it is unknown or infinite.
-        num_rows = cardinality if cardinality >= 0 else None
-        if all(spec.shape.is_fully_defined() for spec in specs):
-            # TensorFlow stacks them: the same examples in the same order.
-            obj, batched = obj.batch(_block_rows(specs)), True
-
-    def begin(epoch: int) -> Iterator[PyTree]:
-        del epoch  # the dataset decides whether it reshuffles
-        yield from obj.as_numpy_iterator()
-
-    return IteratorSource(begin, batched, num_rows)
-
-
-def _specs(dataset: Any) -> list[Any]:
-    """Returns the specs of a dataset's tensors.
-
-    Raises:
-        DataError: If one is not a dense tensor.
-    """
-    named, _ = named_leaves(dataset.element_spec)
+    named, _ = named_leaves(obj.element_spec)
     for path, spec in named:
         kind = type(spec).__name__
         if kind != "TensorSpec":
@@ -65,26 +30,27 @@ def _specs(dataset: Any) -> list[Any]:
                 "map, for instance by to_tensor() or tf.sparse.to_dense."
             )
             raise DataError(msg)
-    return [spec for _, spec in named]
+    if batched is None:
+        _check_examples([spec.shape for _, spec in named])
+    # Negative if it is unknown or infinite; of batches, it is not the number of rows.
+    cardinality = -1 if batched else int(obj.cardinality())
+    # The dataset decides whether it reshuffles in an epoch.
+    return IteratorSource(
+        lambda epoch: obj.as_numpy_iterator(),
+        bool(batched),
+        cardinality if cardinality >= 0 else None,
+    )
 
 
-def _yields_batches(specs: list[Any]) -> bool:
-    """Returns False if shapes show that elements are examples; raises otherwise."""
+def _check_examples(shapes: list[Any]) -> None:
+    """Raises DataError unless shapes show that elements are single examples."""
     # Unknown ranks and sizes show nothing.
-    first_dims = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
-    if len(first_dims) > 1 or any(spec.shape.rank == 0 for spec in specs):
-        return False
-    shapes = ", ".join(str(spec.shape) for spec in specs)
+    first_dims = {shape[0] for shape in shapes if shape.rank} - {None}
+    if len(first_dims) > 1 or any(shape.rank == 0 for shape in shapes):
+        return
     msg = (
-        f"the tf.data.Dataset yields tensors of shape {shapes}, which may be batches "
-        "or single examples. Say which with batched=True or batched=False."
+        f"the tf.data.Dataset yields tensors of shape {', '.join(map(str, shapes))}, "
+        "which may be batches or single examples. Say which with batched=True or "
+        "batched=False."
     )
     raise DataError(msg)
-
-
-def _block_rows(specs: list[Any]) -> int:
-    sizes = [
-        spec.shape.num_elements() * np.dtype(spec.dtype.as_numpy_dtype).itemsize
-        for spec in specs
-    ]
-    return max(1, min(_MAX_BLOCK_ROWS, _BLOCK_BYTES // max(1, sum(sizes))))

@@ -1,0 +1,87 @@
+"""How long an input pipeline reads, places and is waited for, and what it noted."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """The work of an input pipeline so far, on this process.
+
+    If `waited_s` is near 0, the pipeline keeps up with training. Otherwise the larger
+    of `read_s` and `place_s` is where to look.
+
+    Attributes:
+        read_s: Seconds spent making batches on the host, in the user's source and here.
+        place_s: Seconds spent copying them to the devices.
+        waited_s: Seconds that the loop spent waiting for batches.
+        rows: Examples that this process has read.
+        batches: Batches that the loop received.
+        notes: What was converted, chosen or dropped, in sentences.
+
+    Example:
+        >>> print(PipelineReport(0.5, 0.125, 0.25, 512, 4, ("A note.",)))
+        512 rows in 4 batches: 0.500 s reading, 0.125 s placing; waited 0.250 s.
+        A note.
+    """
+
+    read_s: float = 0.0
+    place_s: float = 0.0
+    waited_s: float = 0.0
+    rows: int = 0
+    batches: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        work = (
+            f"{self.rows:,} rows in {self.batches:,} batches: {self.read_s:.3f} s "
+            f"reading, {self.place_s:.3f} s placing; waited {self.waited_s:.3f} s."
+        )
+        return "\n".join((work, *self.notes))
+
+
+class Clock:
+    """Adds up the work of a pipeline, and keeps its notes; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: defaultdict[str, Any] = defaultdict(int)
+        self._notes: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str, **counts: int) -> Iterator[None]:
+        """Adds the time of a `with` block, and counts."""
+        start = time.perf_counter()
+        yield
+        self.add(**{name: time.perf_counter() - start}, **counts)
+
+    def add(self, **amounts: float) -> None:
+        """Adds seconds and counts by the names of a report."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
+
+    def note(self, text: str) -> None:
+        """Adds a sentence to the report, once."""
+        self._notes[text] = None
+
+    def warn(self, text: str) -> None:
+        """Adds a sentence to the report and logs it, once."""
+        # Not with `warnings`: these come from a thread, whose stack is not the user's.
+        if text not in self._notes:
+            self.note(text)
+            _log.warning("%s", text)
+
+    def report(self) -> PipelineReport:
+        """Returns the sums so far."""
+        with self._lock:
+            return PipelineReport(**self._sums, notes=tuple(self._notes))
