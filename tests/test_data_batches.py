@@ -573,8 +573,14 @@ def test_a_pandas_frame_and_its_columns():
             {"x": A, "y": Series(list("abcdefgh"))},
             "leaf 'y' holds strings, which devices",
         ),
-        ({"x": A, "y": 3.0}, "leaf 'y' is a single float64, without a dim for the"),
-        ({"x": A, "y": [1, 2]}, "leaf 'x' has 8 rows and leaf 'y' 2: the first dim of"),
+        (
+            {"x": A, "y": 3.0},
+            "leaf 'x' float64[8] and leaf 'y' float64[]: the first dim",
+        ),
+        (
+            {"x": A, "y": [1, 2]},
+            "leaf 'x' float64[8] and leaf 'y' int64[2]: the first dim",
+        ),
     ],
 )
 def test_an_entry_that_is_no_column_is_named_with_its_type(source, sentence):
@@ -907,24 +913,24 @@ def test_examples_that_change_their_structure_are_refused():
 def test_arrays_of_different_length_are_refused():
     source = {"x": np.zeros((8, 2)), "y": np.zeros(7)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'x' has 8 rows and leaf 'y' 7: the first dim of every array counts the "
-        "examples."
+        "leaf 'x' float64[8, 2] and leaf 'y' float64[7]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
 def test_an_array_of_length_0_among_others_is_refused():
     source = {"x": np.zeros((8, 2)), "y": np.zeros(0)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'x' has 8 rows and leaf 'y' 0: the first dim of every array counts the "
-        "examples."
+        "leaf 'x' float64[8, 2] and leaf 'y' float64[0]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
 def test_a_single_number_among_arrays_is_refused():
     source = {"x": np.zeros((8, 2)), "rate": np.float32(0.1)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'rate' is a single float32, without a dim for the examples. Give it one "
-        "row per example, with np.full, or leave it out."
+        "leaf 'rate' float32[] and leaf 'x' float64[8, 2]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
@@ -1045,8 +1051,7 @@ def test_a_list_of_arrays_needs_a_word():
 
 def test_batched_means_nothing_for_columns():
     assert message(lambda: distributed(columns(8), batched=True)) == (
-        "a tree of arrays is a source of rows, one per example. Leave out batched=True, "
-        "or give a list of the batches."
+        "columns hold examples: leave out batched=True."
     )
 
 
