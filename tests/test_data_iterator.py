@@ -842,12 +842,11 @@ def test_what_is_not_a_state_is_refused():
     it = iter(distributed(columns(12)))
     for wrong in ({}, 7, None):
         assert message(lambda: it.set_state(wrong)) == (  # noqa: B023
-            "the state is not that of a data iterator: expected what get_state() "
-            f"returned, got {wrong!r}."
+            f"the state must be that of a data iterator's get_state(), got {wrong!r}."
         )
     state = it.get_state()
     assert message(lambda: it.set_state({**state, "version": 9})) == (
-        "the state has version 9, and this release reads version 3."
+        "the state has version 9, and this release reads 3."
     )
     assert message(lambda: it.set_state({**state, "row": -1})) == (
         "the state's 'row' must be a non-negative integer, got -1."

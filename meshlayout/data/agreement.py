@@ -1,10 +1,8 @@
 """What processes agree on about one dataset: how it is made, and where streams end.
 
-Every process decides alone which rows are its own, so all of them must have the same
-options and the same source. With a source that differs between them (a shuffle without
-a seed, a loader that gives each process its own part), examples would be lost silently:
-each process keeps its share of an order that the others do not have. So digests of some
-rows are compared when a dataset is made.
+Every process decides alone which rows are its own: with a source that differs between
+them (a shuffle without a seed, a loader that gives each its own part), examples would
+be lost silently. So options and digests of some rows are compared when it is made.
 
 With random access the number of batches is known then, and nothing is exchanged later:
 a process that fails is named by the others' watch. How long a stream is, only reading
@@ -98,31 +96,30 @@ class Agreement:
         for process, (other_facts, other_digests) in others:
             for name, fact in facts.items():
                 if other_facts.get(name) != fact:
-                    msg = (
+                    raise DataError(
                         f"process {first} makes the dataset with {name}={fact!r}, and "
                         f"process {process} with {name}={other_facts.get(name)!r}. It "
                         "must be the same on all processes."
                     )
-                    raise DataError(msg)
             names = [
                 repr(path or "the array")
                 for path, digest in digests.items()
                 if digest is not None and other_digests.get(path) not in (None, digest)
             ]
             if names:
-                msg = (
+                raise DataError(
                     f"the source gives process {first} and process {process} different "
                     f"examples: {', '.join(names)} "
                     f"{'differs' if len(names) == 1 else 'differ'} in some rows. "
                     f"{WAY_OUT}"
                 )
-                raise DataError(msg)
 
-    def num_batches(self, batches: int, full: int, remainder: str) -> tuple[int, int]:
+    def counts(self, own: tuple[int, int], remainder: str) -> tuple[int, int]:
         """Returns the batches of an epoch, and how many need no padding anywhere."""
-        counts = self._channel.exchange((batches, full), "batches").values()
-        agreed = (min if remainder == "drop" else max)(count for count, _ in counts)
-        return agreed, min(full for _, full in counts)
+        batches, full = zip(
+            *self._channel.exchange(own, "batches").values(), strict=True
+        )
+        return (min if remainder == "drop" else max)(batches), min(full)
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
@@ -158,21 +155,19 @@ class Turns:
         for process, value in values.items():
             if value is LEFT:
                 self._is_over = True
-                msg = (
+                raise DataError(
                     f"process {process} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
                 )
-                raise DataError(msg)
         (first, (_, where)), *others = values.items()
         for process, (_, other) in others:
             if other != where:
                 self._is_over = True  # all raise it
-                msg = (
+                raise DataError(
                     f"the processes read different batches at once: {where} on process "
                     f"{first}, {other} on process {process}. Start their iterations at "
                     f"the same position. {WAY_OUT}"
                 )
-                raise DataError(msg)
         if self._turn:  # which all have read, as they have come to this one
             self._channel.forget(str(self._turn - 1))
         self._turn += 1

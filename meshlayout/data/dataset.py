@@ -140,30 +140,28 @@ def dataset_of(
     clock: Clock,
     close: Callable[[], None] = lambda: None,
 ) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened here, and closed with the dataset.
-
-    The errors of `open_source` are told to the other processes.
-    """
+    """Returns a dataset of a source that is opened here, and closed with the dataset."""
     layout = batch_layout(layout_or_mesh, clock.warn)
-    return DistributedDataset(
-        DataPlan(open_source, layout, options, clock, close=close)
-    )
+    plan = DataPlan(open_source, layout, options, clock, close=close)
+    return DistributedDataset(plan)
 
 
 def make_plan(
-    source: object,
+    source: Any,
     layout_or_mesh: LayoutOrMesh,
     options: Mapping[str, Any],
     *,
     batched: bool | None = None,
     batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
     assemble: Assemble | None = None,
+    is_made: bool = True,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
 
     Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
     source's first batch (None if it yields examples), and a function that tells whether
-    that batch is all there is.
+    that batch is all there is. A source that is not `is_made` is a function that makes
+    it, whose elements are batches where they could be either.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
@@ -172,19 +170,21 @@ def make_plan(
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
     with agreement.failure_told():
-        if options.get("global_batch_size") is None and batch_size_of is not None:
+        has_size = options.get("global_batch_size") is not None
+        if not is_made or (not has_size and batch_size_of is not None):
+            source = source if is_made else source()
             opened, rows = first_batch(source, clock, batched=batched)
-            is_stream = isinstance(opened, Elements)
-            is_only = opened.is_only_batch if is_stream else lambda: False
-            options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
+            if not has_size and batch_size_of is not None:
+                is_stream = isinstance(opened, Elements)
+                is_only = opened.is_only_batch if is_stream else lambda: False
+                options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
-            msg = (
+            raise DataError(
                 f"the source is an iterator, which can be read once, and epochs="
                 f"{checked.epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
-            raise DataError(msg)
 
     def open_source() -> Source | Elements:
         return as_source(source, clock, batched=batched) if opened is None else opened
@@ -237,11 +237,10 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
         obj = functools.partial(obj)
     if isinstance(obj, (RandomAccessSource, StreamSource)):
         if batched is not None:
-            msg = (
+            raise DataError(
                 f"a {type(obj).__name__} is a source that already defines what it "
                 f"yields. Leave out batched={batched}."
             )
-            raise DataError(msg)
         if isinstance(obj, RandomAccessSource):
             read = obj.read_rows
             _checks.function("read_rows", read, "indices", "epoch", error=DataError)
@@ -293,19 +292,17 @@ class DistributedDataset:
     def __len__(self) -> int:
         steps = self._plan.num_steps
         if steps is None:
-            msg = (
+            raise TypeError(
                 "this dataset does not know how many batches it has. "
                 "itertools.islice(iterator, steps) takes a number of them."
             )
-            raise TypeError(msg)
         return steps
 
     def __reduce__(self) -> NoReturn:
-        msg = (
+        raise DataError(
             "a dataset holds threads and devices, and cannot be pickled. Make another "
             "one; get_state() of its iterator saves a position in it."
         )
-        raise DataError(msg)
 
     def __iter__(self) -> DataIterator:
         return self.iterator()

@@ -15,7 +15,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -87,11 +88,9 @@ class DataIterator:
             return batch
 
     def __reduce__(self) -> NoReturn:
-        msg = (
-            "a data iterator holds threads and devices, and cannot be pickled. Save its "
-            "get_state(), and set it on another one with set_state()."
+        raise DataError(
+            "a data iterator holds threads, and cannot be pickled. Save its get_state()."
         )
-        raise DataError(msg)
 
     def get_state(self) -> dict[str, JSON]:
         """Returns the position after the last batch, as a JSON-serializable dict.
@@ -132,13 +131,12 @@ class DataIterator:
         position = from_state(self._plan.identity, state)
         is_inside = position.row > 0 or position.batch > 0
         if self._plan.is_stream and is_inside and position.source is None and not skip:
-            msg = (
+            raise DataError(
                 f"this source cannot seek to row {position.row} of epoch "
                 f"{position.epoch + 1}: it has no position of its own. "
                 "iterator.set_state(state, skip=True) reads the rows before it, and "
                 "drops them."
             )
-            raise DataError(msg)
         self._stop()
         self._position, self._is_over = position, False
         self._record(position)
@@ -177,7 +175,9 @@ class _Worker:
     """
 
     def __init__(self, plan: DataPlan, position: Position) -> None:
-        self._batches = _Batches(plan, position)
+        self._plan, self._position = plan, position
+        self._reader = plan.new_reader()
+        self._turns = plan.agreement.new_turns() if plan.is_stream else None
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopped = False
@@ -186,15 +186,14 @@ class _Worker:
         for _ in range(plan.options.prefetch):
             self._permits.put(None)
         if plan.options.prefetch:
-            self.thread = threading.Thread(
-                target=self._run, name="meshlayout-data", daemon=True
-            )
+            name = "meshlayout-data"
+            self.thread = threading.Thread(target=self._run, name=name, daemon=True)
             self.thread.start()
 
     def take(self) -> tuple[Batch, Position]:
         """Returns the next batch, or raises what making it has raised."""
         if self.thread is None:
-            return self._batches.placed(self._batches.next_on_host())
+            return self._next(contextlib.nullcontext())
         result = self._ready.get()
         if isinstance(result, BaseException):
             try:
@@ -211,7 +210,7 @@ class _Worker:
         # In this order: once woken by a permit, the thread has to see the flag.
         self._is_stopped = True
         if self.thread is None:
-            self._batches.close()
+            self._close()
             self.is_done.set()
         else:
             self._permits.put(None)
@@ -223,18 +222,23 @@ class _Worker:
                 self._ready.get_nowait()
         self._ready.put(StopIteration())  # for a loop that waits in another thread
 
+    def _close(self) -> None:
+        try:
+            self._reader.close()
+        finally:
+            if self._turns is not None:
+                self._turns.leave()
+
     def _run(self) -> None:
         """Makes batches while there are permits; what the thread runs."""
         end: BaseException = StopIteration()
         try:
             while self._permits.get() is None and not self._is_stopped:
-                batch = self._batches.next_on_host()
-                with _calls_jax:
-                    self._ready.put(self._batches.placed(batch))
+                self._ready.put(self._next(_calls_jax))
         except BaseException as error:  # raised again in the user's loop
             end = error
         try:
-            self._batches.close()
+            self._close()
         except BaseException as error:  # from a `finally` clause of the source
             end = error if isinstance(end, StopIteration) else end
         self._ready.put(end)
@@ -243,72 +247,46 @@ class _Worker:
             self._clear()
         self.is_done.set()
 
-
-class _Batches:
-    """Makes the batches of one iteration, each with the position after it."""
-
-    def __init__(self, plan: DataPlan, position: Position) -> None:
-        self._plan, self._position = plan, position
-        self._reader = plan.new_reader()
-        self._turns = plan.agreement.new_turns() if plan.is_stream else None
-
-    def next_on_host(self) -> HostBatch:
-        """Returns the next batch, which all processes have; raises StopIteration."""
-        with self._failure_told():
-            while not self._is_over():
-                batch = self._reader.read(self._position)
-                if batch is None and not self._position.row:
-                    # With epochs=None this would be an endless loop of empty epochs.
-                    raise DataError(no_rows(self._position.epoch))
-                if batch is not None:
-                    self._plan.check_padding(batch)
-                batch = self._agreed(batch)
-                if batch is not None:
-                    self._position = batch.after
-                    return batch
-                self._position = self._position._replace(
-                    epoch=self._position.epoch + 1,
-                    batch=0,
-                    row=0,
-                    source=None,
-                    offset=0,
-                )
-        if self._turns is not None:
-            self._turns.leave(ended=True)
-        raise StopIteration
-
-    def placed(self, batch: HostBatch) -> tuple[Batch, Position]:
-        """Returns a batch on the mesh, and the position after it."""
-        with self._failure_told():
-            return self._plan.placed(batch), batch.after
-
-    def close(self) -> None:
-        """Releases the source, and other processes that are waiting for this one."""
+    def _next(self, lock: AbstractContextManager[Any]) -> tuple[Batch, Position]:
+        """Returns the next batch on the mesh, and the position after it."""
         try:
-            self._reader.close()
-        finally:
-            if self._turns is not None:
-                self._turns.leave()
-
-    @contextlib.contextmanager
-    def _failure_told(self) -> Iterator[None]:
-        try:
-            yield
+            batch = self._next_on_host()
+            if batch is not None:
+                self._position = batch.after
+                with lock:
+                    return self._plan.placed(batch), batch.after
         except (Exception, SystemExit) as error:
             # The others raise it too, once they have reached this step.
             if self._turns is not None:
                 self._turns.fail(error)
             raise
+        if self._turns is not None:
+            self._turns.leave(ended=True)
+        raise StopIteration
 
-    def _is_over(self) -> bool:
-        options, position = self._plan.options, self._position
-        if options.epochs is None:
-            return False
-        last = position.first_epoch + options.epochs
-        if options.remainder != "repeat":
-            return position.epoch >= last
-        # An iteration that started in the middle of an epoch ends at the same row.
-        return (position.epoch, position.row) >= (last, position.first_row)
+    def _next_on_host(self) -> HostBatch | None:
+        """Returns the next batch, which all processes have; None at the end."""
+        options = self._plan.options
+        while True:
+            position = self._position
+            if options.epochs is not None:
+                last = position.first_epoch + options.epochs
+                # An iteration that started in an epoch's middle ends at the same row.
+                row = position.first_row if options.remainder == "repeat" else 0
+                if (position.epoch, position.row) >= (last, row):
+                    return None
+            batch = self._reader.read(position)
+            if batch is None and not position.row:
+                # With epochs=None this would be an endless loop of empty epochs.
+                raise DataError(no_rows(position.epoch))
+            if batch is not None:
+                self._plan.check_padding(batch)
+            batch = self._agreed(batch)
+            if batch is not None:
+                return batch
+            self._position = position._replace(
+                epoch=position.epoch + 1, batch=0, row=0, source=None, offset=0
+            )
 
     def _agreed(self, batch: HostBatch | None) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end, on all processes."""
@@ -329,11 +307,10 @@ class _Batches:
                 "no more rows" if missing is None else rows_text(plan.size - missing)
                 for missing in (expected, rows)
             )
-            msg = (
+            raise DataError(
                 f"the sources of process {first} and process {process} have different "
                 f"numbers of rows: {here} and {there} in {where}. {WAY_OUT}"
             )
-            raise DataError(msg)
         if ended and remainder == "drop":
             if batch is not None:
                 plan.clock.warn(
@@ -342,16 +319,13 @@ class _Batches:
                     "was not read any further."
                 )
             return None
-        if ended and plan.filler is None:
+        if ended and not plan.has_weights:
             others = next(process for process in answers if process not in ended)
-            msg = (
+            raise DataError(
                 f"the source of process {ended[0]} has fewer batches than that of "
                 f"process {others}. {plan.padding_hint}"
             )
-            raise DataError(msg)
         if batch is None:
-            leaves = [
-                np.repeat(row, len(plan.own), axis=0) for row in plan.filler or ()
-            ]
+            leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
             batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
         return dataclasses.replace(batch, is_padded_elsewhere=True)

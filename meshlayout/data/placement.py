@@ -70,11 +70,10 @@ def process_rows(
     # The mesh of a topology, made for planning, has processes that are not running.
     num_processes = max(jax.process_count(), processes_of(full.mesh)[-1] + 1)
     if here >= num_processes:
-        msg = (
+        raise DataError(
             f"process_index must be below {num_processes}, the number of processes, "
             f"got {here}."
         )
-        raise DataError(msg)
     # A set: replicas of a shard, and shards of other dims, have the same rows.
     size = full.shard_shape(shape)[0]
     starts = {
@@ -107,11 +106,10 @@ def rows_per_replica(global_batch_size: int, replicas: int, where: str = "") -> 
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
-        msg = (
+        raise DataError(
             f"a global batch of {size} rows does not divide into {replicas} replicas"
             f"{where}. Nearest sizes that divide: {' and '.join(map(str, nearest))}."
         )
-        raise DataError(msg)
     return size // replicas
 
 
@@ -139,11 +137,10 @@ def batch_layout(
         return Layout(layout_or_mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         shown = _checks.shown(layout_or_mesh)
-        msg = (
+        raise DataError(
             f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
             "of entries, write mesh.layout(...)."
         )
-        raise DataError(msg)
     layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
     return layout
@@ -161,12 +158,11 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
         groups.setdefault(tuple(rows.tolist()), []).append(process)
     # Sets of rows that overlap have more rows together than there are.
     if sum(map(len, groups)) > global_batch_size:
-        msg = (
+        raise DataError(
             f"processes share a part of their rows under {layout!r}, so that no source "
             "can give a process its own rows. Leave out per_process=True, or order the "
             "mesh's devices by process."
         )
-        raise DataError(msg)
     return [tuple(groups[rows]) for rows in sorted(groups)]
 
 
@@ -181,11 +177,10 @@ def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
     if per_process:
         row_groups(layout, size)
         if not len(rows):
-            msg = (
+            raise DataError(
                 f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
                 "so no rows of its own: with per_process=True it makes no dataset."
             )
-            raise DataError(msg)
     return rows
 
 
@@ -290,11 +285,10 @@ def find_weights(
             dtype = spec.leaves[index].dtype
             problem = f"one number per example, and has dtype {dtype}"
         if problem:
-            msg = (
+            raise DataError(
                 f"the source's {key!r} is taken for the weights, {problem}. Give "
                 "weights= another name."
             )
-            raise DataError(msg)
         return spec, index
     weighted: PyTree = None
     if isinstance(numbered, (Mapping, tuple, list)):

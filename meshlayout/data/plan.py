@@ -6,7 +6,6 @@ differ between them. Each process sends its errors to the others, so that none o
 waits for a process that has already failed.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -36,19 +35,17 @@ from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
 
-Reader: TypeAlias = RowReader | StreamReader
 Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
 
 
 def checked_seed(shuffle: Any, where: str = "") -> int | None:
     """Returns `shuffle=` of a function: a seed, or None to keep the order of rows."""
     if isinstance(shuffle, (bool, np.bool_)):
-        msg = (
+        raise DataError(
             f"{where}{': ' * bool(where)}shuffle={bool(shuffle)} is no seed: give a "
             "seed, shuffle=0, which with the epoch determines the order of the rows; "
             "or shuffle=None, which keeps their order."
         )
-        raise DataError(msg)
     context = _checks.Context(where=where, error=DataError)
     if shuffle is None:
         return None
@@ -69,77 +66,56 @@ class DataOptions:
     strings: str = "error"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shuffle", checked_seed(self.shuffle))
-        for name, at_least, can_be_none in (
-            ("global_batch_size", 1, False),
-            ("epochs", 1, True),
-            ("prefetch", 0, False),
-        ):
-            value = getattr(self, name)
-            if value is not None or not can_be_none:
-                number = _checks.count(name, value, at_least=at_least, error=DataError)
-                # NumPy's numbers become Python's: JSON, which processes exchange and
-                # positions are saved as, takes no others.
-                object.__setattr__(self, name, number)
-        remainders = ("pad", "drop", "repeat")
-        _checks.choice("remainder", self.remainder, remainders, error=DataError)
-        _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
-        per_process = _checks.flag("per_process", self.per_process, error=DataError)
-        object.__setattr__(self, "per_process", per_process)
-        if isinstance(self.weights, np.integer):
-            object.__setattr__(self, "weights", int(self.weights))
-        if not isinstance(self.weights, (str, int, type(None))) or self.weights is True:
-            msg = (
+        context = _checks.Context(error=DataError)
+        size, epochs, weights = self.global_batch_size, self.epochs, self.weights
+        if epochs is not None:
+            epochs = _checks.count("epochs", epochs, **context)
+        if isinstance(weights, np.integer):
+            weights = int(weights)
+        if not isinstance(weights, (str, int, type(None))) or weights is True:
+            raise DataError(
                 "weights must be a key of the batch, an index into a tuple, or None, "
-                f"got {_checks.shown(self.weights)}."
+                f"got {_checks.shown(weights)}."
             )
-            raise DataError(msg)
-        if self.per_process and self.remainder == "repeat" and self.epochs is not None:
-            msg = (
+        # NumPy's numbers become Python's: JSON, which processes exchange and positions
+        # are saved as, takes no others.
+        for name, value in (
+            ("shuffle", checked_seed(self.shuffle)),
+            ("global_batch_size", _checks.count("global_batch_size", size, **context)),
+            ("epochs", epochs),
+            (
+                "prefetch",
+                _checks.count("prefetch", self.prefetch, at_least=0, **context),
+            ),
+            ("per_process", _checks.flag("per_process", self.per_process, **context)),
+            ("weights", weights),
+        ):
+            object.__setattr__(self, name, value)
+        remainders = ("pad", "drop", "repeat")
+        _checks.choice("remainder", self.remainder, remainders, **context)
+        _checks.choice("strings", self.strings, ("error", "host"), **context)
+        if self.per_process and self.remainder == "repeat" and epochs is not None:
+            raise DataError(
                 "remainder='repeat' with per_process=True needs epochs=None: the "
                 "processes may have different numbers of rows, and must take as many "
                 "steps, as itertools.islice(iterator, steps) does."
             )
-            raise DataError(msg)
-
-
-@dataclass(frozen=True)
-class _FirstRows:
-    """A source and its first rows.
-
-    A stream has `elements` that have looked at the first one, a batch of `block` rows
-    or an example. Batches that are on the mesh already have no `spec`.
-    """
-
-    source: Any
-    rows: PyTree
-    spec: ExampleSpec | None
-    num_rows: int | None
-    elements: Elements | None = None
-    block: int | None = None
 
 
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
-    Args:
-        open_source: Returns the source; or elements whose first was looked at already.
-        layout: The layout of batches.
-        options: The user's options.
-        clock: Takes times and notes for the report.
-        agreement: With the other processes; None makes it.
-        assemble: Makes a batch of the source's tree on the mesh and float32 weights,
-            which are None if no process has padding in the batch. None for batches that
-            carry weights in the tree, as `options.weights` says.
-        close: Releases what the source holds, if it is not the user's to close.
+    `open_source` returns the source, or elements whose first was looked at already.
+    `assemble` makes a batch of the source's tree on the mesh and float32 weights, which
+    are None if no process has padding in the batch; without it, batches carry weights
+    in the tree, as `options.weights` says. `close` releases what the source holds.
 
     Attributes:
         size: How many rows of the source make a batch: of all processes, or with
             `per_process` of this one.
         own: Which of them are this process's own.
         padding_hint: What a user can do if batches cannot be padded.
-        filler: The row that fills batches for which a process has no rows, leaf by
-            leaf; None if there are no such batches.
+        filler: The first row of a stream, leaf by leaf.
         num_steps: Batches of one iteration, or None if that is not known.
         identity: What must match for a saved position to fit, by name.
     """
@@ -158,41 +134,39 @@ class DataPlan:
         self.options, self.clock, self._close = options, clock, close
         self._assemble = assemble
         self.agreement = agreement = agreement or Agreement(layout.mesh)
+        size, remainder = options.global_batch_size, options.remainder
+        is_own, epochs = options.per_process, options.epochs
         with agreement.failure_told():
-            size, is_own = options.global_batch_size, options.per_process
             own = local_rows(layout, size, per_process=is_own)
-            self._first = first = _look(open_source(), layout, options, clock)
+            self._look(open_source(), layout)
             facts = self._facts() if agreement.has_others else ({}, {})
-        self.is_stream = first.elements is not None
+        spec, rows, num_rows = self._spec, self._rows, self._num_rows
         # A source of this process alone holds nothing but its own rows: all are kept.
         self.size, self.own = (len(own), np.arange(len(own))) if is_own else (size, own)
-        num_rows, remainder = first.num_rows, options.remainder
-        num_batches: int | None = None  # of an epoch, unless epochs run together
+        # Batches of an epoch, if known and unless epochs run together; and those that
+        # have no padding on any process.
+        self._num_batches: int | None = None
+        self._num_full: int | None = None
         if num_rows is not None and remainder != "repeat":
-            is_drop = remainder == "drop"
-            num_batches = (
-                num_rows // self.size if is_drop else -(-num_rows // self.size)
-            )
-        self._num_full: int | None = None  # batches without padding on any process
+            self._num_full, rest = divmod(num_rows, self.size)
+            self._num_batches = self._num_full + (rest > 0 and remainder == "pad")
         if agreement.has_others:
             agreement.check_same(*facts)
-            if is_own and num_batches is not None:
+            if is_own and self._num_batches is not None:
                 # Processes with sources of their own must take as many steps.
-                num_full = (num_rows or 0) // self.size
-                num_batches, self._num_full = agreement.num_batches(
-                    num_batches, num_full, remainder
-                )
-        self._num_batches = num_batches
+                counts = self._num_batches, self._num_full or 0
+                self._num_batches, self._num_full = agreement.counts(counts, remainder)
         self._placement: Placement | None = None
-        self.filler: list[np.ndarray] | None = None
+        self.filler: list[np.ndarray] = []
         self.padding_hint = (
             "Batches that are on the mesh already are not padded: yield the same "
             "number on every process, or choose remainder='drop'."
         )
         with agreement.failure_told(made=True):
-            if first.spec is not None:
-                rows, spec, key = first.rows, first.spec, options.weights
-                self.padding_hint = padding_hint(rows)
+            if spec is not None:
+                self.padding_hint, key = padding_hint(rows), options.weights
+                for leaf, row in zip(spec.leaves, jax.tree.leaves(rows), strict=True):
+                    self.filler.append(leaf.converted(row[:1].copy()))
                 if assemble is not None:
                     # Beside the source's own tree, so that any tree has a place.
                     treedef = jax.tree_util.treedef_tuple([spec.treedef])
@@ -200,19 +174,12 @@ class DataPlan:
                 # Nothing but padding needs weights that the source does not have.
                 spec, index = find_weights(rows, spec, key, add=remainder == "pad")
                 self._placement = Placement(spec, index, layout, size, own)
-                if is_own and self.has_weights and self.is_stream:
-                    leaves = first.spec.checked(first.rows)
-                    pairs = zip(first.spec.leaves, leaves, strict=True)
-                    self.filler = [
-                        leaf.converted(row[:1].copy()) for leaf, row in pairs
-                    ]
             self._check_length()
         agreement.check_made()
         self.num_steps: int | None = None
-        if num_rows is not None and options.epochs is not None:
-            rows, batches = options.epochs * num_rows, num_batches
-            together = -(-rows // self.size)  # if epochs run into each other
-            self.num_steps = together if batches is None else options.epochs * batches
+        if num_rows is not None and epochs is not None:
+            per_epoch, together = self._num_batches, -(-epochs * num_rows // self.size)
+            self.num_steps = together if per_epoch is None else epochs * per_epoch
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -223,10 +190,99 @@ class DataPlan:
             "remainder": remainder,
             "shuffle": options.shuffle,
             "process": process if is_own else None,
-            "block": first.block,
+            "block": self._block,
         }
-        # Has looked at the first element, which a generator yields only once.
-        self._looked = [] if first.elements is None else [first.elements]
+
+    def _look(self, source: Source | Elements, layout: Layout) -> None:
+        """Looks at the first rows of a source, and checks them."""
+        options, warn = self.options, self.clock.warn
+        self.is_stream = not isinstance(source, RandomAccessSource)
+        self._block: int | None = None  # the rows of a stream's first batch
+        # A stream's elements, of which a generator yields the first only once.
+        self._looked: list[Elements] = []
+        self._spec: ExampleSpec | None = None  # None for batches on the mesh already
+        if isinstance(source, RandomAccessSource):
+            if not len(source):
+                raise DataError(no_rows(0))
+            named, treedef = named_leaves(source.read_rows(np.zeros(1, np.int64), 0))
+            leaves = [row_array(path, leaf, 1) for path, leaf in named]
+            self._source, self._rows = source, treedef.unflatten(leaves)
+            self._spec = describe(self._rows, options.strings, warn)
+            self._num_rows: int | None = len(source)
+            return
+        elements = source if isinstance(source, Elements) else Elements(source)
+        self._source: Any = elements.source
+        for name, is_wrong, way_out in (
+            ("shuffle=", options.shuffle is not None, "Shuffle it where it is made"),
+            (
+                "strings='host'",
+                options.strings != "error",
+                "Make strings numbers there",
+            ),
+        ):
+            if is_wrong:
+                raise DataError(
+                    f"{name} is for sources with random access, and this one is read "
+                    f"in order. {way_out}, and leave out {name}."
+                )
+        parts = getattr(self._source, "num_parts", 1)
+        if parts > 1 and not options.per_process:
+            # Processes compare their rows only if there are several; one process that
+            # reads a part of the data would do so without an error.
+            warn(
+                f"The DataLoader's sampler gives each of {parts} processes its own "
+                "part: say per_process=True."
+            )
+        try:
+            self._rows, self._block = elements.look()
+            if self._block is None or not is_placed(self._rows):
+                self._spec = describe(self._rows, "error", warn)
+            else:
+                _check_on_mesh(self._rows, self._block, layout, options)
+        except BaseException:
+            elements.close()
+            raise
+        self._looked.append(elements)
+        # The numbers of rows that processes read in streams of their own may be wrong
+        # or differ; they agree in every step instead.
+        is_known = not options.per_process and self._spec is not None
+        self._num_rows = self._source.num_rows if is_known else None
+
+    def _facts(self) -> tuple[dict[str, JSON], dict[str, JSON]]:
+        """Returns what must be the same on all processes, and digests of some rows."""
+        facts, spec = asdict(self.options), self._spec
+        if spec is not None:
+            facts["leaves"] = [
+                f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"
+                for leaf in spec.leaves
+            ]
+        if self.options.per_process:
+            return facts, {}
+        facts["number of rows"] = self._num_rows
+        if spec is None or self.is_stream:
+            return facts, {} if spec is None else digests(self._rows)
+        return facts, sample_digests(self._source)
+
+    def _check_length(self) -> None:
+        """Refuses now what is known not to fit at the end of an epoch, hours later."""
+        num_rows, num_batches, size = self._num_rows, self._num_batches, self.size
+        if num_rows is None or num_batches is None:
+            return
+        left = num_rows - num_batches * size
+        if self.options.remainder == "drop" and num_rows < size:
+            raise DataError(
+                f"the source has {num_rows} rows, fewer than a batch of {size}: "
+                "remainder='drop' drops all of them. Take a smaller global_batch_size, "
+                "or another remainder=."
+            )
+        if left > 0:
+            dropped = f"drops {left} of {num_rows} rows in every epoch."
+            self.clock.warn(f"remainder='drop' {dropped}")
+        elif left < 0 and self._placement is not None and not self.has_weights:
+            raise DataError(
+                f"the source has {num_rows} rows, to be padded to {num_batches} batches"
+                f" of {size}. {self.padding_hint}"
+            )
 
     @property
     def has_weights(self) -> bool:
@@ -241,21 +297,17 @@ class DataPlan:
             return spec if self._assemble is None else spec[0]
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            self._first.rows,
+            self._rows,
         )
 
     def check_padding(self, batch: HostBatch) -> None:
-        """Raises DataError if a batch is padded and cannot carry weights.
-
-        Of sources whose length is known, `_check_length` refuses this earlier.
-        """
+        """Raises DataError if a batch is padded and cannot carry weights."""
         is_padded = self._placement is not None and batch.count < self.size
         if is_padded and not self.has_weights:
-            msg = (
+            raise DataError(
                 f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
                 f"have {self.size}. {self.padding_hint}"
             )
-            raise DataError(msg)
 
     def placed(self, batch: HostBatch) -> Batch:
         """Returns a batch on the mesh, with its weights."""
@@ -273,26 +325,22 @@ class DataPlan:
             is_padded = is_padded or batch.is_padded_elsewhere or is_late
             return self._assemble(rows, weights[0] if is_padded else None)
 
-    def new_reader(self) -> Reader:
+    def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        first, options, clock = self._first, self.options, self.clock
-        if first.elements is not None:
+        spec, cut, clock = self._spec, (self.size, self.own), self.clock
+        if self.is_stream:
             try:
                 elements = self._looked.pop()  # of several threads, one gets it
             except IndexError:
-                elements = Elements(first.source)
+                elements = Elements(self._source)
+            how = {"batched": self._block is not None}
+            remainder = self.options.remainder
             return StreamReader(
-                elements,
-                first.spec,
-                self.size,
-                self.own,
-                batched=first.block is not None,
-                remainder=options.remainder,
-                clock=clock,
+                elements, spec, *cut, **how, remainder=remainder, clock=clock
             )
-        assert first.spec is not None
-        order = self._num_batches, options.shuffle
-        return RowReader(first.source, first.spec, self.size, self.own, *order, clock)
+        assert spec is not None
+        order = self._num_batches, self.options.shuffle
+        return RowReader(self._source, spec, *cut, *order, clock)
 
     def close(self) -> None:
         """Releases what no iteration is using."""
@@ -300,114 +348,21 @@ class DataPlan:
         while self._looked:
             self._looked.pop().close()
 
-    def _check_length(self) -> None:
-        """Raises DataError if an epoch is known not to divide into batches.
 
-        Whether padding is possible is checked here and not when the last batch comes,
-        which may be hours later.
-        """
-        num_rows, num_batches, size = self._first.num_rows, self._num_batches, self.size
-        if num_rows is None or num_batches is None:
-            return
-        if self.options.remainder == "drop":
-            if num_rows < size:
-                msg = (
-                    f"the source has {num_rows} rows, fewer than a batch of {size}: "
-                    "remainder='drop' drops all of them. Take a smaller "
-                    "global_batch_size, or another remainder=."
-                )
-                raise DataError(msg)
-            dropped = num_rows - num_batches * size
-            if dropped:
-                text = f"drops {dropped} of {num_rows} rows in every epoch."
-                self.clock.warn(f"remainder='drop' {text}")
-        elif self._placement is not None and not self.has_weights:
-            if num_rows % size:
-                what = f"leaves {num_rows % size}, to be padded"
-            elif num_rows < num_batches * size:
-                what = f"is padded up to the {num_batches} batches of other processes"
-            else:
-                return
-            msg = f"a source of {num_rows} rows, in batches of {size}, {what}. "
-            raise DataError(msg + self.padding_hint)
-
-    def _facts(self) -> tuple[dict[str, JSON], dict[str, JSON]]:
-        """Returns what must be the same on all processes, and digests of some rows."""
-        first, facts = self._first, asdict(self.options)
-        if first.spec is not None:
-            facts["leaves"] = [
-                f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"
-                for leaf in first.spec.leaves
-            ]
-        if self.options.per_process:
-            return facts, {}
-        facts["number of rows"] = first.num_rows
-        if first.spec is None:
-            return facts, {}
-        is_stream = first.elements is not None
-        return facts, digests(first.rows) if is_stream else sample_digests(first.source)
-
-
-def _look(
-    source: Source | Elements, layout: Layout, options: DataOptions, clock: Clock
-) -> _FirstRows:
-    """Returns a source with its first rows, checked."""
-    if isinstance(source, RandomAccessSource):
-        if not len(source):
-            raise DataError(no_rows(0))
-        named, treedef = named_leaves(source.read_rows(np.zeros(1, np.int64), 0))
-        rows = treedef.unflatten([row_array(path, leaf, 1) for path, leaf in named])
-        spec = describe(rows, options.strings, clock.warn)
-        return _FirstRows(source, rows, spec, len(source))
-    elements = source if isinstance(source, Elements) else Elements(source)
-    source = elements.source
-    for name, is_wrong, way_out in (
-        ("shuffle=", options.shuffle is not None, "Shuffle it where it is made"),
-        ("strings='host'", options.strings != "error", "Make strings numbers there"),
-    ):
-        if is_wrong:
-            msg = (
-                f"{name} is for sources with random access, and this one is read in "
-                f"order. {way_out}, and leave out {name}."
-            )
-            raise DataError(msg)
-    num_parts = getattr(source, "num_parts", 1)
-    if num_parts > 1 and not options.per_process:
-        # Processes compare their rows only if there are several; one process that
-        # reads a part of the data would do so without an error.
-        clock.warn(
-            f"The DataLoader's sampler gives each of {num_parts} processes its own "
-            "part: say per_process=True."
-        )
-    with contextlib.ExitStack() as closing:
-        closing.callback(elements.close)
-        rows, block = elements.look()
-        spec = None
-        if is_placed(rows) and block is not None:
-            _check_on_mesh(rows, block, layout, options.global_batch_size)
-        else:
-            spec = describe(rows, "error", clock.warn)
-        closing.pop_all()
-    # The numbers of rows that processes read in streams of their own may be wrong or
-    # differ; they agree in every step instead.
-    num_rows = None if options.per_process or spec is None else source.num_rows
-    return _FirstRows(source, rows, spec, num_rows, elements, block)
-
-
-def _check_on_mesh(batch: PyTree, rows: int, layout: Layout, size: int) -> None:
+def _check_on_mesh(
+    batch: PyTree, rows: int, layout: Layout, options: DataOptions
+) -> None:
     """Raises DataError unless a batch of the source can pass through unchanged."""
     devices = set(layout.mesh.devices.flat)
     shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
     if not all(s is not None and s.device_set == devices for s in shardings):
-        msg = (
+        raise DataError(
             f"the source yields arrays on devices other than those of {layout.mesh!r}. "
             "Place them on this mesh, or yield NumPy arrays."
         )
-        raise DataError(msg)
-    if rows != size:
-        msg = (
+    if rows != options.global_batch_size:
+        raise DataError(
             f"the source yields batches of {rows} rows that are on the mesh already, "
-            f"and global_batch_size={size}. They pass through unchanged: give "
-            f"global_batch_size={rows}."
+            f"and global_batch_size={options.global_batch_size}. They pass through "
+            f"unchanged: give global_batch_size={rows}."
         )
-        raise DataError(msg)

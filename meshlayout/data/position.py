@@ -50,8 +50,8 @@ def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
 def from_state(identity: dict[str, JSON], state: Any) -> Position:
     """Returns the position in a dict made by `to_state`, for the same dataset."""
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
-        shown = _checks.shown(state)
-        msg = f"the state must be what get_state() of a data iterator returned, got {shown}."
+        shown = f"got {_checks.shown(state)}"
+        msg = f"the state must be that of a data iterator's get_state(), {shown}."
         raise DataError(msg)
     version = state.get("version")
     if version != _VERSION:
@@ -59,8 +59,7 @@ def from_state(identity: dict[str, JSON], state: Any) -> Position:
         raise DataError(msg)
     for name in [*Position._fields, *(f"of_{name}" for name in identity)]:
         if name not in state:
-            msg = f"the state lacks {name!r}; it was cut or written by hand."
-            raise DataError(msg)
+            raise DataError(f"the state lacks {name!r}; it was cut or written by hand.")
         if name in Position._fields and name != "source":
             what = f"the state's {name!r}"
             _checks.count(what, state[name], at_least=0, error=DataError)
@@ -68,10 +67,9 @@ def from_state(identity: dict[str, JSON], state: Any) -> Position:
         there = state[f"of_{name}"]
         # The size of its batches matters only to a position of the stream's own.
         if there != here and (name != "block" or state["source"] is not None):
-            msg = (
+            raise DataError(
                 f"the state is of a dataset with {name}={there!r}, and this one has "
                 f"{name}={here!r}: its batches would be different ones. Make the "
                 "dataset as it was when the state was saved."
             )
-            raise DataError(msg)
     return Position(**{name: state[name] for name in Position._fields})
