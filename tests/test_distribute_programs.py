@@ -383,7 +383,7 @@ def test_the_program_that_is_called_is_not_the_one_that_is_dropped(capsys, monke
     strategy = mirrored(2)
 
     def hot(x):
-        print("traced")
+        print("traced")  # noqa: T201
         return x
 
     for number in range(1, 5):  # five programs, of which three are kept

@@ -102,7 +102,7 @@ class ReplicaProgram:
         if self._rows is not None:
             try:
                 return self._trace_first(arguments, 2)
-            except Exception:  # noqa: S110 (an error has numbers, and those were others)
+            except Exception:  # a text has numbers, and those were others
                 pass
         return self._trace_first(arguments, 1)
 
