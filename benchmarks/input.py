@@ -66,8 +66,8 @@ class Contest:
             "Grain IterDataset of batches": self.grain_batches,
             "generator of rows": self.generator_of_rows,
             "generator of batches": self.generator_of_batches,
-            "TFDS name, decoded once": lambda: self.tfds(folder, cache="memory"),
-            "TFDS name, record by record": lambda: self.tfds(folder, cache="none"),
+            "TFDS name, decoded once": lambda: self.tfds(folder, in_memory=True),
+            "TFDS name, record by record": lambda: self.tfds(folder, in_memory=False),
         }
         if importlib.util.find_spec("tensorflow"):
             found["tf.data of batches"] = self.tf_data
@@ -181,7 +181,7 @@ class Contest:
             OURS: self.ours(slices),
         }
 
-    def tfds(self, folder: Path, cache: str) -> dict[str, Way]:
+    def tfds(self, folder: Path, *, in_memory: bool) -> dict[str, Way]:
         """A prepared TFDS dataset of PNG pictures, by its name."""
         tfds = importlib.import_module("tensorflow_datasets")
         source = tfds.data_source("clothes", split="train", data_dir=folder)
@@ -193,7 +193,7 @@ class Contest:
             self.layout,
             global_batch_size=self.size,
             remainder="drop",
-            cache=cache,
+            in_memory=in_memory,
             data_dir=folder,
         )
         return {

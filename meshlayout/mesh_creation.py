@@ -48,6 +48,9 @@ def create_mesh(
     to the next, so write the axis with the least communication first. Given devices
     keep their order.
 
+    Names are free, but without a layout batches are sharded over the axes called
+    `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
+
     With `dcn`, the named axes cross the slow network (the data center's), and every
     other axis stays inside one slice, or inside one process where all devices are in
     one slice. The same program runs on a laptop: with one process, there is no such

@@ -9,21 +9,18 @@ Fashion-MNIST is prepared from Debian's package of the same files.
 import argparse
 import contextlib
 import os
-import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import requests
 import tensorflow_datasets as tfds
 
 from meshlayout.data.mnist_family import without_tensorflow
+from meshlayout.data.prepared import unreachable
 from meshlayout.errors import did_you_mean
 
 
@@ -146,45 +143,6 @@ def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
             if not Path(path).exists():
                 raise DataError(damaged(directory, f"{Path(path).name} is missing"))
     return True
-
-
-def unreachable(builder: tfds.core.DatasetBuilder, timeout_s: float = 5.0) -> str:
-    """Returns why the dataset's server cannot be reached, or an empty string.
-
-    Sends one request for the header of the first file, through the proxies that the
-    environment names. The answer comes within the given time, whatever the network
-    does: looking up a host name has no time-out of its own.
-
-    Args:
-        builder: The dataset's builder.
-        timeout_s: The longest time to wait, in seconds.
-
-    Returns:
-        A short reason, or an empty string.
-    """
-    url = next(iter(builder.url_infos or {}), None)
-    if url is None:
-        return ""
-    host = urlsplit(url).hostname
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            status = requests.head(
-                url, timeout=timeout_s, allow_redirects=True
-            ).status_code
-        except requests.RequestException as error:
-            answers.put(f"{host} cannot be reached ({type(error).__name__})")
-        else:
-            # 405: the server is there and knows no HEAD.
-            refused = status >= 400 and status != 405
-            answers.put(f"{host} answers with HTTP {status}" if refused else "")
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
-        return f"{host} does not answer within {timeout_s:g} s"
 
 
 def prepare(

@@ -230,18 +230,6 @@ def test_dropping_all_rows_is_an_error():
     )
 
 
-def test_a_remainder_can_be_an_error():
-    assert len(batches(columns(16), remainder="error")) == 2
-    assert message(lambda: distributed(columns(20), remainder="error")) == (
-        "a source of 20 rows, in batches of 8, leaves 4. Choose another remainder=, or "
-        "another global_batch_size."
-    )
-    assert refused(iter(as_examples(columns(17))), remainder="error") == (
-        "the source's epoch ends with 1 row left, in batches of 8. Choose "
-        "another remainder=, or another global_batch_size."
-    )
-
-
 @pytest.mark.parametrize("kind", ["arrays", "generator function", "large batches"])
 def test_epochs_that_repeat_run_into_each_other(kind):
     given, options = KINDS[kind](columns(20))
@@ -468,20 +456,18 @@ TREES = {
 def test_trees_keep_their_structure(name):
     a, b = np.arange(16, dtype=np.int32).reshape(8, 2), np.arange(8, dtype=np.float32)
     source = TREES[name](a, b)
-    (batch,) = batches(source, remainder="error")
+    (batch,) = batches(source, remainder="drop")
     assert_same([batch], [source])
     examples = [jax.tree.map(lambda leaf: leaf[row], source) for row in range(8)]  # noqa: B023
     options = {"batched": False} if name == "an array" else {}
-    (batch,) = batches(examples, remainder="error", **options)
+    (batch,) = batches(examples, remainder="drop", **options)
     assert_same([batch], [source])
 
 
 def test_keys_that_have_no_order_are_an_error():
     source = {"x": np.arange(8), 1: np.arange(8)}
-    assert refused(source) == (
-        "JAX cannot take an example apart: Comparator raised exception while sorting "
-        "pytree dictionary keys. Use keys of one type."
-    )
+    with pytest.raises(ValueError, match="Comparator raised exception while sorting"):
+        distributed(source)
 
 
 class Frame:
@@ -500,22 +486,97 @@ class Frame:
         return {"x": np.arange(8, dtype=np.int32)}[name]
 
 
-def test_a_table_is_given_as_a_dict():
-    assert refused(Frame()) == (
-        "a Frame holds columns by name, but is not a tree of arrays. Make it one with "
-        "dict(...)."
-    )
-    assert_same(batches(dict(Frame()), remainder="error"), [{"x": np.arange(8)}])
+def test_an_unknown_table_is_given_as_a_dict():
+    assert "got a Frame. Give" in refused(Frame())
+    assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
-def test_an_npz_file_is_given_as_a_dict(tmp_path):
+def test_an_npz_file_is_a_dict_of_columns(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.arange(8, dtype=np.int32))
     with np.load(tmp_path / "data.npz") as file:
-        assert refused(file) == (
-            "a NpzFile holds columns by name, but is not a tree of arrays. Make it one "
-            "with dict(...)."
-        )
-        assert_same(batches(dict(file), remainder="error"), [{"x": np.arange(8)}])
+        assert_same(batches(file, remainder="drop"), [{"x": np.arange(8)}])
+
+
+class Series:
+    """An array-like that is no array, as a column of a data frame."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values.astype(dtype or self.values.dtype)
+
+    def __len__(self):
+        return len(self.values)
+
+
+class DataFrame(Series):
+    """Named columns that are an array together, as those of pandas."""
+
+    def __init__(self, **columns):
+        self.columns = list(columns)
+        self.by_name = {name: Series(values) for name, values in columns.items()}
+        super().__init__(np.stack([*columns.values()], 1))
+
+    def __getitem__(self, name):
+        return self.by_name[name]
+
+
+A, B = np.arange(8, dtype=np.float32), np.arange(8, 16, dtype=np.float32)
+TABLES = {
+    "a frame": (DataFrame(a=A, b=B), {"a": A, "b": B}),
+    "a frame and a series": (
+        (DataFrame(a=A, b=B), Series(A)),
+        (np.stack([A, B], 1), A),
+    ),
+    "a dict of series": ({"a": Series(A), "b": Series(B)}, {"a": A, "b": B}),
+    "a series": (Series(A), A),
+    "lists": (
+        {"a": A.tolist(), "b": [[x] for x in B.tolist()]},
+        {"a": A, "b": B[:, None]},
+    ),
+    "a pair of lists": ((A.tolist(), B.tolist()), (A, B)),
+    "a list of rows": ([[x, 1.0] for x in A.tolist()], np.stack([A, A * 0 + 1], 1)),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_lists_are_arrays(name):
+    source, expected = TABLES[name]
+    assert_same(batches(source, remainder="drop", weights=None), [expected])
+
+
+def test_a_pandas_frame_and_its_columns():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"a": A, "b": B})
+    for source, expected in (
+        (frame, {"a": A, "b": B}),
+        (dict(frame), {"a": A, "b": B}),
+        (frame["a"], A),
+        ((frame, frame["b"]), (np.stack([A, B], 1), B)),
+    ):
+        assert_same(batches(source, remainder="drop", weights=None), [expected])
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ({"x": A, "y": {1, 2}}, "leaf 'y' is a set, which is not an array, number or"),
+        ((A, object()), "leaf '1' is an object, which is not an array, number or"),
+        (
+            {"x": A, "y": [[1.0], [1.0, 2.0]] * 4},
+            "leaf 'y': a list cannot be converted",
+        ),
+        (
+            {"x": A, "y": Series(list("abcdefgh"))},
+            "leaf 'y' holds strings, which devices",
+        ),
+        ({"x": A, "y": 3.0}, "leaf 'y' is a single float64, without a dim for the"),
+        ({"x": A, "y": [1, 2]}, "leaf 'x' has 8 rows and leaf 'y' 2: the first dim of"),
+    ],
+)
+def test_an_entry_that_is_no_column_is_named_with_its_type(source, sentence):
+    assert refused(source).startswith(sentence)
 
 
 def test_a_scalar_per_example_becomes_a_vector_over_the_batch_axis():
@@ -599,20 +660,9 @@ def test_batches_are_in_the_memory_that_was_asked_for():
     np.testing.assert_array_equal(np.asarray(batch["x"]), columns(8)["x"])
 
 
-def test_a_mesh_without_batch_axes_replicates():
-    data = distributed(columns(8), ml.create_mesh({"dp": 8}))
-    (batch,) = data
-    assert batch["x"].is_fully_replicated
-    assert data.report().notes == (
-        "Every device of Mesh(dp=8) holds the whole batch: of a mesh's axes, those "
-        "called batch, data or fsdp shard batches. To shard them along another one, "
-        "give a layout, as mesh.layout('dp', ...).",
-    )
-
-
 def test_replication_that_was_asked_for_is_not_noted():
-    mesh = ml.create_mesh({"dp": 8})
-    for layout in (mesh.layout(...), mesh.layout("dp", ...), MESH, ONE):
+    mesh = ml.create_mesh({"rows": 8})
+    for layout in (mesh.layout(...), mesh.layout("rows", ...), MESH, ONE):
         assert distributed(columns(8), layout).report().notes == ()
 
 
@@ -699,8 +749,10 @@ def test_wide_dtypes_become_what_jax_makes_of_them_and_are_reported(dtype, sourc
     expected = jnp.asarray(x)
     assert batch["x"].dtype == expected.dtype == WIDE[dtype]
     np.testing.assert_array_equal(batch["x"], expected)
+    # Integers are checked to fit, so that only floats lose something.
+    note = f"x: {dtype} becomes {WIDE[dtype]}, as JAX does without jax_enable_x64."
     assert data.report().notes == (
-        f"x: {dtype} becomes {WIDE[dtype]}, as JAX does without jax_enable_x64.",
+        (note,) if dtype in ("float64", "complex128") else ()
     )
 
 
@@ -761,8 +813,8 @@ def test_other_byte_orders_are_read_right():
 )
 def test_dtypes_that_jax_does_not_have_are_refused(values, name):
     assert message(lambda: distributed({"x": values})) == (
-        f"leaf 'x' has dtype {name}, which JAX does not have. Convert it, for instance "
-        "with array.astype('float32')."
+        f"leaf 'x' has dtype {name}, which JAX does not have. Pad ragged rows to one "
+        "shape, and convert numbers, as with array.astype('float32')."
     )
 
 
@@ -792,25 +844,18 @@ def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
     assert (spec.shape, spec.dtype, spec.sharding) == ((8,), STRINGS[name].dtype, None)
 
 
-def test_strings_of_a_stream_stay_on_the_host_whole():
-    texts = ["a", "a longer one", "b\0", "", "é", "f", "g", "h"]
-    examples = [{"text": text, "x": i} for i, text in enumerate(texts)]
-    (batch,) = batches(iter(examples), strings="host")
-    assert batch["text"].tolist() == texts
-
-
 def test_objects_are_refused():
     values = np.array([1, "two", None, 4, 5, 6, 7, 8], object)
     assert message(lambda: distributed({"a": {"x": values}})) == (
-        "leaf 'a/x' is an array of objects, which devices do not take. Ragged rows have "
-        "to be padded to one shape; numbers need a dtype, as array.astype('float32')."
+        "leaf 'a/x' has dtype object, which JAX does not have. Pad ragged rows to one "
+        "shape, and convert numbers, as with array.astype('float32')."
     )
 
 
 def test_what_is_not_an_array_is_refused():
     examples = [{"x": np.ones(2), "when": object()} for _ in range(8)]
     assert refused(iter(examples)) == (
-        "leaf 'when' is of type object, which is not an array, number or string. Leave it "
+        "leaf 'when' is an object, which is not an array, number or string. Leave it "
         "out of the examples, or make it an array."
     )
 
@@ -830,8 +875,8 @@ def test_ragged_examples_are_refused():
     examples = [{"x": np.zeros(2 + (i == 3)), "y": i} for i in range(8)]
     for source in (examples, iter(examples)):
         assert refused(source) == (
-            "leaf 'x' is ragged: an example has shape (3,), and the first one has (2,)."
-            " Pad the examples to one shape."
+            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Pad "
+            "the examples to one shape."
         )
 
 
@@ -881,15 +926,6 @@ def test_a_single_number_among_arrays_is_refused():
     )
 
 
-@pytest.mark.parametrize("values", [[1, 2, 3], list(np.arange(3.0)), ["a", "b", "c"]])
-def test_columns_that_are_lists_are_refused(values):
-    for source in ({"in": {"y": values}}, {"in": {"y": values}, "x": np.zeros(3)}):
-        assert message(lambda: distributed(source)) == (  # noqa: B023
-            "leaf 'in/y' is a list of 3 items, and lists count as structure. Make it "
-            "an array with np.asarray."
-        )
-
-
 EMPTY = {
     "arrays": {"x": np.zeros((0, 3))},
     "a list": [],
@@ -916,9 +952,9 @@ def test_an_example_without_arrays_is_refused():
 @pytest.mark.parametrize("source", [7, "a text", {}, None, {"x": None}])
 def test_what_is_not_a_source_is_refused(source):
     assert message(lambda: distributed(source)) == (
-        "source must be arrays, a list of examples, an iterable, a function that makes "
-        "a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging Face, "
-        f"got {source!r}."
+        "the source must be arrays, a list of examples, an iterable, a function that "
+        "makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging "
+        f"Face, got {source!r}."
     )
 
 
@@ -977,9 +1013,6 @@ def test_a_list_of_batches_knows_how_many_there_are():
     assert len(data) == len(list(data)) == 3
     data = distributed(source, batched=True, remainder="drop", epochs=2)
     assert len(data) == len(list(data)) == 4
-    assert message(
-        lambda: distributed(source, batched=True, remainder="error")
-    ).startswith("a source of 17 rows, in batches of 8, leaves 1.")
 
 
 def test_elements_that_may_be_both_need_a_word():
@@ -1148,7 +1181,7 @@ def test_examples_whose_memory_is_used_again_come_out_right(generate, size):
 def test_integers_beyond_64_bits_are_an_error():
     source = [{"y": 1}, {"y": 2**70}]
     assert refused(lambda: iter(source), size=8).startswith(
-        "an example holds an integer beyond 64 bits"
+        "leaf 'y' changes its dtype: an example is object[]"
     )
 
 
@@ -1301,13 +1334,13 @@ class Opens:
 def test_a_stream_without_the_methods_of_one_is_refused():
     examples = [{"y": np.float32(row)} for row in range(20)]
     for start, text in (
-        (lambda epoch: iter(examples), "a list_iterator, which lacks get_state"),
-        (lambda epoch: examples, "a list, which lacks __next__"),
-        (lambda epoch: None, "None, which lacks __next__"),
+        (lambda epoch: iter(examples), "a list_iterator"),
+        (lambda epoch: examples, "a list"),
+        (lambda epoch: None, "None"),
     ):
         assert message(lambda: distributed(Opens(start))) == (  # noqa: B023
-            f"open(0) of the Opens returned {text}: a Stream is an iterator with "
-            "get_state (which may return None), set_state and close."
+            f"open(0) of the Opens returned {text}, which is no Stream: an iterator "
+            "with get_state (which may return None), set_state and close."
         )
     assert message(lambda: distributed(Opens(lambda: iter(examples)))) == (
         "open is called as open(epoch), but takes ()."
@@ -1333,41 +1366,16 @@ def test_a_stream_says_how_many_rows_it_has_or_nothing():
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("remainder", ["pad", "drop", "repeat"])
 def test_a_stream_with_other_rows_than_it_says_is_reported(batched, remainder):
-    stream = Socket(batched)
-    stream.num_rows = 24
-    data = distributed(stream, remainder=remainder, epochs=2, steps=4)
-    assert len(list(data)) == 4
-    assert "The source has num_rows=24, and yielded 20 rows in epoch 1." in str(
-        data.report()
-    )
-    stream = Socket(batched)
-    data = distributed(stream, remainder=remainder, epochs=2, steps=4)
-    assert len(list(data)) == 4
-    assert "yielded" not in str(data.report())
+    for num_rows, is_said in ((24, True), (None, False)):
+        stream = Socket(batched)
+        stream.num_rows = num_rows
+        data = distributed(stream, remainder=remainder, epochs=2)
+        assert len(list(data)) >= 4
+        text = "The source has num_rows=24, and yielded 20 rows in epoch 1."
+        assert (text in str(data.report())) == is_said
 
 
 # Types
-
-
-def test_batches_keep_their_types_in_a_users_program():
-    arrays = columns(8)
-    named_arrays: dict[str, np.ndarray[Any, Any]] = arrays
-    by_name = ml.distribute_dataset(named_arrays, MESH, global_batch_size=8)
-    for named in by_name:
-        typing.assert_type(named, dict[str, jax.Array])
-    pair = ml.distribute_dataset(
-        (np.zeros((8, 2)), np.zeros(8)), MESH, global_batch_size=8, weights=2
-    )
-    for items in pair:
-        assert len(typing.assert_type(items, tuple[jax.Array, ...])) == 3
-    lone = ml.distribute_dataset(np.zeros((8, 2)), MESH, global_batch_size=8)
-    for x in lone:
-        assert typing.assert_type(x, jax.Array).shape == (8, 2)
-    chosen: md.DistributedDataset[Pair] = ml.distribute_dataset(
-        lambda: iter([Pair(1.0, 2.0)] * 8), MESH, global_batch_size=8, weights=None
-    )
-    for batch in chosen:
-        assert typing.assert_type(batch, Pair).first.shape == (8,)
 
 
 # What loses or narrows data is logged
@@ -1380,7 +1388,6 @@ def test_what_loses_or_narrows_data_is_logged_once(caplog):
         for _ in range(2):
             list(data)
     assert [record.getMessage() for record in caplog.records] == [
-        "y: int64 becomes int32, as JAX does without jax_enable_x64.",
         "remainder='drop' drops 4 of 20 rows in every epoch.",
     ]
     caplog.clear()
@@ -1427,7 +1434,6 @@ def test_numbers_and_flags_may_be_numpys():
         weights=np.int64(2),
         shuffle=np.uint8(1),
         epochs=np.int32(1),
-        steps=np.int64(1),
         prefetch=np.int8(0),
         per_process=np.False_,
     )
@@ -1475,13 +1481,11 @@ def test_a_context_is_one_of_its_pipelines():
 def test_a_dataset_is_not_copied_in_silence(how):
     data = distributed(columns(8))
     assert message(lambda: how(data)) == (
-        "a dataset holds its source, threads and devices, and cannot be copied or "
-        "pickled. Make another one with distribute_dataset; a position in it is saved "
-        "by get_state() of its iterator."
+        "a dataset holds threads and devices, and cannot be pickled. Make another one; "
+        "get_state() of its iterator saves a position in it."
     )
     assert message(lambda: how(iter(data))) == (
-        "a data iterator holds threads and devices, and cannot be copied or pickled. "
-        "Save its get_state(), and set it on another one with set_state()."
+        "a data iterator holds threads, and cannot be pickled. Save its get_state()."
     )
 
 
@@ -1490,22 +1494,19 @@ WRONG = [
     ({"size": 8.0}, "global_batch_size must be a positive integer, got 8.0."),
     ({"epochs": 0}, "epochs must be a positive integer, got 0."),
     ({"epochs": -1}, "epochs must be a positive integer, got -1."),
-    ({"steps": 0}, "steps must be a positive integer, got 0."),
     ({"prefetch": -1}, "prefetch must be a non-negative integer, got -1."),
     (
         {"shuffle": -1},
-        "shuffle must be a non-negative integer, got -1. shuffle=0 is a shuffle that is "
-        "the same in every run.",
+        "shuffle must be a non-negative integer, got -1.",
     ),
     (
         {"shuffle": True},
-        "shuffle must be a non-negative integer, got True. shuffle=0 is a shuffle that "
-        "is the same in every run.",
+        "shuffle=True is no seed: give a seed, shuffle=0, which with the epoch "
+        "determines the order of the rows; or shuffle=None, which keeps their order.",
     ),
     (
         {"remainder": "padd"},
-        "remainder must be 'pad', 'drop', 'repeat' or 'error', got 'padd'. Did you mean "
-        "'pad'?",
+        "remainder must be 'pad', 'drop' or 'repeat', got 'padd'. Did you mean 'pad'?",
     ),
     ({"strings": "keep"}, "strings must be 'error' or 'host', got 'keep'."),
     (
@@ -1515,8 +1516,9 @@ WRONG = [
     ({"per_process": 1}, "per_process must be True or False, got 1."),
     (
         {"per_process": True, "remainder": "repeat"},
-        "remainder='repeat' with per_process=True needs steps=: the processes may have "
-        "different numbers of rows, and must take as many steps.",
+        "remainder='repeat' with per_process=True needs epochs=None: the processes may "
+        "have different numbers of rows, and must take as many steps, as "
+        "itertools.islice(iterator, steps) does.",
     ),
 ]
 
@@ -1528,8 +1530,8 @@ def test_wrong_arguments_are_named(options, expected):
 
 def test_a_stream_is_not_shuffled():
     assert message(lambda: distributed(iter(as_examples(columns(8))), shuffle=0)) == (
-        "shuffle= reorders the rows of a source with random access, and this one is "
-        "read in order. Shuffle it where it is made, and leave out shuffle=."
+        "shuffle= is for sources with random access, and this one is read in order. "
+        "Shuffle it where it is made, and leave out shuffle=."
     )
 
 

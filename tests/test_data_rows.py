@@ -1,5 +1,6 @@
 """Which rows each process loads, replicas, and the order of an epoch."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -228,12 +229,12 @@ def test_a_source_of_billions_of_rows_is_shuffled_without_a_table(num_rows):
     orders = []
     for _ in range(2):
         data = ml.data.distribute_dataset(
-            Counted(num_rows), mesh, global_batch_size=1024, shuffle=0, steps=2
+            Counted(num_rows), mesh, global_batch_size=1024, shuffle=0
         )
         rows = [
             np.asarray(b["low"]).astype(np.int64)
             + np.asarray(b["high"]).astype(np.int64) * 2**32
-            for b in data
+            for b in itertools.islice(data, 2)
         ]
         orders.append(np.concatenate(rows))
     np.testing.assert_array_equal(*orders)

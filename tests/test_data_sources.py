@@ -17,7 +17,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import meshlayout as ml
-from meshlayout.data import mnist_family
+from meshlayout.data import mnist_family, prepared as prepared_module
 from models import data, prepare_data
 from models.data import Split, batches, load_dataset, num_batches
 from models.prepare_data import DataError, find_builder, is_prepared, prepare
@@ -241,9 +241,10 @@ def test_from_tfds_prepares_the_mnist_family_without_tensorflow(
 ):
     assert importlib.util.find_spec("tensorflow") is None
     monkeypatch.setattr(mnist_family, "mnist_files", made_up_files)
+    monkeypatch.setattr(prepared_module, "unreachable", lambda builder: "")
     name = "kmnist" if by_name else tfds.builder("kmnist", data_dir=tmp_path)
     mesh = ml.create_mesh({"batch": -1})
-    options: Any = {"global_batch_size": NUM_TRAIN + 4, "shuffle": False}
+    options: Any = {"global_batch_size": NUM_TRAIN + 4, "shuffle": None}
     (batch,) = ml.data.from_tfds(name, "train", mesh, data_dir=tmp_path, **options)
     images, labels = ml.to_numpy(batch["image"]), ml.to_numpy(batch["label"])
     rows = ml.to_numpy(batch["weight"]) > 0

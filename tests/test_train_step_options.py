@@ -417,11 +417,12 @@ def of_blocks(mesh, kind):
     ("kind", "remat", "num_recomputed"),
     [
         ("nnx", "blocks", 4),
-        ("nnx", {"[13]$": None}, 2),
-        ("nnx", {"blocks": None}, 4),  # the list of them matches, and is not called
+        pytest.param("nnx", {"[13]$": None}, 2, marks=pytest.mark.slow),
+        # The list of them matches, and is not called.
+        pytest.param("nnx", {"blocks": None}, 4, marks=pytest.mark.slow),
         ("nnx", {"blocks/[01]": jax.checkpoint_policies.dots_saveable}, 2),
         ("nnx", {"^$|blocks": None}, 4),  # what is inside of it is not done twice
-        ("linen", "blocks", 4),
+        pytest.param("linen", "blocks", 4, marks=pytest.mark.slow),
         ("linen", jax.checkpoint_policies.dots_saveable, 4),
     ],
 )
@@ -618,7 +619,10 @@ def test_one_zero_step_may_train_several_models(mesh, batch):
 # Meshes whose axes are Explicit.
 
 
-@pytest.mark.parametrize("option", [{}, {"accumulate": 2}, {"zero": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"zero": 1}],
+)
 def test_a_mesh_of_explicit_axes(option):
     mesh = ml.create_mesh({"batch": 8}, axis_types=AxisType.Explicit)
     state = create(mesh)
@@ -894,13 +898,12 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
     assert str(caught.value) == message
 
 
-def test_a_batch_that_every_device_computes_is_logged_once(mesh, caplog):
-    host = {"x": X, "y": Y}
-    for batch in (on(mesh, host), host):
-        state, _ = ml.make_train_step(squares)(create(mesh), batch)
-    assert not caplog.records
+def test_a_batch_that_every_device_computes_is_logged_once(caplog):
+    mesh, host = ml.create_mesh({"batch": 4, "model": 2}), {"x": X, "y": Y}
+    layouts = ml.LayoutMap(mesh, {".*kernel": ("model", None)})
     train_step = ml.make_train_step(squares)
     everywhere = ml.relayout(host, mesh.layout(...))
+    state = ml.TrainState.create(linear, optax.sgd(0.1), layouts)
     for _ in range(2):
         state, _ = train_step(state, everywhere)
     assert [one.getMessage() for one in caplog.records] == [

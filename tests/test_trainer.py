@@ -870,7 +870,7 @@ def test_arrays_train_with_a_batch_size(mesh, kind):
     state = create_state(mesh)
     w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
     trainer = ml.Trainer(state, loss_fn if kind == "dict" else pair_loss)
-    options: Any = {"batch_size": 8, "shuffle": False, "progress": False}
+    options: Any = {"batch_size": 8, "shuffle": None, "progress": False}
     pair = data["x"], data["y"]
     if kind == "dict":
         history = trainer.fit(data, 2, validation_data=data, **options)
@@ -984,6 +984,14 @@ def test_fit_inside_of_fit_is_refused_and_the_callback_is_named(mesh):
 BAD = [None, float("nan"), -1, 0, "x", object(), 1.5]
 
 
+def test_a_shuffle_without_a_seed_is_refused():
+    said = message_of(lambda: Counted().fit(numbered(1, 2), shuffle=True))
+    assert said == (
+        "fit: shuffle=True is no seed: give a seed, shuffle=0, which with the epoch "
+        "determines the order of the rows; or shuffle=None, which keeps their order."
+    )
+
+
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize(
     "name",
@@ -993,7 +1001,8 @@ BAD = [None, float("nan"), -1, 0, "x", object(), 1.5]
     ],
 )
 def test_arguments_of_fit_work_or_are_refused_with_a_sentence(mesh, name, value):
-    if value is None and name in ("steps_per_epoch", "batch_size", "validation_data"):
+    can_be_none = ("steps_per_epoch", "batch_size", "validation_data", "shuffle")
+    if (value is None and name in can_be_none) or (name == "shuffle" and value == 0):
         return
     trainer = Counted()
     arguments: Any = {"train": numbered(1, 2), "progress": False, name: value}

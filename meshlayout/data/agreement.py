@@ -1,10 +1,8 @@
 """What processes agree on about one dataset: how it is made, and where streams end.
 
-Every process decides alone which rows are its own, so all of them must have the same
-options and the same source. With a source that differs between them (a shuffle without
-a seed, a loader that gives each process its own part), examples would be lost silently:
-each process keeps its share of an order that the others do not have. So digests of some
-rows are compared when a dataset is made.
+Every process decides alone which rows are its own: with a source that differs between
+them (a shuffle without a seed, a loader that gives each its own part), examples would
+be lost silently. So options and digests of some rows are compared when it is made.
 
 With random access the number of batches is known then, and nothing is exchanged later:
 a process that fails is named by the others' watch. How long a stream is, only reading
@@ -17,7 +15,7 @@ import contextlib
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -34,13 +32,8 @@ from meshlayout.mesh import Mesh
 
 # The exchanges in which a dataset is made.
 _FACTS, _MADE = "facts", "made"
-
 _NOT_MADE = "process {process} cannot make the dataset: {failure}"
 
-_HINT = (
-    "All processes must make the same datasets in the same order, and iterate over "
-    "them alike."
-)
 WAY_OUT = (
     "Without per_process=True, every process reads all examples in the same order, and "
     "keeps those of its devices: otherwise examples are lost. If the source gives each "
@@ -61,32 +54,26 @@ _counts: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.cou
 
 
 class Agreement:
-    """What the processes of a mesh exchange about one dataset or loop.
-
-    On one process, nothing is exchanged, and all processes agree.
-
-    Args:
-        mesh: The mesh.
-    """
+    """What the processes of a mesh exchange about one dataset or loop, if anything."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._processes = processes = processes_of(mesh)
         # A process without devices in the mesh loads no rows.
         is_alone = len(processes) == 1 or jax.process_index() not in processes
         self.has_others = not is_alone and _jax.coordination_client() is not None
-        if not self.has_others:
-            return
-        number = next(_counts[tuple(processes)])
-        self._name = f"data/{'-'.join(map(str, processes))}/{number}"
-        self._channel = self._channel_of(self._name)
-        self._iterations = itertools.count()
+        if self.has_others:
+            number = next(_counts[tuple(processes)])
+            self._name = f"data/{'-'.join(map(str, processes))}/{number}"
+            self._channel = self._channel_of(self._name)
+            self._iterations = itertools.count()
 
     def _channel_of(self, name: str) -> Channel:
         return Channel(
             name,
             self._processes,
             what="the same dataset",
-            hint=_HINT,
+            hint="All processes must make the same datasets in the same order, and "
+            "iterate over them alike.",
             warn_after_s=60,
             error=DataError,
         )
@@ -99,45 +86,40 @@ class Agreement:
             return contextlib.nullcontext()
         return self._channel.failure_told(_MADE if made else _FACTS)
 
-    def check_same(self, facts: dict[str, JSON], digests: Mapping[str, JSON]) -> None:
-        """Raises DataError if processes make a dataset differently.
+    def check_same(self, facts: dict[str, JSON], digests: dict[str, JSON]) -> None:
+        """Raises DataError if processes make a dataset with other facts or rows.
 
-        Args:
-            facts: What must be the same, by name.
-            digests: Of some rows, by leaf; None for a leaf that differs each time it is
-                read.
+        The digest of a leaf that differs each time it is read is None.
         """
-        values = self._channel.exchange(
-            (facts, digests), _FACTS, failure=_NOT_MADE
-        ).items()
-        (first, (first_facts, first_digests)), *others = values
+        values = self._channel.exchange((facts, digests), _FACTS, failure=_NOT_MADE)
+        (first, (facts, digests)), *others = values.items()
         for process, (other_facts, other_digests) in others:
-            for name, fact in first_facts.items():
+            for name, fact in facts.items():
                 if other_facts.get(name) != fact:
-                    msg = (
+                    raise DataError(
                         f"process {first} makes the dataset with {name}={fact!r}, and "
                         f"process {process} with {name}={other_facts.get(name)!r}. It "
                         "must be the same on all processes."
                     )
-                    raise DataError(msg)
             names = [
                 repr(path or "the array")
-                for path, digest in first_digests.items()
+                for path, digest in digests.items()
                 if digest is not None and other_digests.get(path) not in (None, digest)
             ]
             if names:
-                msg = (
+                raise DataError(
                     f"the source gives process {first} and process {process} different "
                     f"examples: {', '.join(names)} "
                     f"{'differs' if len(names) == 1 else 'differ'} in some rows. "
                     f"{WAY_OUT}"
                 )
-                raise DataError(msg)
 
-    def num_batches(self, num_batches: int, remainder: str) -> int:
-        """Returns the number of batches of an epoch, given this process's number."""
-        counts = self._channel.exchange(num_batches, "batches")
-        return (min if remainder == "drop" else max)(counts.values())
+    def counts(self, own: tuple[int, int], remainder: str) -> tuple[int, int]:
+        """Returns the batches of an epoch, and how many need no padding anywhere."""
+        batches, full = zip(
+            *self._channel.exchange(own, "batches").values(), strict=True
+        )
+        return (min if remainder == "drop" else max)(batches), min(full)
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
@@ -155,26 +137,17 @@ class Turns:
     """The exchanges of one iteration: before each batch, who has it."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._turn = 0
-        self._is_over = False
+        self._channel, self._turn, self._is_over = channel, 0, False
 
     def take(self, rows: int | None, where: str) -> dict[int, int | None]:
-        """Returns the rows that each process has in the next batch; None for no batch.
+        """Returns what each process has for a batch `where`; None for no batch.
 
-        Args:
-            rows: This process's.
-            where: Which batch it is, in words.
-
-        Raises:
-            DataError: If another process has failed, left the loop, or does not come.
+        Raises DataError if another process has failed, left, or does not come.
         """
+        failure = "the source of process {process} failed: {failure}"
         try:
             values = self._channel.exchange(
-                (rows, where),
-                str(self._turn),
-                timeout_s=_STEP_S,
-                failure="the source of process {process} failed: {failure}",
+                (rows, where), str(self._turn), timeout_s=_STEP_S, failure=failure
             )
         except DataError:
             self._is_over = True  # the others know
@@ -182,18 +155,19 @@ class Turns:
         for process, value in values.items():
             if value is LEFT:
                 self._is_over = True
-                msg = (
+                raise DataError(
                     f"process {process} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
                 )
-                raise DataError(msg)
-            if value[1] != where:
-                msg = (
+        (first, (_, where)), *others = values.items()
+        for process, (_, other) in others:
+            if other != where:
+                self._is_over = True  # all raise it
+                raise DataError(
                     f"the processes read different batches at once: {where} on process "
-                    f"{jax.process_index()}, {value[1]} on process {process}. Start "
-                    f"their iterations at the same position. {WAY_OUT}"
+                    f"{first}, {other} on process {process}. Start their iterations at "
+                    f"the same position. {WAY_OUT}"
                 )
-                raise DataError(msg)
         if self._turn:  # which all have read, as they have come to this one
             self._channel.forget(str(self._turn - 1))
         self._turn += 1
@@ -230,12 +204,10 @@ def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
 def digests(*blocks: PyTree) -> dict[str, int]:
     """Returns a digest of each leaf of some trees of rows."""
     sums: dict[str, int] = {}
-    for block in blocks:
-        for path, leaf in named_leaves(block)[0]:
-            rows = np.asarray(leaf)
-            # The bytes of an array of objects are pointers, which differ between
-            # processes.
-            is_plain = not rows.dtype.hasobject
-            data = rows.tobytes() if is_plain else repr(rows.tolist()).encode()
-            sums[path] = zlib.crc32(data, sums.get(path, 0))
+    for path, leaf in (pair for block in blocks for pair in named_leaves(block)[0]):
+        rows = np.asarray(leaf)
+        # The bytes of an array of objects are pointers, which differ by process.
+        is_plain = not rows.dtype.hasobject
+        data = rows.tobytes() if is_plain else repr(rows.tolist()).encode()
+        sums[path] = zlib.crc32(data, sums.get(path, 0))
     return sums

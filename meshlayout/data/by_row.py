@@ -133,7 +133,6 @@ class RowReader:
         spec: ExampleSpec,
         size: int,
         own: np.ndarray,
-        *,
         num_batches: int | None,
         seed: int | None,
         clock: Clock,
@@ -149,57 +148,51 @@ class RowReader:
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the end of the epoch."""
-        if self._num_batches is None:
-            return self._repeated(position)
+        size, num_rows, start = self._size, self._num_rows, position.row
+        if self._num_batches is None:  # epochs run into each other
+            if start >= num_rows:
+                return None
+            epochs, places = np.divmod(start + self._own, num_rows)
+            parts = [(int(i), places[epochs == i]) for i in np.unique(epochs)]
+            passed, row = divmod(start + size, num_rows)
+            if not row:
+                # The end of this epoch, not the start of the next: an iteration that
+                # ends here has not started another epoch.
+                passed, row = passed - 1, num_rows
+            batch, epoch = 0 if passed else position.batch + 1, position.epoch + passed
+            after = position._replace(epoch=epoch, batch=batch, row=row)
+            return HostBatch(self._rows(position, parts), size, after)
         if position.batch >= self._num_batches:
             return None
-        start = position.batch * self._size
+        start = position.batch * size
         # 0 if this process has no rows left, and other processes do.
-        count = min(max(self._num_rows - start, 0), self._size)
-        places = np.minimum(start + self._own, self._num_rows - 1)
-        if count < self._size:
+        count = min(max(num_rows - start, 0), size)
+        places = np.minimum(start + self._own, num_rows - 1)
+        if count < size:
             places = np.unique(places)  # padding repeats the last row, read once
-        leaves = self._rows(position, [(position.epoch, places)])
+        leaves = self._rows(position, [(0, places)])
         leaves = [_filled_up(leaf, len(self._own)) for leaf in leaves]
         after = position._replace(batch=position.batch + 1, row=start + count)
         return HostBatch(leaves, count, after)
 
-    def _repeated(self, position: Position) -> HostBatch | None:
-        """Returns the next batch if epochs run into each other."""
-        if position.row >= self._num_rows:
-            return None
-        epochs, places = np.divmod(position.row + self._own, self._num_rows)
-        parts = [
-            (position.epoch + int(passed), places[epochs == passed])
-            for passed in np.unique(epochs)
-        ]
-        passed, row = divmod(position.row + self._size, self._num_rows)
-        if not row:
-            # The end of this epoch, not the start of the next: an iteration that ends
-            # here has not started another epoch.
-            passed, row = passed - 1, self._num_rows
-        batch = 0 if passed else position.batch + 1
-        after = position._replace(epoch=position.epoch + passed, batch=batch, row=row)
-        return HostBatch(self._rows(position, parts), self._size, after)
-
     def _rows(
         self, position: Position, parts: list[tuple[int, np.ndarray]]
     ) -> list[np.ndarray]:
-        """Returns the rows at some places of the orders of epochs, leaf by leaf."""
+        """Returns the rows at places of the orders of this and later epochs."""
         specs = self._spec.leaves
         if not len(self._own):  # no device of this process is in the mesh
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         batch, epoch = position.batch + 1, position.epoch + 1
         columns = []
         with (
-            self._clock.reading(),
+            self._clock.timed("read_s", rows=sum(len(places) for _, places in parts)),
             _checks.noted(lambda: f"while batch {batch} of epoch {epoch} was read."),
         ):
-            for number, places in parts:
+            for passed, places in parts:
+                number = position.epoch + passed
                 leaves = self._read(self._order(number).at(places), number)
                 pairs = zip(specs, leaves, strict=True)
                 columns.append([spec.converted(leaf) for spec, leaf in pairs])
-                self._clock.read_rows(len(places))
         if len(columns) == 1:
             return columns[0]
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
@@ -214,10 +207,7 @@ class RowReader:
 
 
 def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns a leaf with its last row repeated up to a number of rows.
-
-    As `_batches.pad_rows`, but into memory that goes to CPU devices without a copy.
-    """
+    """Returns a leaf with its last row repeated, in memory that devices can share."""
     if len(leaf) == num_rows:
         return leaf
     out = empty((num_rows, *leaf.shape[1:]), leaf.dtype)

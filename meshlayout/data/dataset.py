@@ -63,11 +63,11 @@ def distribute_dataset(
 ) -> "DistributedDataset":
     """Makes global batches on a mesh from a source of examples.
 
-    Use this to feed a train or eval step from anything: arrays in memory, a generator,
-    or a dataset of another framework. Every example is in exactly one batch of an
-    epoch, and each process loads only the rows that its devices need. All batches have
-    the same shape and structure; those that the source cannot fill are padded with its
-    last row, and the padding is marked by weights of 0.
+    Use this to feed a step from anything: arrays in memory, a generator, or a dataset
+    of another framework. Every example is in exactly one batch of an epoch, and each
+    process loads only the rows that its devices need. All batches have the same shape
+    and structure; the last one of an epoch is padded with its last row, and the padding
+    is marked by weights of 0.
 
     On several processes, all of them must pass the same source (or
     `per_process=True`), and iterate over the dataset alike. When it is made, they
@@ -126,16 +126,8 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
-    options = {
-        "global_batch_size": global_batch_size,
-        "remainder": remainder,
-        "weights": weights,
-        "shuffle": shuffle,
-        "epochs": epochs,
-        "prefetch": prefetch,
-        "per_process": per_process,
-        "strings": strings,
-    }
+    options = dict(locals())
+    del options["source"], options["layout_or_mesh"], options["batched"]
     return DistributedDataset(
         make_plan(source, layout_or_mesh, options, batched=batched)
     )
@@ -148,17 +140,14 @@ def dataset_of(
     clock: Clock,
     close: Callable[[], None] = lambda: None,
 ) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened once all options are checked.
+    """Returns a dataset of a source that is opened here, and closed with the dataset.
 
-    Args:
-        open_source: Returns the source; its errors are told to the other processes.
-        layout_or_mesh: As for `distribute_dataset`.
-        options: The user's options.
-        clock: Takes times and notes for the report.
-        close: Called when the dataset is collected.
+    The errors of `open_source` are told to the other processes.
     """
     layout = batch_layout(layout_or_mesh, clock.warn)
-    return DistributedDataset(DataPlan(open_source, layout, options, clock, close=close))
+    return DistributedDataset(
+        DataPlan(open_source, layout, options, clock, close=close)
+    )
 
 
 def make_plan(
@@ -170,18 +159,11 @@ def make_plan(
     batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
     assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset.
+    """Returns the plan of a dataset, given options by name.
 
-    Args:
-        source: As for `distribute_dataset`.
-        layout_or_mesh: As for `distribute_dataset`.
-        options: Those of `DataOptions` by name, as the user gave them.
-        batched: As for `distribute_dataset`.
-        batch_size_of: Returns the rows of a global batch if `global_batch_size` is
-            missing or None, given the rows of the source's first batch (None if it
-            yields examples), and a function that tells whether that batch is all there
-            is.
-        assemble: As for `DataPlan`.
+    Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
+    source's first batch (None if it yields examples), and a function that tells whether
+    that batch is all there is.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
@@ -192,16 +174,16 @@ def make_plan(
     with agreement.failure_told():
         if options.get("global_batch_size") is None and batch_size_of is not None:
             opened, rows = first_batch(source, clock, batched=batched)
-            is_only = getattr(opened, "is_only_batch", lambda: False)
+            is_stream = isinstance(opened, Elements)
+            is_only = opened.is_only_batch if is_stream else lambda: False
             options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
-            msg = (
+            raise DataError(
                 f"the source is an iterator, which can be read once, and epochs="
                 f"{checked.epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
-            raise DataError(msg)
 
     def open_source() -> Source | Elements:
         return as_source(source, clock, batched=batched) if opened is None else opened
@@ -222,15 +204,11 @@ def checked_options(options: Mapping[str, Any]) -> DataOptions:
 def first_batch(
     dataset: object, clock: Clock, *, batched: bool | None
 ) -> tuple[Source | Elements, int | None]:
-    """Opens a source to learn the size of its batches.
+    """Opens a source; returns it with the rows of its first batch, None of examples.
 
     Elements that could be batches or examples are taken for batches, since a source of
-    examples has no size of batches to learn.
-
-    Returns:
-        The source; a stream as elements that still have the first batch, which a
-        generator could not yield again. And the rows of that batch; None if these are
-        not batches.
+    examples has no size of batches to learn. Of a stream, returns the elements that
+    have looked at the first, which a generator could not yield again.
     """
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if batched is None and isinstance(dataset, list) and dataset:
@@ -250,17 +228,7 @@ def first_batch(
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
-    """Returns the user's object as a source.
-
-    Args:
-        obj: A source already, or an object that one of the adapters supports.
-        clock: Takes notes for the report.
-        batched: Whether the elements of an iterable are batches (True) or single
-            examples (False); None infers it from the object, if possible.
-
-    Raises:
-        DataError: If no adapter supports it, or it is ambiguous.
-    """
+    """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):
         # A class has the methods that a protocol checks for, but none that can be
@@ -268,11 +236,10 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
         obj = functools.partial(obj)
     if isinstance(obj, (RandomAccessSource, StreamSource)):
         if batched is not None:
-            msg = (
+            raise DataError(
                 f"a {type(obj).__name__} is a source that already defines what it "
                 f"yields. Leave out batched={batched}."
             )
-            raise DataError(msg)
         if isinstance(obj, RandomAccessSource):
             read = obj.read_rows
             _checks.function("read_rows", read, "indices", "epoch", error=DataError)
@@ -324,20 +291,17 @@ class DistributedDataset:
     def __len__(self) -> int:
         steps = self._plan.num_steps
         if steps is None:
-            msg = (
+            raise TypeError(
                 "this dataset does not know how many batches it has. "
                 "itertools.islice(iterator, steps) takes a number of them."
             )
-            raise TypeError(msg)
         return steps
 
     def __reduce__(self) -> NoReturn:
-        msg = (
-            "a dataset holds its source, threads and devices, and cannot be copied or "
-            "pickled. Make another one with distribute_dataset; a position in it is "
-            "saved by get_state() of its iterator."
+        raise DataError(
+            "a dataset holds threads and devices, and cannot be pickled. Make another "
+            "one; get_state() of its iterator saves a position in it."
         )
-        raise DataError(msg)
 
     def __iter__(self) -> DataIterator:
         return self.iterator()
@@ -346,9 +310,8 @@ class DistributedDataset:
         """Returns the next iteration; it can be used in a `with` block.
 
         Args:
-            epoch: Where it starts. None for the epoch after those of the iterations
-                before it; a number, as for measuring the same rows each time, does not
-                count as one of them.
+            epoch: Where it starts, as for measuring the same rows each time; None for
+                the epoch after those of the iterations before it.
         """
         if epoch is not None:
             epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)

@@ -58,39 +58,35 @@ class LeafSpec:
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
         """Copies rows into an array of the devices' dtype, if all integers fit."""
-        if (
-            values.dtype != out.dtype
-            and values.size
-            and jnp.issubdtype(values.dtype, np.integer)
-        ):
+        is_cast = values.dtype != out.dtype and values.size
+        if is_cast and jnp.issubdtype(values.dtype, np.integer):
             bounds: Any = np.iinfo(out.dtype)
-            for extreme in (values.min(), values.max()):
-                if not bounds.min <= extreme <= bounds.max:
-                    msg = (
-                        f"{leaf_text(self.path)} has the value {extreme}, which does "
-                        f"not fit into {out.dtype}: without jax_enable_x64, "
-                        f"{self.dtype} becomes {out.dtype}. Set "
-                        "jax.config.update('jax_enable_x64', True), or give smaller "
-                        "numbers."
-                    )
-                    raise DataError(msg)
+            low, high = values.min(), values.max()
+            if low < bounds.min or high > bounds.max:
+                worst = high if high > bounds.max else low
+                msg = (
+                    f"{leaf_text(self.path)} has the value {worst}, which does not fit "
+                    f"into {out.dtype}: without jax_enable_x64, {self.dtype} becomes "
+                    f"{out.dtype}. Set jax.config.update('jax_enable_x64', True), or "
+                    "give smaller numbers."
+                )
+                raise DataError(msg)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
             out[...] = values
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
         """Raises DataError if a leaf, whose examples have a shape, is not like this."""
+        # NumPy's dtypes of strings differ with their lengths.
+        is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
+        if is_same and shape == self.shape:
+            return
+        what, fix = "changes its dtype", "Give all examples one dtype"
         if shape != self.shape:
-            msg = (
-                f"{leaf_text(self.path)} is ragged: an example has shape {shape}, and "
-                f"the first one has {self.shape}. Pad the examples to one shape."
-            )
-            raise DataError(msg)
-        if leaf.dtype == self.dtype or (self.to is None and is_string(leaf)):
-            return  # NumPy's dtypes of strings differ with their lengths
+            what, fix = "is ragged", "Pad the examples to one shape"
+        now, first = array_text(leaf.dtype, shape), array_text(self.dtype, self.shape)
         msg = (
-            f"{leaf_text(self.path)} changes its dtype: an example is "
-            f"{array_text(leaf.dtype, shape)}, and the first one is "
-            f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
+            f"{leaf_text(self.path)} {what}: an example is {now}, and the first one is "
+            f"{first}. {fix}."
         )
         raise DataError(msg)
 
@@ -103,15 +99,10 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of some rows, which must be like the first example.
-
-        Args:
-            rows: A tree of arrays with a dim for the rows.
-            count: How many rows there must be; None for arrays known to agree.
-        """
+        """Returns the leaves of `count` rows, which must be like the first example."""
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
-            raise structure_error(rows, [leaf.path for leaf in self.leaves])
+            raise _structure_error(rows, [leaf.path for leaf in self.leaves])
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if count is not None:
                 leaves[number] = leaf = row_array(spec.path, leaf, count)
@@ -122,16 +113,9 @@ class ExampleSpec:
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, given the first of them.
+    """Returns the spec of the examples, given the first of them as rows.
 
-    Args:
-        rows: A tree of arrays with a dim for the examples.
-        strings: `"error"` or `"host"`.
-        warn: Called with a sentence about every leaf that loses precision.
-
-    Raises:
-        DataError: If there is no leaf, or one that cannot be placed: objects, strings
-            unless they stay on the host, dtypes that JAX does not have.
+    Calls `warn` with a sentence about every leaf that loses precision.
     """
     named, treedef = named_leaves(rows)
     if not named:
@@ -142,39 +126,32 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
         to = _device_dtype(path, leaf, strings)
         # Integers are checked to fit, so that only floats are worth a warning.
         if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
-            name = path or "the array"
-            warn(f"{name}: {leaf.dtype} becomes {to}, as in JAX without jax_enable_x64.")
+            change = f"{path or 'the array'}: {leaf.dtype} becomes {to}"
+            warn(f"{change}, as JAX does without jax_enable_x64.")
         specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
     return ExampleSpec(treedef, tuple(specs))
 
 
 def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
     dtype = leaf.dtype
+    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
+    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
     if is_string(leaf) and leaf.size:  # an empty array of objects is not of strings
         if strings == "host":
             return None
-        msg = (
-            f"{leaf_text(path)} holds strings, which devices do not take. Leave it "
-            "out, or keep it on the host with strings='host', if the source has random "
-            "access."
+        what = (
+            "holds strings, which devices do not take. Leave it out, or keep it on the "
+            "host with strings='host'."
         )
-        raise DataError(msg)
-    if dtype.kind == "O":
-        msg = (
-            f"{leaf_text(path)} is an array of objects, which devices do not take. "
-            "Ragged rows have to be padded to one shape; numbers need a dtype, as "
-            "array.astype('float32')."
+    elif dtype.kind == "O" or too_wide or not _jax.is_array_dtype(dtype):
+        what = (
+            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one "
+            "shape, and convert numbers, as with array.astype('float32')."
         )
-        raise DataError(msg)
-    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
-    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
-    if too_wide or not _jax.is_array_dtype(dtype):
-        msg = (
-            f"{leaf_text(path)} has dtype {dtype}, which JAX does not have. Convert "
-            "it, for instance with array.astype('float32')."
-        )
-        raise DataError(msg)
-    return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    else:
+        return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+    msg = f"{leaf_text(path)} {what}"
+    raise DataError(msg)
 
 
 def is_string(array: np.ndarray) -> bool:
@@ -189,12 +166,7 @@ def is_string(array: np.ndarray) -> bool:
 
 def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
     """Returns the leaves of a tree with their paths, and its structure."""
-    try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    except ValueError as error:  # keys of a dict that cannot be put in order
-        reason = str(error).partition("\n")[0]
-        msg = f"JAX cannot take an example apart: {reason} Use keys of one type."
-        raise DataError(msg) from None
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [(leaf_path(keys), leaf) for keys, leaf in entries], treedef
 
 
@@ -209,22 +181,20 @@ def leaf_text(path: str) -> str:
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf as a NumPy array, without a copy if it is one already.
+    """Returns anything with `__array__`, a PyTorch tensor, a number, or a string.
 
-    Args:
-        path: The path of the leaf, for messages.
-        leaf: An array or anything with `__array__`, a PyTorch tensor, a number, or a
-            string, which becomes an array of one object.
-
-    Raises:
-        DataError: If it is anything else.
+    Nothing is copied; a string becomes an array of one object.
     """
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if type(leaf).__module__.partition(".")[0] == "torch":
-        return _tensor_to_numpy(leaf)
+        leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
+        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
+            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
+            return bits.numpy().view(np.dtype("bfloat16"))
+        return leaf.numpy()
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (
@@ -238,9 +208,8 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
 def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
     """Returns a leaf that a source's `read_rows` returned for some indices."""
     array = as_array(path, leaf)
-    # Too few rows would be filled up like the last batch of an epoch, as if they were
-    # examples.
-    if not array.ndim or len(array) != count:
+    # Too few rows would be filled up like the last batch of an epoch.
+    if array.shape[:1] != (count,):
         indices = "1 index" if count == 1 else f"{count} indices"
         msg = (
             f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
@@ -248,25 +217,6 @@ def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
         )
         raise DataError(msg)
     return array
-
-
-def _tensor_to_numpy(tensor: Any) -> np.ndarray:
-    """Returns a PyTorch tensor as an array, without a copy if it is on the host."""
-    if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
-        msg = (
-            f"a PyTorch tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is "
-            "not dense. Make it dense with its method to_dense() or dequantize()."
-        )
-        raise DataError(msg)
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name != "bfloat16" and not name.startswith("float8"):
-        return tensor.numpy()
-    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes: the same
-    # bits are viewed as integers on one side and as floats on the other.
-    torch: Any = sys.modules["torch"]
-    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
-    return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
@@ -285,11 +235,9 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 def looks_batched(element: PyTree) -> bool:
     """Returns whether an element could be a batch: all arrays share their first dim."""
-    sizes = set()
-    for leaf in jax.tree.leaves(element):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        sizes.add((np.shape(leaf)[:1] or (None,))[0] if is_array else None)
-    return len(sizes) == 1 and None not in sizes
+    leaves = jax.tree.leaves(element)
+    sizes = {getattr(x, "shape", ())[:1] if hasattr(x, "dtype") else () for x in leaves}
+    return len(sizes) == 1 and sizes != {()}
 
 
 def is_placed(batch: Batch) -> bool:
@@ -302,12 +250,22 @@ def is_placed(batch: Batch) -> bool:
     return bool(leaves) and all(map(_jax.is_committed, leaves))
 
 
+def copied(example: PyTree) -> PyTree:
+    """Returns an example that shares no memory with what its source may refill."""
+
+    def copy(leaf: Leaf) -> Leaf:
+        is_constant = isinstance(leaf, (*_NUMBERS, str, bytes))
+        return leaf if is_constant else as_array("", leaf).copy()
+
+    return jax.tree.map(copy, example)
+
+
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
     """Returns a user's batch as a tree of NumPy arrays, and the number of its rows."""
-    entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    leaves = [as_array(leaf_path(keys), leaf) for keys, leaf in entries]
-    sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
+    named, treedef = named_leaves(batch)
+    leaves = [as_array(path, leaf) for path, leaf in named]
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         msg = (
             f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
@@ -315,22 +273,13 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
             "batched=False."
         )
         raise DataError(msg)
-    return treedef.unflatten(leaves), sizes.pop()
+    return treedef.unflatten(leaves), sizes.pop()[0]
 
 
 def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
-    """Stacks examples of one structure.
+    """Stacks examples of one structure, whose leaves agree in shape and dtype.
 
-    Args:
-        examples: At least one tree of arrays, numbers, strings or images.
-        dtypes: By path, the dtypes for leaves that are Python numbers.
-
-    Returns:
-        A tree of arrays whose first dim counts the examples. Strings become an array
-        of objects.
-
-    Raises:
-        DataError: If examples differ in structure, or a leaf in shape or dtype.
+    Strings become an array of objects, and Python numbers have the `dtypes` by path.
 
     Example:
         >>> stack([{"x": np.ones(2), "y": 1}, {"x": np.zeros(2), "y": 2}])["y"]
@@ -342,17 +291,13 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
         flat = [treedef.flatten_up_to(example) for example in examples]
     except ValueError:
         other = next(e for e in examples if jax.tree.structure(e) != treedef)
-        raise structure_error(other, paths) from None
-    return treedef.unflatten(
-        _stacked(path, column, (dtypes or {}).get(path))
-        for path, column in zip(paths, zip(*flat, strict=True), strict=True)
-    )
+        raise _structure_error(other, paths) from None
+    columns = zip(paths, zip(*flat, strict=True), strict=True)
+    dtypes = dtypes or {}
+    return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
 
 
-def _stacked(
-    path: str, column: Sequence[Leaf], dtype: npt.DTypeLike | None
-) -> np.ndarray:
-    """Returns one leaf of all examples, stacked; the common kinds take a fast way."""
+def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
     first, kinds = column[0], set(map(type, column))
     if isinstance(first, (str, bytes)):
         strings = np.empty(len(column), object)
@@ -360,55 +305,29 @@ def _stacked(
         return strings
     if isinstance(first, _NUMBERS) and (len(kinds) == 1 or dtype is not None):
         return np.array(column, getattr(first, "dtype", dtype))
-    arrays = [leaf_array(path, leaf) for leaf in column]
+    arrays = [as_array(path, leaf) for leaf in column]
     spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array.shape, array)
     out = empty((len(arrays), *spec.shape), spec.dtype)
-    if not spec.shape:
-        out[...] = arrays
-        return out
-    # `np.stack` would first make a view with one more dim of every example.
-    rows, *others = spec.shape
-    np.concatenate(arrays, out=out.reshape(len(arrays) * rows, *others))
-    return out
-
-
-def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf of an example as an array; the first example has no tree there."""
-    if not jax.tree_util.all_leaves([leaf]):
-        msg = (
-            f"{leaf_text(path)} is {type_text(leaf)}, and not a tree in the first "
-            "example. Give every example the same leaves."
-        )
-        raise DataError(msg)
-    return as_array(path, leaf)
+    return np.stack(arrays, out=out)
 
 
 # Messages.
 
 
-def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    """Returns the error about an example that does not have these leaves."""
-    names, first_names = (
-        ", ".join(map(repr, listed)) or "none"
-        for listed in ([path for path, _ in named_leaves(example)[0]], paths)
+def _structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
+    names = ", ".join(repr(path) for path, _ in named_leaves(example)[0]) or "none"
+    return DataError(
+        f"an example has another structure than the first one: leaves {names} instead "
+        f"of {', '.join(map(repr, paths)) or 'none'}. Lists of numbers count as "
+        "structure: make them arrays with np.asarray."
     )
-    msg = (
-        "an example has another structure than the first one: leaves "
-        f"{names} instead of {first_names}. Lists of numbers count as structure: make "
-        "them arrays with np.asarray."
-    )
-    return DataError(msg)
 
 
 def ambiguous(what: str) -> str:
-    """Returns the message that asks for `batched=`.
-
-    Nothing is guessed: a batch of 5 rows and an example of 5 vectors look alike, and a
-    wrong guess would train on rows of the wrong rank.
-    """
+    """Returns the message that asks for `batched=`, since a guess could be wrong."""
     return (
         f"the elements of {what} may be examples or batches: all their arrays have the "
         "same first dim. Say batched=False for examples, or batched=True for batches."

@@ -6,13 +6,14 @@ order, shards, padding and positions work as for any other source.
 """
 
 import contextlib
-import functools
+import inspect
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,11 +24,9 @@ from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
-from meshlayout.data.examples import describe, leaf_text, named_leaves, stack
-from meshlayout.data.prepared import Builder, find_split
-from meshlayout.data.protocols import RandomAccessSource
+from meshlayout.data.examples import describe, named_leaves, stack
+from meshlayout.data.prepared import find_dataset
 from meshlayout.data.report import Clock
-from meshlayout.data.row_map import RowMap, row_map
 from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
@@ -37,9 +36,6 @@ _MEMORY_SHARE = 0.25
 
 # How many rows are decoded at a time.
 _CHUNK = 512
-
-# Bytes that Python adds to a string in memory, roughly.
-_STRING_OVERHEAD = 64
 
 
 def from_tfds(
@@ -65,15 +61,14 @@ def from_tfds(
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
     array_record are read without TensorFlow; others are downloaded and prepared by
-    TFDS, those of the MNIST family without TensorFlow, too. A split that fits into
-    memory is decoded once, in its own dtypes, and every batch is gathered from there in
-    one step. Batches are a function of seed and epoch, the same on any number of
-    processes and workers, and iteration resumes at any of them.
+    TFDS, those of the MNIST family without TensorFlow, too. Batches are a function of
+    seed and epoch, the same on any number of processes and workers, and iteration
+    resumes at any of them. The other arguments are those of `distribute_dataset`.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
         split: The split, such as `train` or `train[:10%]`.
-        layout_or_mesh: The layout of batches, as for `distribute_dataset`.
+        layout_or_mesh: The layout of batches.
         global_batch_size: Rows of a global batch.
         shuffle: A seed, which together with the epoch determines the order of the rows
             and the random numbers of `map`. None keeps the order of the files.
@@ -83,32 +78,25 @@ def from_tfds(
         num_workers: How many processes read, decode and map; 0 leaves it to the
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
-            at most a quarter of the free memory.
+        in_memory: Whether the split is decoded once and kept, so that a batch is
+            gathered in one step. None keeps it if it takes at most a quarter of the
+            free memory; the `report()` of the batches says so.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
-        supervised: Whether examples are TFDS's pairs of input and target; by default
-            they are dicts of all features.
-        remainder: As for `distribute_dataset`.
-        weights: As for `distribute_dataset`; index 2, after the pair, if `supervised`.
-        epochs: As for `distribute_dataset`.
-        prefetch: As for `distribute_dataset`.
-        strings: As for `distribute_dataset`.
-
-    Returns:
-        The batches. Their `report()` says whether the split is in memory, and why.
+        supervised: Whether examples are TFDS's pairs of input and target, which
+            weights are appended to; by default they are dicts of all features.
+        remainder: What to do with the rows that do not fill a batch.
+        weights: Where batches carry one weight per example.
+        epochs: Passes in one iteration.
+        prefetch: How many batches are prepared ahead.
+        strings: `"error"`, or `"host"` to leave strings on the host.
 
     Raises:
         DataError: If an argument is wrong, the dataset can be neither found nor
             downloaded, or its examples cannot be made into batches.
     """
-    in_memory = _checks.choice(
-        "in_memory", in_memory, (True, False, None), error=DataError
-    )
-    hint = "It is a number of processes; 0 starts none."
-    num_workers = _checks.count(
-        "num_workers", num_workers, at_least=0, error=DataError, hint=hint
-    )
+    _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
+    num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
     is_supervised = _checks.flag("supervised", supervised, error=DataError)
     if is_supervised and isinstance(weights, str) and weights == "weight":
         weights = 2  # the default key, of a pair: append them
@@ -121,186 +109,175 @@ def from_tfds(
         prefetch=prefetch,
         strings=strings,
     )
-    function = row_map(map, seed=options.shuffle or 0)
-    clock = Clock()
-    closing = contextlib.ExitStack()
+    function = None if map is None else _Map(map, options.shuffle or 0, _is_random(map))
+    clock, closing = Clock(), contextlib.ExitStack()
 
-    def in_workers(read: "_ExampleReader") -> "_Read":
-        if not num_workers:
-            return read
-        workers = Workers(read, num_workers)
-        closing.callback(workers.close)
-        return workers
+    def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
+        if num_workers:
+            read = workers = Workers(read, num_workers)
+            closing.callback(workers.close)
 
-    def open_source() -> RandomAccessSource:
-        builder, source = find_split(name, split, data_dir, decoders)
-        keys = _supervised_keys(builder) if is_supervised else None
-        read = _ExampleReader(source, keys, None)
+        def read_rows(indices: np.ndarray, epoch: int) -> PyTree:
+            rows = () if decoded is None else decoded.read_rows(indices, epoch)
+            return stack(read((indices, rows), epoch))
+
+        return Rows(num_rows, read_rows)
+
+    def open_source() -> Rows:
+        builder = find_dataset(name, split, data_dir)
+        source = builder.as_data_source(split=split, decoders=decoders)
+        keys = builder.info.supervised_keys if is_supervised else None
+        if is_supervised and keys is None:
+            msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
+            raise DataError(msg)
+        records = _Records(source, keys, feature_dtypes(builder.info.features))
+        one_row = np.zeros(1, np.int64)
+        with _checks.noted("TFDS raised this for the first example."):
+            first = records((one_row, ()), 0)
         # What cannot be placed is refused before the whole split is decoded.
-        first = read((np.zeros(1, np.int64), ()), 0)
-        mapped = (
-            first if function is None else function(first, np.zeros(1, np.int64), 0)
-        )
+        mapped = first if function is None else function(first, one_row, 0)
         describe(stack(mapped), options.strings, lambda _: None)
-        reason = None if in_memory else _why_not_kept(stack(first), builder, split)
-        if in_memory is None and reason:
-            clock.note(f"The split is not kept in memory: {reason}.")
-        num_rows = len(source)
-        if in_memory is False or reason:
-            return _rows(in_workers(_ExampleReader(source, keys, function)), num_rows)
-        decoded = array_rows(_decoded_rows(in_workers(read), num_rows, clock.note))
-        closing.close()
+        keep = in_memory
+        if keep is None:
+            why_not = _why_not_kept(stack(first), builder.info, split)
+            keep = why_not is None
+            if why_not:
+                clock.note(f"The split is not kept in memory: {why_not}.")
+        if not keep:
+            return rows_of(replace(records, map=function), len(source))
+        decoded = _decoded(rows_of(records, len(source)), clock.note)
+        closing.close()  # ends the workers that have decoded
         if function is None:
             return decoded
-        return _rows(
-            in_workers(_ExampleReader(None, None, function)), num_rows, decoded
-        )
+        return rows_of(function.of_decoded, len(source), decoded)
 
     return dataset_of(
         open_source, layout_or_mesh, options, clock=clock, close=closing.close
     )
 
 
-# Takes row indices, with their rows if these are decoded already, and the epoch.
-_Read = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+# Takes row indices and their decoded rows, if they are decoded already; and the epoch.
+_Read: TypeAlias = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+
+
+def _is_random(function: Any) -> bool:
+    """Returns whether a function of an example requires a generator, too."""
+    if not callable(function):
+        msg = f"map must be a function of an example, got {_checks.shown(function)}."
+        raise DataError(msg)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions
+        return False
+    required = [p.kind < p.VAR_POSITIONAL and p.default is p.empty for p in parameters]
+    if sum(required) > 2 or not parameters:
+        msg = (
+            "map must be a function of an example, or of an example and a NumPy random "
+            f"generator, got one that needs {sum(required)} arguments."
+        )
+        raise DataError(msg)
+    return sum(required) == 2
 
 
 @dataclass(frozen=True)
-class _ExampleReader:
-    """Reads, decodes and maps rows; can be sent to a worker process.
+class _Map:
+    """A user's function of an example and, if `is_random`, of a random generator.
 
-    Attributes:
-        source: TFDS's data source; None if decoded rows come along.
-        keys: The features that make up an example, in the form of TFDS's supervised
-            keys; None for a dict of all features.
-        map: The user's function of an example, or None.
+    What an example becomes depends on seed, epoch and row alone, never on who maps it
+    or on what shares its batch.
+    """
+
+    function: Callable[..., Any]
+    seed: int
+    is_random: bool
+
+    def __call__(
+        self, examples: Iterable[PyTree], rows: np.ndarray, epoch: int
+    ) -> list[PyTree]:
+        mapped = []
+        for example, row in zip(examples, rows.tolist(), strict=True):
+            seeds = [[self.seed, epoch, row]] if self.is_random else []
+            rngs = [np.random.default_rng(seed) for seed in seeds]
+            with _checks.noted(f"This was raised by map= at row {row} of the split."):
+                mapped.append(self.function(example, *rngs))
+        return mapped
+
+    def of_decoded(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
+        """Returns decoded rows as mapped examples."""
+        indices, decoded = inputs
+        leaves, treedef = jax.tree.flatten(decoded)
+        return self(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """Reads, decodes and maps rows of TFDS's data source, also in a worker process.
+
+    `keys` are the features that make up an example, in the form of TFDS's supervised
+    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's.
     """
 
     source: Any
     keys: PyTree
-    map: RowMap | None
+    dtypes: Mapping[str, np.dtype]
+    map: "_Map | None" = None
 
     def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
-        rows, decoded = inputs
-        if self.source is None:
-            leaves, treedef = jax.tree.flatten(decoded)
-            columns = zip(*leaves, strict=True)
-            examples = [treedef.unflatten(example) for example in columns]
-        else:
-            examples = self._typed(self.source.__getitems__(rows.tolist()))
-        return examples if self.map is None else self.map(examples, rows, epoch)
+        indices, _ = inputs
+        examples = map(self._typed, self.source.__getitems__(indices.tolist()))
+        return (
+            list(examples) if self.map is None else self.map(examples, indices, epoch)
+        )
 
-    @functools.cached_property
-    def _dtypes(self) -> Any:
-        """The dtypes of numbers by path; TFDS would compute them for every batch."""
-        return feature_dtypes(self.source.dataset_info.features)
-
-    def _typed(self, examples: Sequence[PyTree]) -> list[PyTree]:
-        """Returns examples with Python's numbers in the dtypes of their features."""
-        if not examples:
-            return []
-        named, treedef = named_leaves(examples[0])
-        dtypes = [
-            self._dtypes.get(path) if isinstance(leaf, (bool, int, float)) else None
+    def _typed(self, example: PyTree) -> PyTree:
+        named, treedef = named_leaves(example)
+        leaves = [
+            self.dtypes[path].type(leaf) if type(leaf) in (bool, int, float) else leaf
             for path, leaf in named
         ]
-        typed = [
-            treedef.unflatten(
-                leaf if dtype is None else dtype.type(leaf)
-                for leaf, dtype in zip(
-                    treedef.flatten_up_to(example), dtypes, strict=True
-                )
-            )
-            for example in examples
-        ]
-        if self.keys is None:
-            return typed
-        return [jax.tree.map(example.__getitem__, self.keys) for example in typed]
+        typed = treedef.unflatten(leaves)
+        return typed if self.keys is None else jax.tree.map(typed.get, self.keys)
 
 
-def _rows(
-    read: _Read, num_rows: int, decoded: RandomAccessSource | None = None
-) -> Rows:
-    """Returns a source of rows that are read, or of decoded ones that are mapped."""
-
-    def read_rows(indices: np.ndarray, epoch: int) -> PyTree:
-        rows = () if decoded is None else decoded.read_rows(indices, epoch)
-        return stack(read((indices, rows), epoch))
-
-    return Rows(num_rows, read_rows)
-
-
-def _supervised_keys(builder: Builder) -> PyTree:
-    """Returns the features that are input and target, as TFDS's builder names them."""
-    keys = builder.info.supervised_keys
-    if keys is None:
-        named, _ = named_leaves(builder.info.features.get_tensor_info())
-        msg = (
-            f"{builder.info.full_name} does not say which of its features are input "
-            f"and target, so that supervised=True has no meaning. It has "
-            f"{', '.join(repr(path) for path, _ in named)}: choose with map=."
-        )
-        raise DataError(msg)
-    return keys
-
-
-def _decoded_rows(read: _Read, num_rows: int, note: Callable[[str], None]) -> PyTree:
-    """Returns every row of a split, as a tree of arrays in the dtypes of the dataset.
-
-    Raises:
-        DataError: If a leaf's shape differs between rows.
-    """
+def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
+    """Returns all rows of a split in memory, in the dtypes of the dataset."""
     start_s = time.perf_counter()
     arrays: list[np.ndarray] = []
     treedef: Any = None
-    for start in range(0, num_rows, _CHUNK):
-        indices = np.arange(start, min(start + _CHUNK, num_rows))
-        named, treedef = named_leaves(stack(read((indices, ()), 0)))
-        if not arrays:
-            # Allocated once: joining the chunks at the end would take twice the memory
-            # that `_why_not_kept` has counted on.
-            arrays = [
-                np.empty((num_rows, *leaf.shape[1:]), leaf.dtype) for _, leaf in named
-            ]
-        for array, (path, leaf) in zip(arrays, named, strict=True):
+    for start in range(0, len(rows), _CHUNK):
+        indices = np.arange(start, min(start + _CHUNK, len(rows)))
+        leaves, treedef = jax.tree.flatten(rows.read_rows(indices, 0))
+        # Allocated once: joining the chunks at the end would take twice the memory.
+        arrays = arrays or [
+            np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf in leaves
+        ]
+        for array, leaf in zip(arrays, leaves, strict=True):
             if leaf.shape[1:] != array.shape[1:]:
-                msg = (
-                    f"{leaf_text(path)} is ragged: an example has shape "
-                    f"{leaf.shape[1:]}, and the first one has {array.shape[1:]}. It "
-                    "cannot be kept in one array: use in_memory=False, with a map= "
-                    "that makes the shapes equal."
+                msg = f"examples differ in shape: {leaf.shape[1:]}, {array.shape[1:]}."
+                raise DataError(
+                    f"{msg} Use in_memory=False, and a map= that crops them."
                 )
-                raise DataError(msg)
             array[indices] = leaf
-    size = bytes_text(sum(array.nbytes for array in arrays))
-    note(
-        f"Decoded {num_rows:,} examples once into {size} of memory in "
-        f"{time.perf_counter() - start_s:.1f} s."
-    )
-    return treedef.unflatten(arrays)
+    size, took_s = sum(x.nbytes for x in arrays), time.perf_counter() - start_s
+    count = f"{len(rows):,} examples"
+    note(f"Decoded {count} once into {bytes_text(size)} of memory in {took_s:.1f} s.")
+    return array_rows(treedef.unflatten(arrays))
 
 
-def _why_not_kept(first: PyTree, builder: Builder, split: str) -> str | None:
-    """Returns why a decoded split should not be kept in memory; None if it should.
-
-    Args:
-        first: The first row, as a tree of arrays with one row.
-        builder: TFDS's builder.
-        split: The split.
-    """
+def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
+    """Returns why a decoded split, of such rows, should not be kept in memory."""
     # An unknown dim does not mean that examples differ, but an array cannot be
     # allocated for it without decoding all of them.
-    infos = jax.tree.leaves(builder.info.features.get_tensor_info())
-    if any(dim is None for info in infos for dim in info.shape):
+    infos = jax.tree.leaves(info.features.get_tensor_info())
+    if any(dim is None for leaf in infos for dim in leaf.shape):
         return "examples differ in size"
-    info = builder.info.splits[split]
-    size = 0
-    for leaf in jax.tree.leaves(first):
-        size += info.num_examples * max(
-            leaf.nbytes, _STRING_OVERHEAD * (leaf.dtype == object)
-        )
-        if leaf.dtype == object:  # strings take at most the size of the files
-            size += sum(Path(path).stat().st_size for path in info.filepaths)
+    leaves = jax.tree.leaves(first)
+    # To Python, a string is 64 bytes and its own, together at most those of the files.
+    size = info.splits[split].num_examples * sum(
+        64 if leaf.dtype == object else leaf.nbytes for leaf in leaves
+    )
+    if any(leaf.dtype == object for leaf in leaves):
+        size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
     allowed = int(_MEMORY_SHARE * free_memory())
     if size <= allowed:
         return None
@@ -315,12 +292,10 @@ def free_memory() -> int:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # macOS reports only the total
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    lines = (line.split() for line in meminfo.read_text().splitlines())
-    sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
-    free = sizes["MemAvailable:"]  # including memory that only caches files
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:  # not in a container, or one with cgroups of version 1
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    # Including memory that only caches files.
+    available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
+    free = int(available[1]) * 1024 if available else 0
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(0, free)

@@ -15,8 +15,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -37,16 +37,10 @@ from meshlayout.errors import DataError
 # stopped there; it ends when the source returns.
 _JOIN_S = 0.2
 
-# How long the exit waits for a batch that is being placed on devices.
-_PLACE_S = 1.0
-
-# Held by a thread that calls JAX; the exit takes it, and never releases it.
+# Held by a thread that calls JAX; the exit takes it, and never releases it. The exit
+# does not wait longer than a batch should take to be placed.
 _calls_jax = threading.Lock()
-
-
-@atexit.register
-def _end_calls() -> None:
-    _calls_jax.acquire(timeout=_PLACE_S)
+atexit.register(_calls_jax.acquire, timeout=1.0)
 
 
 class DataIterator:
@@ -54,55 +48,49 @@ class DataIterator:
 
     Reading starts with the first batch. `close` stops the background thread, as does
     the end of a `with` block, or leaving the loop.
-
-    Args:
-        plan: The dataset's.
-        position: Where the first batch starts.
-        record: Called with the position after every batch. A method of the dataset,
-            which also keeps it alive if the user holds only the iterator: a dataset
-            that is collected closes its source.
     """
 
     def __init__(
         self, plan: DataPlan, position: Position, record: Callable[[Position], None]
     ) -> None:
+        # `record` is a method of the dataset, which it keeps alive for the user who
+        # holds only the iterator: a dataset that is collected closes its source.
         self._plan, self._position, self._record = plan, position, record
         self._worker: _Worker | None = None
         self._is_closed = self._is_over = False
+        self._lock = threading.Lock()  # several threads may take batches
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        self._check_open()
-        if self._is_over:
-            raise StopIteration
-        activity.now.name = "next(batch)"
-        activity.now.moves += 1
-        start = time.perf_counter()
-        if self._worker is None:
-            self._worker = _Worker(self._plan, self._position)
-            self._stop_later = weakref.finalize(self, self._worker.stop)
-            self._stop_later.atexit = False
-        try:
-            batch, self._position = self._worker.take()
-        except BaseException as error:
-            # After Ctrl-C, the batches that are ready come next.
-            if not isinstance(error, KeyboardInterrupt):
+        with self._lock:
+            self._check_open()
+            if self._is_over:
+                raise StopIteration
+            activity.now.name = "next(batch)"
+            activity.now.moves += 1
+            start = time.perf_counter()
+            if self._worker is None:
+                self._worker = _Worker(self._plan, self._position)
+                self._stop_later = weakref.finalize(self, self._worker.stop)
+                self._stop_later.atexit = False
+            try:
+                batch, self._position = self._worker.take()
+            except KeyboardInterrupt:
+                raise  # the batches that are ready come next
+            except BaseException:
                 self._is_over = True
                 self._stop()
-            raise
-        self._plan.clock.waited(time.perf_counter() - start)
-        self._record(self._position)
-        return batch
+                raise
+            self._plan.clock.add(waited_s=time.perf_counter() - start, batches=1)
+            self._record(self._position)
+            return batch
 
     def __reduce__(self) -> NoReturn:
-        msg = (
-            "a data iterator holds threads and devices, and cannot be copied or "
-            "pickled. Save its get_state(), and set it on another one with "
-            "set_state()."
+        raise DataError(
+            "a data iterator holds threads, and cannot be pickled. Save its get_state()."
         )
-        raise DataError(msg)
 
     def get_state(self) -> dict[str, JSON]:
         """Returns the position after the last batch, as a JSON-serializable dict.
@@ -141,7 +129,14 @@ class DataIterator:
         skip = _checks.flag("skip", skip, error=DataError)
         self._check_open()
         position = from_state(self._plan.identity, state)
-        self._plan.check_position(position, skip=skip)
+        is_inside = position.row > 0 or position.batch > 0
+        if self._plan.is_stream and is_inside and position.source is None and not skip:
+            raise DataError(
+                f"this source cannot seek to row {position.row} of epoch "
+                f"{position.epoch + 1}: it has no position of its own. "
+                "iterator.set_state(state, skip=True) reads the rows before it, and "
+                "drops them."
+            )
         self._stop()
         self._position, self._is_over = position, False
         self._record(position)
@@ -154,12 +149,7 @@ class DataIterator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -172,7 +162,8 @@ class DataIterator:
         if worker is not None:
             self._stop_later.detach()
             worker.stop()
-            worker.is_done.wait(_JOIN_S)
+            if threading.current_thread() is not worker.thread:
+                worker.is_done.wait(_JOIN_S)
 
 
 class _Worker:
@@ -184,28 +175,27 @@ class _Worker:
     """
 
     def __init__(self, plan: DataPlan, position: Position) -> None:
-        self._batches = _Batches(plan, position)
-        self._ready: queue.SimpleQueue[tuple[Batch, Position] | BaseException] = (
-            queue.SimpleQueue()
-        )
+        self._plan, self._position = plan, position
+        self._reader = plan.new_reader()
+        self._turns = plan.agreement.new_turns() if plan.is_stream else None
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopped = False
-        self._is_threaded = plan.options.prefetch > 0
         self.is_done = threading.Event()
+        self.thread: threading.Thread | None = None
         for _ in range(plan.options.prefetch):
             self._permits.put(None)
-        if self._is_threaded:
-            threading.Thread(
-                target=self._run, name="meshlayout-data", daemon=True
-            ).start()
+        if plan.options.prefetch:
+            name = "meshlayout-data"
+            self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self.thread.start()
 
     def take(self) -> tuple[Batch, Position]:
         """Returns the next batch, or raises what making it has raised."""
-        if not self._is_threaded:
-            return self._batches.placed(self._batches.next_on_host())
+        if self.thread is None:
+            return self._next(contextlib.nullcontext())
         result = self._ready.get()
         if isinstance(result, BaseException):
-            self._ready.put(StopIteration())  # for other threads that are waiting
             try:
                 raise result
             finally:
@@ -219,99 +209,84 @@ class _Worker:
         """Ends the thread once it leaves the source, and drops what is ready."""
         # In this order: once woken by a permit, the thread has to see the flag.
         self._is_stopped = True
-        if self._is_threaded:
+        if self.thread is None:
+            self._close()
+            self.is_done.set()
+        else:
             self._permits.put(None)
             self._clear()
-        else:
-            self._batches.close()
-            self.is_done.set()
 
     def _clear(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-        self._ready.put(StopIteration())
+        self._ready.put(StopIteration())  # for a loop that waits in another thread
 
-    def _run(self) -> None:
-        """Makes batches while there are permits; what the thread runs."""
-        end: BaseException = StopIteration()
-        try:
-            while self._permits.get() is None and not self._is_stopped:
-                batch = self._batches.next_on_host()
-                with _calls_jax:
-                    self._ready.put(self._batches.placed(batch))
-        except BaseException as error:  # raised again in the user's loop
-            end = error
-        try:
-            self._batches.close()
-        except BaseException as error:  # from a `finally` clause of the source
-            end = error if isinstance(end, StopIteration) else end
-        self._ready.put(end)
-        if self._is_stopped:  # a batch in between must not stay on the devices
-            self._clear()
-        del end  # see `take`
-        self.is_done.set()
-
-
-class _Batches:
-    """Makes the batches of one iteration, each with the position after it."""
-
-    def __init__(self, plan: DataPlan, position: Position) -> None:
-        self._plan, self._position = plan, position
-        self._reader = plan.new_reader()
-        self._turns = plan.agreement.new_turns() if plan.is_stream else None
-
-    def next_on_host(self) -> HostBatch:
-        """Returns the next batch, which all processes have; raises StopIteration."""
-        with self._failure_told():
-            while not self._is_over():
-                batch = self._reader.read(self._position)
-                if batch is None and not self._position.row:
-                    # With epochs=None this would be an endless loop of empty epochs.
-                    raise DataError(no_rows(self._position.epoch))
-                batch = self._agreed(batch)
-                if batch is not None:
-                    self._position = batch.after
-                    return batch
-                self._position = self._position._replace(
-                    epoch=self._position.epoch + 1, batch=0, row=0, source=None, offset=0
-                )
-        if self._turns is not None:
-            self._turns.leave(ended=True)
-        raise StopIteration
-
-    def placed(self, batch: HostBatch) -> tuple[Batch, Position]:
-        """Returns a batch on the mesh, and the position after it."""
-        with self._failure_told():
-            return self._plan.placed(batch), batch.after
-
-    def close(self) -> None:
-        """Releases the source, and other processes that are waiting for this one."""
+    def _close(self) -> None:
         try:
             self._reader.close()
         finally:
             if self._turns is not None:
                 self._turns.leave()
 
-    @contextlib.contextmanager
-    def _failure_told(self) -> Iterator[None]:
+    def _run(self) -> None:
+        """Makes batches while there are permits; what the thread runs."""
+        end: BaseException = StopIteration()
         try:
-            yield
+            while self._permits.get() is None and not self._is_stopped:
+                self._ready.put(self._next(_calls_jax))
+        except BaseException as error:  # raised again in the user's loop
+            end = error
+        try:
+            self._close()
+        except BaseException as error:  # from a `finally` clause of the source
+            end = error if isinstance(end, StopIteration) else end
+        self._ready.put(end)
+        del end  # see `take`
+        if self._is_stopped:  # a batch in between must not stay on the devices
+            self._clear()
+        self.is_done.set()
+
+    def _next(self, lock: AbstractContextManager[Any]) -> tuple[Batch, Position]:
+        """Returns the next batch on the mesh, and the position after it."""
+        try:
+            batch = self._next_on_host()
+            if batch is not None:
+                self._position = batch.after
+                with lock:
+                    return self._plan.placed(batch), batch.after
         except (Exception, SystemExit) as error:
             # The others raise it too, once they have reached this step.
             if self._turns is not None:
                 self._turns.fail(error)
             raise
+        if self._turns is not None:
+            self._turns.leave(ended=True)
+        raise StopIteration
 
-    def _is_over(self) -> bool:
-        options, position = self._plan.options, self._position
-        if options.epochs is None:
-            return False
-        last = position.first_epoch + options.epochs
-        if options.remainder != "repeat":
-            return position.epoch >= last
-        # An iteration that started in the middle of an epoch ends at the same row.
-        return (position.epoch, position.row) >= (last, position.first_row)
+    def _next_on_host(self) -> HostBatch | None:
+        """Returns the next batch, which all processes have; None at the end."""
+        options = self._plan.options
+        while True:
+            position = self._position
+            if options.epochs is not None:
+                last = position.first_epoch + options.epochs
+                # An iteration that started in an epoch's middle ends at the same row.
+                row = position.first_row if options.remainder == "repeat" else 0
+                if (position.epoch, position.row) >= (last, row):
+                    return None
+            batch = self._reader.read(position)
+            if batch is None and not position.row:
+                # With epochs=None this would be an endless loop of empty epochs.
+                raise DataError(no_rows(position.epoch))
+            if batch is not None:
+                self._plan.check_padding(batch)
+            batch = self._agreed(batch)
+            if batch is not None:
+                return batch
+            self._position = position._replace(
+                epoch=position.epoch + 1, batch=0, row=0, source=None, offset=0
+            )
 
     def _agreed(self, batch: HostBatch | None) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end, on all processes."""
@@ -322,14 +297,20 @@ class _Batches:
         missing = None if batch is None else plan.size - batch.count
         where = f"batch {position.batch + 1} of epoch {position.epoch + 1}"
         answers = self._turns.take(missing, where)
-        if len(set(answers.values())) == 1 and not missing:
+        ended = [process for process, answer in answers.items() if answer is None]
+        if set(answers.values()) == {missing} and (not missing or not is_own):
             return batch
         if not is_own:
-            self._check_alike(answers, where)
-            return batch
-        ended = [process for process, rows in answers.items() if rows is None]
-        if len(ended) == len(answers):
-            return None
+            (first, expected), *others = answers.items()
+            process, rows = next(other for other in others if other[1] != expected)
+            here, there = (
+                "no more rows" if missing is None else rows_text(plan.size - missing)
+                for missing in (expected, rows)
+            )
+            raise DataError(
+                f"the sources of process {first} and process {process} have different "
+                f"numbers of rows: {here} and {there} in {where}. {WAY_OUT}"
+            )
         if ended and remainder == "drop":
             if batch is not None:
                 plan.clock.warn(
@@ -338,32 +319,13 @@ class _Batches:
                     "was not read any further."
                 )
             return None
-        if ended and plan.filler is None:
+        if ended and not plan.has_weights:
             others = next(process for process in answers if process not in ended)
-            msg = (
+            raise DataError(
                 f"the source of process {ended[0]} has fewer batches than that of "
                 f"process {others}. {plan.padding_hint}"
             )
-            raise DataError(msg)
         if batch is None:
-            leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler or ()]
+            leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
             batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
         return dataclasses.replace(batch, is_padded_elsewhere=True)
-
-    def _check_alike(self, answers: dict[int, int | None], where: str) -> None:
-        """Raises DataError if processes that share a stream have different batches."""
-        (first, expected), *others = answers.items()
-
-        def text(process: int, missing: int | None) -> str:
-            if missing is None:
-                return f"that of process {process} ends before {where}"
-            return f"process {process} has {self._plan.size - missing} in {where}"
-
-        for process, missing in others:
-            if missing != expected:
-                msg = (
-                    f"the sources of process {first} and process {process} have "
-                    f"different numbers of rows: {text(first, expected)}, and "
-                    f"{text(process, missing)}. {WAY_OUT}"
-                )
-                raise DataError(msg)

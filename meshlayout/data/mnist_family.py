@@ -25,10 +25,7 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def without_tensorflow(builder: Builder) -> Builder:
-    """Returns the same builder with files read by NumPy, for the MNIST family.
-
-    Other builders are returned unchanged.
-    """
+    """Returns a builder of the MNIST family with files read by NumPy; others as is."""
     tfds = importlib.import_module("tensorflow_datasets")
     if not isinstance(builder, tfds.image_classification.MNIST):
         return builder

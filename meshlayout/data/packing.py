@@ -7,13 +7,14 @@ the open rows were begun, and how many of these rows were yielded.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data.adapters.iterables import IteratorStream, NumberedItems
+from meshlayout.data.adapters import iterables
 from meshlayout.data.examples import stack
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
@@ -31,161 +32,127 @@ _LARGEST = 2**31 - 1
 class PackedRows(grain.IterDataset):
     """Packed rows: a Grain dataset, and a `StreamSource` of single examples.
 
-    Args:
-        documents: As for `pack_sequences`.
-        encode: Encodes a text; None takes its bytes.
-        recipe: The other arguments of `pack_sequences`.
+    `encode` encodes a text, and None takes its bytes; `recipe` has the other arguments
+    of `pack_sequences`.
     """
 
     batched = False
     num_rows = None  # not known before they are packed
 
-    def __init__(
-        self,
-        documents: Any,
-        encode: Callable[[str], Any] | None,
-        recipe: dict[str, Any],
-    ) -> None:
+    def __init__(self, documents: Any, encode: Any, recipe: dict[str, Any]) -> None:
         super().__init__()
-        self.encode, self.recipe = encode, recipe
-        self._documents, self._is_read = documents, False
+        self.documents, self.encode, self.recipe = documents, encode, recipe
+        source = iterables.adapt(documents, batched=False)
+        self._begin, self._passes = source.begin, itertools.count()
 
     def __iter__(self) -> "PackedIterator":
         return PackedIterator(self)
 
-    def open(self, epoch: int) -> IteratorStream:
+    def open(self, epoch: int) -> iterables.IteratorStream:
         """Starts a pass; all of them have the same rows, if the documents do."""
         del epoch
         rows = iter(self)
         # An iterator with `set_state` is taken for one that can seek.
-        return IteratorStream(rows if rows.can_seek else (row for row in rows))
+        return iterables.IteratorStream(rows if rows.can_seek else (r for r in rows))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Returns all rows at once, with a first dim for the rows."""
         rows = list(self)
-        if rows:
-            return stack(rows)
-        # No rows: a row of another document shows which arrays there would be.
-        row = next(iter(PackedRows([[0]], None, self.recipe | {"remainder": "pad"})))
-        return {name: leaf[None][:0] for name, leaf in row.items()}
+        if not rows:  # a row of another document shows which arrays there would be
+            (row,) = PackedRows([[0]], None, self.recipe | {"remainder": "pad"})
+            return {name: leaf[None][:0] for name, leaf in row.items()}
+        return stack(rows)
 
     def to_grain(self) -> "PackedRows":
-        """Returns the rows themselves, which are a Grain dataset."""
+        """Returns the rows as the Grain dataset that they are."""
         return self
 
     def open_documents(self) -> Iterator[Any]:
         """Returns an iterator over the documents, with `set_state` if it can seek."""
-        documents = self._documents
-        if _is_indexed(documents):
-            # In a Grain dataset, None is an item that a filter left out; elsewhere it
-            # is a mistake, and refused as a document.
-            is_grain = isinstance(documents, grain.MapDataset)
-            return NumberedItems(documents, len(documents), skip_none=is_grain)
-        # A second pass over an iterator would have no rows, and no error.
-        if isinstance(documents, Iterator) and self._is_read:
-            msg = (
-                f"documents is a {type(documents).__name__}, which can be read once, "
-                "and was. Give a list, or a function that returns a new one."
-            )
-            raise DataError(msg)
-        self._is_read = True
-        iterable = documents if isinstance(documents, Iterable) else documents()
-        if not isinstance(iterable, Iterable):
-            msg = (
-                f"documents is a function that returned {_checks.shown(iterable)}, and "
-                "an iterable of documents is expected."
-            )
-            raise DataError(msg)
-        return iter(iterable)
+        if isinstance(self.documents, grain.MapDataset):  # None is one that it filters
+            size = len(self.documents)
+            return iterables.NumberedItems(self.documents, size, skip_none=True)
+        return self._begin(next(self._passes))
 
 
 class PackedIterator(grain.DatasetIterator):
-    """One pass over packed rows.
-
-    Attributes:
-        can_seek: Whether it moves to a position without reading up to it.
-    """
+    """One pass over packed rows; `can_seek` tells whether it has positions."""
 
     def __init__(self, dataset: PackedRows) -> None:
         super().__init__()
         self._dataset, self._recipe = dataset, dataset.recipe
-        self._begin()
+        self._rows: Any = None
+        self._open()
 
-    def _begin(self) -> None:
-        length = self._recipe["length"]
-        documents = self._dataset.open_documents()
+    def _open(self) -> None:
+        documents, length = self._dataset.open_documents(), self._recipe["length"]
         self.can_seek = hasattr(documents, "set_state")
         rows = _Documents(documents, self._dataset.encode, self._recipe["separator"])
+        grained, struct = grain.experimental, {"columns": length}
         if self._recipe["mode"] == "pack":
-            rows = grain.experimental.FlatMapIterDataset(rows, _Cut(length))
-            packed = grain.experimental.FirstFitPackIterDataset(
-                rows,
-                length_struct={"columns": length},
+            packed = grained.FirstFitPackIterDataset(
+                grained.FlatMapIterDataset(rows, _Cut(length)),
+                length_struct=struct,
                 num_packing_bins=self._recipe["open_rows"],
                 shuffle_bins=False,
             )
         else:
-            packed = grain.experimental.ConcatThenSplitIterDataset(
-                rows, length_struct={"columns": length}
-            )
-        self._rows = IteratorStream(iter(packed))
+            packed = grained.ConcatThenSplitIterDataset(rows, length_struct=struct)
+        self._rows = iterables.IteratorStream(iter(packed))
         self._state = self._rows.get_state()
         self._following: dict[str, np.ndarray] | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
+        recipe, following = self._recipe, None
         row = next(self._rows) if self._following is None else self._following
         self._state = self._rows.get_state()
-        is_chunk = self._recipe["mode"] == "chunk"
-        if is_chunk and self._recipe["targets"]:
-            # The target of a chunk's last token is the first one of the next chunk.
-            self._following = next(self._rows, None)
         columns, segments = row["columns"], row["columns_segment_ids"]
-        is_used = segments > 0
-        if self._recipe["remainder"] == "drop" and not is_used[-1]:
-            raise StopIteration
-        out = {"tokens": columns[:, _TOKEN], "weight": is_used}
-        if not is_chunk:
+        is_used = weight = segments > 0
+        out = {"tokens": columns[:, _TOKEN]}
+        if recipe["mode"] == "pack":
             out |= {"segment_ids": segments, "positions": row["columns_positions"]}
-        if self._recipe["document_ids"]:
+            if recipe["targets"]:
+                out["targets"], weight = columns[:, _TARGET], columns[:, _HAS_TARGET]
+        elif recipe["targets"]:
+            # The target of a chunk's last token is the first one of the next chunk.
+            following = next(self._rows, None)
+            first = 0 if following is None else following["columns"][0, _TOKEN]
+            out["targets"] = np.append(columns[1:, _TOKEN], first)
+            weight = np.append(is_used[1:], following is not None)
+        self._following = following
+        if recipe["remainder"] == "drop" and not is_used[-1]:
+            raise StopIteration
+        if recipe["document_ids"]:
             out["document_ids"] = np.where(is_used, columns[:, _DOCUMENT], -1)
             out["document_positions"] = columns[:, _POSITION]
-        if self._recipe["targets"] and is_chunk:
-            first = 0
-            if self._following is not None:
-                first = self._following["columns"][0, _TOKEN]
-            out["targets"] = np.append(columns[1:, _TOKEN], first)
-            out["weight"] = np.append(is_used[1:], self._following is not None)
-        elif self._recipe["targets"]:
-            out["targets"] = columns[:, _TARGET]
-            out["weight"] = columns[:, _HAS_TARGET]
         arrays = {name: column.astype(np.int32) for name, column in out.items()}
-        return {**arrays, "weight": out["weight"].astype(np.float32)}
+        return {**arrays, "weight": weight.astype(np.float32)}
 
     def get_state(self) -> JSON:
+        """Returns the position after the last row."""
         return {"packed": self._recipe, "rows": self._state}
 
     def set_state(self, state: JSON) -> None:
+        """Moves to a position; raises DataError if it is not one of these rows."""
         before = state.get("packed") if isinstance(state, dict) else None
+        msg = ""
         if before != self._recipe:
-            msg = (
-                f"the state is of rows packed with {before}, and these rows are packed "
-                f"with {self._recipe}: its position is not among them."
-            )
-            raise DataError(msg)
-        if not self.can_seek:
+            msg = f"the state is of rows packed with {before}, not with {self._recipe}."
+        elif not self.can_seek:
             msg = (
                 "these documents can only be read in order. Give a list or a Grain "
-                "dataset; or give the rows to distribute_dataset, whose iterator's "
-                "set_state(state, skip=True) reads and drops them up to the position."
+                "dataset, or set the state of distribute_dataset's iterator."
             )
+        if msg:
             raise DataError(msg)
         # New iterators: those of Grain's keep what they have read of a document.
-        self._begin()
+        self._open()
         self._rows.set_state(state["rows"])
         self._state = self._rows.get_state()
 
     def close(self) -> None:
-        if not self._closed:
+        """Releases the documents."""
+        if self._rows is not None and not self._closed:
             self._rows.close()
         super().close()
 
@@ -204,24 +171,18 @@ class _Documents(grain.IterDataset):
 class _DocumentIterator(grain.DatasetIterator):
     """One pass over documents; its position is theirs, and how many were read."""
 
-    def __init__(
-        self,
-        documents: Iterator[Any],
-        encode: Callable[[str], Any] | None,
-        separator: int | None,
-    ) -> None:
+    def __init__(self, documents: Any, encode: Any, separator: int | None) -> None:
         super().__init__()
-        self._documents, self._encode = IteratorStream(documents), encode
-        self._end = [] if separator is None else [separator]
+        self._documents, self._encode = iterables.IteratorStream(documents), encode
+        self._end = np.array([] if separator is None else [separator], np.int32)
         self._number = 0
 
     def __next__(self) -> dict[str, np.ndarray]:
         tokens = np.zeros(0, np.int32)
         while not len(tokens):
-            name = f"document {self._number}"
-            document = _as_tokens(next(self._documents), self._encode, name)
+            document = _tokens(next(self._documents), self._encode, self._number)
             # Also behind an empty document, so that it still ends the one before it.
-            tokens = np.append(document, _checked(self._end, "separator="))
+            tokens = np.append(document, self._end)
             self._number += 1
         columns = np.zeros((len(tokens), 5), np.int32)
         columns[:, _TOKEN] = tokens
@@ -256,65 +217,30 @@ class _Cut(grain.experimental.FlatMapTransform):
         return [{"columns": columns[at : at + self._length]} for at in starts]
 
 
-def _as_tokens(
-    document: Any, encode: Callable[[str], Any] | None, name: str
-) -> np.ndarray:
-    """Returns a document's tokens, int32.
-
-    Args:
-        document: A text, its bytes, or tokens.
-        encode: Encodes a text; None takes its bytes.
-        name: What a message calls the document.
-    """
+def _tokens(document: Any, encode: Any, number: int) -> np.ndarray:
+    """Returns the tokens, int32, of a text, of its bytes, or of an array of them."""
     if isinstance(document, np.ndarray) and document.ndim == 0:
         document = document.item()  # a text in an array, as TFDS yields it
-    if isinstance(document, dict):
-        msg = (
-            f"{name} is a dict with the keys {', '.join(map(repr, document))}. Give "
-            "the texts alone: for instance dataset.map(lambda record: record['text'])."
-        )
-        raise DataError(msg)
-    if not isinstance(document, (str, bytes)):
-        return _checked(document, name)
-    try:
-        if encode is None:
-            data = document.encode() if isinstance(document, str) else document
-            return np.frombuffer(data, np.uint8).astype(np.int32)
-        text = document.decode() if isinstance(document, bytes) else document
-    except UnicodeError as error:
-        msg = (
-            f"{name} is not UTF-8: {error}. Replace what cannot be written, with "
-            "text.encode('utf-8', 'replace')."
-        )
-        raise DataError(msg) from None
-    with _checks.noted(f"This was raised by tokenizer= at {name}."):
-        tokens = encode(text)
-    return _checked(tokens, f"the tokenizer, given {name},")
-
-
-def _checked(tokens: Any, what: str) -> np.ndarray:
-    """Returns tokens as an array, int32; raises DataError for anything else."""
-    if isinstance(tokens, Sequence) and not len(tokens):  # a float64 array to NumPy
+    with _checks.noted(f"This was raised at document {number}."):
+        if isinstance(document, bytes) and encode is not None:
+            document = document.decode()
+        if isinstance(document, str):
+            document = document.encode() if encode is None else encode(document)
+        if isinstance(document, bytes):
+            document = np.frombuffer(document, np.uint8)
+        values = np.asarray(document)
+    if values.ndim == 1 and not values.size:  # a float64 array to NumPy
         return np.zeros(0, np.int32)
-    try:
-        values = np.asarray(tokens)
-    except ValueError:  # ragged
-        values = np.empty((), object)
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        kind = f"a {type(tokens).__name__}"
-        if isinstance(tokens, np.ndarray):
-            kind = f"an array of dtype {tokens.dtype} and shape {tokens.shape}"
         msg = (
-            f"{what} gives {kind}; a document is a text, bytes, or a 1-D array of "
-            "integers."
+            f"document {number} gives {_checks.shown(document)}; a document is a text, "
+            "bytes, or a 1-D array of integers."
         )
         raise DataError(msg)
-    if values.size and (values.min() < 0 or values.max() > _LARGEST):
-        outside = values.min() if values.min() < 0 else values.max()
-        msg = f"{what} gives the token {outside}; tokens are from 0 to {_LARGEST}."
+    if values.min() < 0 or values.max() > _LARGEST:
+        msg = (
+            f"document {number} has tokens from {values.min()} to {values.max()}; they "
+            f"must be from 0 to {_LARGEST}."
+        )
         raise DataError(msg)
     return values.astype(np.int32)
-
-
-def _is_indexed(documents: object) -> bool:
-    return hasattr(documents, "__len__") and hasattr(documents, "__getitem__")

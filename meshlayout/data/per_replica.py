@@ -31,8 +31,8 @@ from meshlayout.errors import DataError
 class InputContext:
     """Which part of the input this process makes.
 
-    An input pipeline feeds the replicas of one process. Processes that hold parts of
-    the same replicas form one pipeline, and must make the same input.
+    Processes that hold parts of the same replicas form one pipeline, and must make the
+    same input.
 
     Attributes:
         num_input_pipelines: The number of pipelines.
@@ -55,41 +55,21 @@ class InputContext:
             ("input_pipeline_id", 0),
             ("num_replicas_in_sync", 1),
         ):
-            value = getattr(self, name)
-            _checks.count(
-                name, value, at_least=at_least, where="InputContext", error=DataError
-            )
+            context = _checks.Context(where="InputContext", error=DataError)
+            _checks.count(name, getattr(self, name), at_least=at_least, **context)
         if self.input_pipeline_id >= self.num_input_pipelines:
-            msg = (
+            raise DataError(
                 "InputContext: input_pipeline_id must be below num_input_pipelines="
                 f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
             )
-            raise DataError(msg)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns how many rows of a global batch each replica gets.
-
-        As `per_replica_batch_size`, inside a function that knows no mesh.
-
-        Args:
-            global_batch_size: Rows of the global batch.
-
-        Raises:
-            DataError: If it is not a positive integer, or does not divide.
-        """
+        """Returns how many rows of a global batch each replica gets."""
         return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
     @classmethod
     def of(cls, layout_or_mesh: LayoutOrMesh) -> "InputContext":
-        """Returns this process's context.
-
-        Args:
-            layout_or_mesh: The layout of batches, as for `distribute_dataset`.
-
-        Raises:
-            DataError: If this process has no devices in the mesh, or shares some but
-                not all of its rows with another one.
-        """
+        """Returns this process's context, for the layout of batches or a mesh."""
         layout = batch_layout(layout_or_mesh)
         replicas = num_row_shards(layout)
         # With one row per replica, processes that share a replica share its row.
@@ -112,10 +92,9 @@ def distribute_datasets_from_function(
     """Makes global batches from the sources that a function makes on each process.
 
     Use this to port a pipeline from tf.distribute, or if each process must read its own
-    part of the data. The function decides what its process reads; nothing is sharded
-    for it. The source that it returns is cut into this process's part of the global
-    batches, one replica's rows after another's. A source of batches of the per-replica
-    size, as for tf.distribute, feeds one batch to each replica in turn.
+    part of the data. The source that the function returns is cut into this process's
+    part of the global batches, one replica's rows after another's. A source of batches
+    of the per-replica size, as for tf.distribute, feeds one to each replica in turn.
 
     Args:
         fn: Called once with an `InputContext`; returns any source that
@@ -156,16 +135,7 @@ def make_plan_from_function(
     batched: bool | None = None,
     assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset from sources that a function makes.
-
-    Args:
-        fn: As for `distribute_datasets_from_function`.
-        layout_or_mesh: As for `distribute_datasets_from_function`.
-        options: Those of `DataOptions` by name, except `per_process`.
-        name: How messages call the function.
-        batched: As for `distribute_datasets_from_function`.
-        assemble: As for `DataPlan`.
-    """
+    """Returns the plan of a dataset of what `fn`, called `name` in messages, makes."""
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
     agreement = Agreement(layout.mesh)
@@ -175,21 +145,19 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
-            msg = (
+            raise DataError(
                 f"{name} returned None, and must return a source of batches of the "
                 "per-replica size. A function that ends without `return` gives None."
             )
-            raise DataError(msg)
         source, rows = first_batch(dataset, clock, batched=batched)
         size = options.get("global_batch_size")
         if size is None:
             if isinstance(source, RandomAccessSource):
-                msg = (
+                raise DataError(
                     f"{name} returned a source of single rows, from which the size of "
                     "a batch cannot be inferred. Give global_batch_size=, or return "
                     "batches of the per-replica size."
                 )
-                raise DataError(msg)
             size = (rows or 1) * context.num_replicas_in_sync
         # Whatever the function returned is this process's own input.
         own = {**options, "global_batch_size": size, "per_process": True}

@@ -5,6 +5,7 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import AnySharding, Batch, PyTree
 from meshlayout._render.tables import array_text
 from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
-from meshlayout.errors import DataError, LayoutError
+from meshlayout.errors import DataError, LayoutError, StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -35,8 +36,7 @@ def process_rows(
 
     Use this to write a source for `per_process=True`, or to read only what is needed
     from a file. These are the rows of which the process's devices hold a part, each of
-    them once, however the mesh spans the processes. A process without devices in the
-    mesh has none.
+    them once, however the mesh spans the processes.
 
     Args:
         layout: The layout of the array, or a mesh: then its batch axes shard the first
@@ -46,10 +46,6 @@ def process_rows(
 
     Returns:
         The row indices, ascending, int64.
-
-    Raises:
-        LayoutError: If the shape does not fit the layout.
-        DataError: If there is no such process.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -69,43 +65,30 @@ def process_rows(
         msg = "an array without dims has no rows; global_shape needs its batch dim."
         raise LayoutError(msg)
     full = _batches.leaf_layout(batch_layout(layout), len(shape))
-    if process_index is None:
-        process_index = jax.process_index()
-    else:
-        _check_process(process_index, full.mesh)
+    here = jax.process_index() if process_index is None else process_index
+    here = _checks.count("process_index", here, at_least=0, error=DataError)
+    # The mesh of a topology, made for planning, has processes that are not running.
+    num_processes = max(jax.process_count(), processes_of(full.mesh)[-1] + 1)
+    if here >= num_processes:
+        raise DataError(
+            f"process_index must be below {num_processes}, the number of processes, "
+            f"got {here}."
+        )
     # A set: replicas of a shard, and shards of other dims, have the same rows.
     size = full.shard_shape(shape)[0]
     starts = {
         full.shard_slices(shape, device)[0].start
         for device in full.mesh.devices.flat
-        if device.process_index == process_index
+        if device.process_index == here
     }
     parts = [np.arange(start, start + size) for start in sorted(starts)]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
-def _check_process(index: int, mesh: Mesh) -> None:
-    index = _checks.count("process_index", index, at_least=0, error=DataError)
-    # The mesh of a topology, made for planning, has processes that are not running.
-    num_processes = max(jax.process_count(), processes_of(mesh)[-1] + 1)
-    if index >= num_processes:
-        msg = (
-            f"process_index must be below {num_processes}, the number of processes, "
-            f"got {index}."
-        )
-        raise DataError(msg)
-
-
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
-    """Returns how many rows of a global batch each replica gets.
+    """Returns how many rows of a global batch each replica gets; they must divide.
 
-    Args:
-        global_batch_size: Rows of the global batch.
-        layout_or_mesh: The layout of batches, or a mesh, whose replicas are then along
-            its batch axes.
-
-    Raises:
-        DataError: If they do not divide.
+    The replicas of a mesh are along its batch axes.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -123,27 +106,20 @@ def rows_per_replica(global_batch_size: int, replicas: int, where: str = "") -> 
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
-        msg = (
+        raise DataError(
             f"a global batch of {size} rows does not divide into {replicas} replicas"
             f"{where}. Nearest sizes that divide: {' and '.join(map(str, nearest))}."
         )
-        raise DataError(msg)
     return size // replicas
 
 
 def batch_layout(
     layout_or_mesh: LayoutOrMesh, warn: Callable[[str], None] = lambda _: None
 ) -> Layout:
-    """Returns the layout of batches.
+    """Returns the layout of batches; a mesh shards the first dim over `BATCH_AXES`.
 
-    Args:
-        layout_or_mesh: A layout, a sharding, a PartitionSpec on the default mesh, or a
-            mesh, whose axes in `BATCH_AXES` shard the first dim.
-        warn: Called with a sentence if a mesh without such an axis is given: every
-            device then holds whole batches, which is seldom meant.
-
-    Raises:
-        DataError: If it is something else, or has an entry that JAX cannot place.
+    Calls `warn` with a sentence if a mesh without such an axis is given: every device
+    then holds whole batches, which is seldom meant.
     """
     if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
         mesh = as_mesh(layout_or_mesh)
@@ -160,12 +136,11 @@ def batch_layout(
     if isinstance(layout_or_mesh, PartitionSpec):
         return Layout(layout_or_mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
-        msg = (
-            "batches need a Layout, a mesh or a NamedSharding, got "
-            f"{_checks.shown(layout_or_mesh)}. For a list of entries, write "
-            "mesh.layout(...)."
+        shown = _checks.shown(layout_or_mesh)
+        raise DataError(
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
+            "of entries, write mesh.layout(...)."
         )
-        raise DataError(msg)
     layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
     return layout
@@ -183,31 +158,29 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
         groups.setdefault(tuple(rows.tolist()), []).append(process)
     # Sets of rows that overlap have more rows together than there are.
     if sum(map(len, groups)) > global_batch_size:
-        msg = (
+        raise DataError(
             f"processes share a part of their rows under {layout!r}, so that no source "
             "can give a process its own rows. Leave out per_process=True, or order the "
             "mesh's devices by process."
         )
-        raise DataError(msg)
     return [tuple(groups[rows]) for rows in sorted(groups)]
 
 
 def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
     """Returns which rows of a global batch are this process's own.
 
-    Raises DataError if the batch does not divide into replicas; or if a source of this
-    process alone (`per_process`) cannot fill exactly these rows.
+    Raises DataError if a source of this process alone (`per_process`) cannot fill
+    exactly these.
     """
     per_replica_batch_size(size, layout)
     rows = process_rows(layout, size)
     if per_process:
         row_groups(layout, size)
         if not len(rows):
-            msg = (
+            raise DataError(
                 f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
                 "so no rows of its own: with per_process=True it makes no dataset."
             )
-            raise DataError(msg)
     return rows
 
 
@@ -220,22 +193,7 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 class Placement:
-    """Makes global arrays of this process's rows of a batch.
-
-    Everything that is the same for every batch is computed once: shardings, and which
-    slice of the rows each device gets.
-
-    Args:
-        spec: The spec of batches.
-        weights_index: The index of the weights among the leaves; None without weights.
-        layout: The layout of batches.
-        num_rows: Rows of a global batch.
-        own: Which of them are this process's own.
-
-    Attributes:
-        element_spec: The abstract batch: a tree of shapes, dtypes and shardings.
-        has_weights: Whether batches carry weights.
-    """
+    """Makes global arrays of this process's `own` rows of a batch of `num_rows`."""
 
     def __init__(
         self,
@@ -260,7 +218,12 @@ class Placement:
             shards = None
             if leaf.to is not None:
                 dtype, sharding = leaf.to, _sharding(leaf, layout, shape)
-                slices = _shard_slices(sharding, shape, starts)
+                slices = []
+                indices: Any = sharding.addressable_devices_indices_map(shape)
+                for rows, *others in indices.values():
+                    first, stop, _ = rows.indices(num_rows)
+                    part = slice(starts[first], starts[first] + stop - first)
+                    slices.append((part, *others))
                 shards = _jax.shard_placer(shape, dtype, sharding), slices
             self._shards.append(shards)
             abstract.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
@@ -268,13 +231,7 @@ class Placement:
         self._x64 = _jax.canonical_dtype(np.int64) == np.int64
 
     def __call__(self, leaves: list[np.ndarray], is_real: np.ndarray | None) -> Batch:
-        """Returns a batch on the mesh, with its weights.
-
-        Args:
-            leaves: This process's rows of each leaf of the source; its weights may be
-                one of them.
-            is_real: Which rows are not padding; None for all.
-        """
+        """Returns a batch on the mesh, where rows that are not `is_real` weigh 0."""
         index = self._weights_index
         if index is not None:
             is_added = len(leaves) < len(self._shards)
@@ -295,30 +252,16 @@ class Placement:
         return self._treedef.unflatten(arrays)
 
 
-def _shard_slices(
-    sharding: NamedSharding, shape: tuple[int, ...], starts: dict[int, int]
-) -> list[tuple[slice, ...]]:
-    """Returns the slice of this process's rows that each of its devices holds."""
-    slices = []
-    indices: Any = sharding.addressable_devices_indices_map(shape)
-    for rows, *others in indices.values():
-        first, stop, _ = rows.indices(shape[0])
-        start = starts[first]
-        slices.append((slice(start, start + stop - first), *others))
-    return slices
-
-
 def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
     where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
     try:
         full = _batches.leaf_layout(layout, len(shape))
     except LayoutError as error:
         raise DataError(f"{where}: {error}") from None
-    if full.misfits(shape):
-        try:
-            full.check(shape, where)
-        except LayoutError as error:
-            raise DataError(str(error)) from None
+    try:
+        full.check(shape, where)
+    except LayoutError as error:
+        raise DataError(str(error)) from None
     return full.sharding
 
 
@@ -327,16 +270,7 @@ def find_weights(
 ) -> tuple[ExampleSpec, int | None]:
     """Returns the spec of batches, and the index of the weights among its leaves.
 
-    Args:
-        rows: Some rows of the source.
-        spec: The spec of its examples.
-        key: Where the weights are: a key of a mapping, an index into a tuple, or the
-            name of a field.
-        add: Whether to add weights if the source has none.
-
-    Raises:
-        DataError: If the leaf there cannot be weights, or these batches cannot have
-            such a key.
+    The weights that the source has under `key`; or if there are none, `add`ed ones.
     """
     if key is None:
         return spec, None
@@ -351,22 +285,22 @@ def find_weights(
             dtype = spec.leaves[index].dtype
             problem = f"one number per example, and has dtype {dtype}"
         if problem:
-            msg = (
+            raise DataError(
                 f"the source's {key!r} is taken for the weights, {problem}. Give "
                 "weights= another name."
             )
-            raise DataError(msg)
         return spec, index
-    has_place = isinstance(numbered, (dict, tuple, list))
-    if not has_place or not _batches.takes_weights(numbered, key):
-        # The default key was not chosen by the user, and weights may never be needed.
-        if key != "weight":
-            msg = f"the source's examples have no place for weights={key!r}. "
-            raise DataError(msg + padding_hint(rows))
+    weighted: PyTree = None
+    if isinstance(numbered, (Mapping, tuple, list)):
+        with contextlib.suppress(StepError):  # a mapping whose keys are fixed
+            if _batches.takes_weights(numbered, key):
+                weighted = _batches.with_weights(numbered, key, -1)
+    # The default key was not chosen by the user, and weights may never be needed.
+    if weighted is None and key != "weight":
+        msg = f"the source's examples have no place for weights={key!r}. "
+        raise DataError(msg + padding_hint(rows))
+    if weighted is None or not add:
         return spec, None
-    if not add:
-        return spec, None
-    weighted = _batches.with_weights(numbered, key, -1)
     entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)
     index = [number for _, number in entries].index(-1)
     dtype = np.dtype(np.float32)

@@ -16,19 +16,6 @@ from meshlayout.errors import DataError
 # Increased when a saved position would mean other batches; older ones are refused.
 _VERSION = 3
 
-# What must be the same for a position to mean the same batches, as messages say it.
-_IDENTITY_TEXTS = {
-    "source": "a source of kind {}",  # "rows" for random access, or "stream"
-    "num_rows": "a source of {} rows",  # only with random access
-    "global_batch_size": "global_batch_size={}",
-    "remainder": "remainder={!r}",
-    "seed": "shuffle={}",
-    "process": "[process, processes]={}",  # only if each has a source of its own
-    # A stream of batches may count batches in its own position, which means other rows
-    # if their size differs. None for single examples, and with random access.
-    "block": "a stream whose first batch has {} examples",
-}
-
 
 class Position(NamedTuple):
     """The position after some batch; the names of its fields are part of the format.
@@ -55,57 +42,34 @@ class Position(NamedTuple):
 
 def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
     """Returns a position as a JSON-serializable dict, with what it belongs to."""
-    return {
-        "kind": "meshlayout.data",
-        "version": _VERSION,
-        **{f"of_{name}": value for name, value in identity.items()},
-        **position._asdict(),
-    }
+    of = {f"of_{name}": value for name, value in identity.items()}
+    header = {"kind": "meshlayout.data", "version": _VERSION}
+    return {**header, **of, **position._asdict()}
 
 
-def from_state(identity: dict[str, JSON], state: object) -> Position:
-    """Returns the position in a dict made by `to_state`.
-
-    Raises:
-        DataError: If it is not such a dict, or belongs to another dataset.
-    """
+def from_state(identity: dict[str, JSON], state: Any) -> Position:
+    """Returns the position in a dict made by `to_state`, for the same dataset."""
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
-        msg = (
-            "the state is not that of a data iterator: expected what get_state() "
-            f"returned, got {_checks.shown(state)}."
-        )
+        shown = f"got {_checks.shown(state)}"
+        msg = f"the state must be that of a data iterator's get_state(), {shown}."
         raise DataError(msg)
-    if state.get("version") != _VERSION:
-        msg = (
-            f"the state has version {state.get('version')!r}, and this release reads "
-            f"version {_VERSION}."
-        )
+    version = state.get("version")
+    if version != _VERSION:
+        msg = f"the state has version {version!r}, and this release reads {_VERSION}."
         raise DataError(msg)
     for name in [*Position._fields, *(f"of_{name}" for name in identity)]:
         if name not in state:
-            msg = f"the state lacks {name!r}; it was cut or written by hand."
-            raise DataError(msg)
+            raise DataError(f"the state lacks {name!r}; it was cut or written by hand.")
+        if name in Position._fields and name != "source":
+            what = f"the state's {name!r}"
+            _checks.count(what, state[name], at_least=0, error=DataError)
     for name, here in identity.items():
         there = state[f"of_{name}"]
-        # The block size matters only to a position of the stream's own.
+        # The size of its batches matters only to a position of the stream's own.
         if there != here and (name != "block" or state["source"] is not None):
-            msg = (
-                f"the state is of {_text(name, there)}, and this dataset has "
-                f"{_text(name, here)}: its batches would be different ones. Make the "
+            raise DataError(
+                f"the state is of a dataset with {name}={there!r}, and this one has "
+                f"{name}={here!r}: its batches would be different ones. Make the "
                 "dataset as it was when the state was saved."
             )
-            raise DataError(msg)
-    counts = {
-        name: _checks.count(
-            f"the state's {name!r}", state[name], at_least=0, error=DataError
-        )
-        for name in Position._fields
-        if name != "source"
-    }
-    return Position(source=state["source"], **counts)
-
-
-def _text(name: str, value: object) -> str:
-    if name == "block" and value is None:
-        return "a stream of single examples"
-    return _IDENTITY_TEXTS[name].format(value)
+    return Position(**{name: state[name] for name in Position._fields})

@@ -19,32 +19,12 @@ from meshlayout.data.mnist_family import Builder, new_builder, without_tensorflo
 from meshlayout.errors import DataError, did_you_mean
 
 
-# How long servers have to answer, in seconds. What they then send may take hours.
-_ANSWER_S = 4.0
+def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
+    """Returns TFDS's builder of a dataset, which is prepared if necessary.
 
-
-def find_split(
-    name: Any, split: Any, data_dir: str | Path | None, decoders: Any
-) -> tuple[Builder, Any]:
-    """Returns the builder and the data source of a split, prepared if necessary.
-
-    Args:
-        name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
-        split: The split, as `train` or `train[:10%]`.
-        data_dir: Where TFDS keeps prepared datasets; None for its default.
-        decoders: TFDS's decoders by feature; None for its defaults.
-
-    Raises:
-        DataError: If there is no such dataset or split, it is not available, or it
-            cannot be read without TensorFlow.
+    Arguments are those of `from_tfds`. Raises DataError if there is no such dataset or
+    split, it is not available, or it cannot be read without TensorFlow.
     """
-    if not isinstance(split, str):
-        given = _checks.shown(split)
-        msg = f"split must be a name, as 'train' or 'train[:10%]', got {given}."
-        raise DataError(msg)
-    if data_dir is not None and not isinstance(data_dir, (str, Path)):
-        msg = f"data_dir must be a directory or None, got {_checks.shown(data_dir)}."
-        raise DataError(msg)
     builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
     if not hasattr(builder, "as_data_source") or isinstance(builder, type):
         given = _checks.shown(name)
@@ -53,21 +33,32 @@ def find_split(
     # TFDS knows the splits only of prepared datasets.
     if not builder.info.splits:
         builder = _prepare(builder)
-    file_format = builder.info.file_format
+    full_name, file_format = builder.info.full_name, builder.info.file_format
     if file_format is not None and file_format.value != "array_record":
         msg = (
-            f"{builder.info.full_name} is prepared as {file_format.value} in "
-            f"{builder.data_path}, which only TensorFlow reads. Prepare it in another "
-            f"directory with `tfds build {builder.name} --file_format=array_record "
-            "--data_dir=DIR`, or give distribute_dataset what tfds.load returns."
+            f"{full_name} is prepared as {file_format.value} in {builder.data_path}, "
+            "which only TensorFlow reads. Prepare it in another directory with `tfds "
+            f"build {builder.name} --file_format=array_record --data_dir=DIR`, or give "
+            "distribute_dataset what tfds.load returns."
         )
         raise DataError(msg)
-    _check_split(builder, split)
+    splits = builder.info.splits
+    try:
+        num_rows = splits[split].num_examples
+    except Exception as error:
+        msg = (
+            f"{full_name} has no split {split!r} ({_first_line(error)}). It has "
+            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
+        )
+        raise DataError(msg) from None
+    if not num_rows:
+        msg = f"split {split!r} of {full_name} has no examples. Name a larger part."
+        raise DataError(msg)
     try:
         # A file that is missing or damaged is noticed now, not after hours of training.
-        for path in builder.info.splits[split].filepaths:
-            if not Path(path).exists():
-                missing = f"{Path(path).name} is missing"
+        for path in splits[split].filepaths:
+            if not path.exists():
+                missing = f"{path.name} is missing"
                 raise FileNotFoundError(missing)
         source = builder.as_data_source(split=split)
         source.data_source.__getitems__([0, len(source) - 1])
@@ -78,17 +69,7 @@ def find_split(
             f"with `tfds build {builder.name} --file_format=array_record`."
         )
         raise DataError(msg) from error
-    if decoders is None:
-        return builder, source
-    source = builder.as_data_source(split=split, decoders=decoders)
-    try:
-        source[0]
-    except Exception as error:
-        msg = (
-            f"TFDS cannot decode an example with these decoders: {_first_line(error)}."
-        )
-        raise DataError(msg) from error
-    return builder, source
+    return builder
 
 
 def _builder(name: str, data_dir: str | Path | None) -> Builder:
@@ -108,66 +89,45 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
 
 
 def _prepare(builder: Builder) -> Builder:
-    """Downloads and prepares a dataset in the format that needs no TensorFlow.
-
-    Returns:
-        A new builder, which reads what was prepared.
-    """
+    """Downloads and prepares a dataset; returns a new builder, which reads that."""
     tfds = importlib.import_module("tensorflow_datasets")
-    # Google's bucket has prepared datasets, in a format that only TensorFlow reads.
-    config = tfds.download.DownloadConfig(try_download_gcs=False)
-    reason = unreachable(builder)
-    cause: Exception | None = None
+    reason, cause = unreachable(builder), None
     if not reason:
+        # Google's bucket has prepared datasets, in TensorFlow's format.
+        config = tfds.download.DownloadConfig(try_download_gcs=False)
         try:
             without_tensorflow(builder).download_and_prepare(
                 download_config=config, file_format="array_record"
             )
-        except ImportError as error:
-            # The builders of many datasets import TensorFlow to parse their raw files.
-            msg = (
-                f"{builder.info.full_name} is not prepared in {builder.data_path}, and "
-                f"TFDS's code that prepares it needs {error.name or 'another package'}"
-                ", which is not installed. Where it is, prepare the dataset once with "
-                f"`tfds build {builder.name} --file_format=array_record`; reading it "
-                "afterwards needs no TensorFlow."
-            )
-            raise DataError(msg) from error
-        except Exception as error:
-            reason, cause = _first_line(error), error
-        else:
             return new_builder(builder)
+        except Exception as error:  # an ImportError where its code needs TensorFlow
+            reason, cause = _first_line(error), error
     msg = (
-        f"{builder.info.full_name} is not prepared in {builder.data_path} and cannot be "
-        f"downloaded ({reason}): copy a directory that was prepared elsewhere and name "
-        "it with data_dir=, or run `make data` in a checkout, which has Fashion-MNIST "
-        "also without internet."
+        f"{builder.info.full_name} is not prepared in {builder.data_path} and cannot "
+        f"be downloaded and prepared here ({reason}): prepare it elsewhere with `tfds "
+        f"build {builder.name} --file_format=array_record` and name that directory "
+        "with data_dir=, or run `make data` in a checkout, which has Fashion-MNIST "
+        "even without internet."
     )
     raise DataError(msg) from cause
 
 
-def unreachable(builder: Builder, timeout_s: float = _ANSWER_S) -> str:
+def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
     """Returns why no server of a dataset's files answers; empty if one does.
 
-    The first file of each server is asked for, through the proxies that the environment
-    names, and not read. The answer comes within the given time, whatever the network
-    does: looking up a host name has no time-out of its own.
-
-    Args:
-        builder: The dataset's builder.
-        timeout_s: The longest time to wait, in seconds.
+    A file of each is asked for, through the proxies that the environment names, and not
+    read: that may take hours. In threads, since to look up a host has no time-out.
     """
     requests = importlib.import_module("requests")  # TFDS downloads with it
     urls = [url for url in builder.url_infos or {} if url.startswith("http")]
     by_host = {urlsplit(url).hostname: url for url in reversed(urls)}
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask(host: str | None, url: str) -> None:
+    def ask(host: str, url: str) -> None:
         try:
             with requests.get(url, timeout=timeout_s, stream=True) as response:
-                is_refused = response.status_code >= 400
-                status = f"{host} answers with HTTP {response.status_code}"
-            answers.put(status if is_refused else "")
+                status = response.status_code
+            answers.put(f"{host} answers with HTTP {status}" if status >= 400 else "")
         except requests.RequestException as error:
             answers.put(f"{host} cannot be reached ({type(error).__name__})")
 
@@ -175,36 +135,14 @@ def unreachable(builder: Builder, timeout_s: float = _ANSWER_S) -> str:
         threading.Thread(target=ask, args=item, daemon=True).start()
     deadline = time.monotonic() + timeout_s
     reason = ""
-    for _ in by_host:
+    for host in by_host:
         try:
             reason = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            return f"{next(iter(by_host))} does not answer within {timeout_s:g} s"
+            return f"{host} does not answer within {timeout_s:g} s"
         if not reason:
             break
     return reason
-
-
-def _check_split(builder: Builder, split: str) -> None:
-    splits = builder.info.splits
-    try:
-        info = splits[split]
-    except Exception as error:
-        base = split.partition("[")[0]
-        why = f" ({_first_line(error)})." if base in splits else "."
-        hint = "" if base in splits else did_you_mean(base, splits)
-        msg = (
-            f"{builder.info.full_name} has no split {split!r}{why}{hint} It has "
-            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
-        )
-        raise DataError(msg) from None
-    if not info.num_examples:
-        sizes = ", ".join(f"{n!r} with {splits[n].num_examples:,}" for n in splits)
-        msg = (
-            f"split {split!r} of {builder.info.full_name} has no examples. Name a "
-            f"larger part; the dataset has {sizes}."
-        )
-        raise DataError(msg)
 
 
 def _without_advice(record: logging.LogRecord) -> bool:
@@ -216,5 +154,4 @@ def _without_advice(record: logging.LogRecord) -> bool:
 
 
 def _first_line(error: object) -> str:
-    line = str(error).strip().partition("\n")[0].rstrip(".")
-    return line or type(error).__name__
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -64,14 +64,14 @@ class RandomAccessSource(Protocol):
         ...
 
 
+@runtime_checkable
 class Stream(Iterator[PyTree], Protocol):
     """One pass over a `StreamSource`; an iterator of its elements."""
 
     def get_state(self) -> JSON:
         """Returns the position after the last element, JSON-serializable.
 
-        Before the first element, it is the start of the epoch. None means that the
-        stream cannot seek: resuming then reads from the start.
+        None means that the stream cannot seek: resuming then reads from the start.
         """
         ...
 
@@ -86,9 +86,8 @@ class Stream(Iterator[PyTree], Protocol):
 
 @runtime_checkable
 class StreamSource(Protocol):
-    """A source that is read from start to end.
+    """A source that is read from start to end: a socket, a compressed file, a queue.
 
-    Use this if rows come one after another: a socket, a compressed file, a queue.
     Without `per_process=True`, every process reads the whole stream, in the same order,
     and keeps the rows that its devices need.
     """
@@ -108,13 +107,9 @@ class StreamSource(Protocol):
         ...
 
     def open(self, epoch: int) -> Stream:
-        """Starts a pass.
+        """Starts the pass of an epoch, from 0.
 
-        Elements are copied as they are read, so a stream may reuse their memory for the
-        next one.
-
-        Args:
-            epoch: The epoch, from 0.
+        Elements are copied as they are read, so a stream may reuse their memory.
         """
         ...
 

@@ -4,8 +4,10 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 _log = logging.getLogger(__name__)
@@ -15,9 +17,8 @@ _log = logging.getLogger(__name__)
 class PipelineReport:
     """The work of an input pipeline so far, on this process.
 
-    Use this to find out whether training waits for data: if `waited_s` is near 0, the
-    pipeline keeps up, however long its work takes. Otherwise, the larger one of
-    `read_s` and `place_s` is where to look.
+    If `waited_s` is near 0, the pipeline keeps up with training. Otherwise the larger
+    of `read_s` and `place_s` is where to look.
 
     Attributes:
         read_s: Seconds spent making batches on the host, in the user's source and here.
@@ -33,12 +34,12 @@ class PipelineReport:
         A note.
     """
 
-    read_s: float
-    place_s: float
-    waited_s: float
-    rows: int
-    batches: int
-    notes: tuple[str, ...]
+    read_s: float = 0.0
+    place_s: float = 0.0
+    waited_s: float = 0.0
+    rows: int = 0
+    batches: int = 0
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         work = (
@@ -49,53 +50,29 @@ class PipelineReport:
 
 
 class Clock:
-    """Adds up the times of a pipeline, and keeps its notes; any thread may use it.
-
-    Example:
-        >>> clock = Clock()
-        >>> with clock.reading():
-        ...     clock.read_rows(32)
-        >>> clock.report().rows
-        32
-    """
+    """Adds up the work of a pipeline, and keeps its notes; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read_s = self._place_s = self._waited_s = 0.0
-        self._rows = self._batches = 0
+        self._sums: defaultdict[str, Any] = defaultdict(int)
         self._notes: dict[str, None] = {}
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Adds the time of a `with` block to `read_s`."""
+    def timed(self, name: str, **counts: int) -> Iterator[None]:
+        """Adds the time of a `with` block, and counts."""
         start = time.perf_counter()
         yield
-        with self._lock:
-            self._read_s += time.perf_counter() - start
+        self.add(**{name: time.perf_counter() - start}, **counts)
 
-    def read_rows(self, count: int) -> None:
-        """Adds examples that were read."""
+    def add(self, **amounts: float) -> None:
+        """Adds seconds and counts by the names of a report."""
         with self._lock:
-            self._rows += count
-
-    @contextlib.contextmanager
-    def placing(self) -> Iterator[None]:
-        """Adds the time of a `with` block to `place_s`."""
-        start = time.perf_counter()
-        yield
-        with self._lock:
-            self._place_s += time.perf_counter() - start
-
-    def waited(self, seconds: float) -> None:
-        """Adds the seconds that the loop waited for one batch."""
-        with self._lock:
-            self._waited_s += seconds
-            self._batches += 1
+            for name, amount in amounts.items():
+                self._sums[name] += amount
 
     def note(self, text: str) -> None:
         """Adds a sentence to the report, once."""
-        with self._lock:
-            self._notes[text] = None
+        self._notes[text] = None
 
     def warn(self, text: str) -> None:
         """Adds a sentence to the report and logs it, once."""
@@ -107,11 +84,4 @@ class Clock:
     def report(self) -> PipelineReport:
         """Returns the sums so far."""
         with self._lock:
-            return PipelineReport(
-                self._read_s,
-                self._place_s,
-                self._waited_s,
-                self._rows,
-                self._batches,
-                tuple(self._notes),
-            )
+            return PipelineReport(**self._sums, notes=tuple(self._notes))

@@ -1,7 +1,7 @@
-"""`pack_sequences`: documents of any length as rows of one length, on Grain's packing."""
+"""`pack_sequences`: documents as rows of one length, on Grain's packing."""
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -65,7 +65,7 @@ def pack_sequences(
         shuffle these.
 
     Raises:
-        DataError: If an argument is wrong, or there are no documents.
+        DataError: If an argument is wrong.
 
     Example:
         >>> rows = pack_sequences(["to be", "or", "not"], 6, mode="pack")
@@ -76,74 +76,42 @@ def pack_sequences(
         >>> rows.to_arrays()["tokens"].shape
         (2, 6)
     """
-    _check_documents(documents)
-    if separator is not None:
-        hint = "It is the token that ends a document; None adds nothing."
-        separator = _checks.count(
-            "separator", separator, at_least=0, error=DataError, hint=hint
+    is_numbers = isinstance(documents, np.ndarray) and documents.dtype.kind in "biuf"
+    if is_numbers and documents.ndim < 2:
+        given = _checks.shown(documents)
+        msg = f"documents is {given}, the tokens of one document. Give [tokens]."
+        raise DataError(msg)
+    encode = getattr(tokenizer, "encode", tokenizer)
+    # str has an `encode` method as well, and a class one that needs an instance.
+    is_other = isinstance(tokenizer, (type, str, bytes)) or not callable(encode)
+    if tokenizer is not None and is_other:
+        msg = (
+            "tokenizer must be an object with encode(text), or a function from a text "
+            f"to its tokens, got {_checks.shown(tokenizer)}. Leave it out to take a "
+            "text's bytes."
         )
+        raise DataError(msg)
+    flag = functools.partial(_checks.flag, error=DataError)
+    count = functools.partial(_checks.count, error=DataError)
     recipe = {
         "mode": _checks.choice("mode", mode, ("chunk", "pack"), error=DataError),
-        "length": _checks.count("length", length, error=DataError),
+        "length": count("length", length),
         "separator": separator,
-        "remainder": _checks.choice(
-            "remainder", remainder, ("pad", "drop"), error=DataError
-        ),
-        "targets": _checks.flag("targets", targets, error=DataError),
-        "document_ids": _checks.flag("document_ids", document_ids, error=DataError),
-        "open_rows": _checks.count("open_rows", open_rows, error=DataError),
+        "remainder": remainder,
+        "targets": flag("targets", targets),
+        "document_ids": flag("document_ids", document_ids),
+        "open_rows": count("open_rows", open_rows),
     }
+    if separator is not None:
+        hint = "It is the token that ends a document; None adds nothing."
+        recipe["separator"] = count("separator", separator, at_least=0, hint=hint)
+    _checks.choice("remainder", remainder, ("pad", "drop"), error=DataError)
     if mode == "pack" and remainder != "pad":
         msg = (
             f"remainder={remainder!r} is for mode='chunk', where all rows but the last "
             "are full. Packed rows are padded where nothing fits; leave it out."
         )
         raise DataError(msg)
-    encode = _encode_function(tokenizer)
     _optional.require("grain", extra="data", purpose="pack_sequences")
     packing = importlib.import_module("meshlayout.data.packing")
     return packing.PackedRows(documents, encode, recipe)
-
-
-def _encode_function(tokenizer: Any) -> Callable[[str], Any] | None:
-    """Returns the function that encodes a text; None for its bytes."""
-    if tokenizer is None:
-        return None
-    # str has an `encode` method as well, and a class one that needs an instance.
-    is_object = not isinstance(tokenizer, (type, str, bytes))
-    if is_object and callable(getattr(tokenizer, "encode", None)):
-        return tokenizer.encode
-    if is_object and callable(tokenizer):
-        return _checks.function("tokenizer", tokenizer, "text", error=DataError)
-    msg = (
-        "tokenizer must be an object with encode(text), or a function from a text to "
-        f"its tokens, got {_checks.shown(tokenizer)}. Leave it out to take a text's "
-        "bytes."
-    )
-    raise DataError(msg)
-
-
-def _check_documents(documents: Any) -> None:
-    """Raises DataError if this is not a collection of documents, or is empty.
-
-    A single text or array of tokens is a common mistake. Every character or token of it
-    would count as a document.
-    """
-    is_numbers = isinstance(documents, np.ndarray) and documents.dtype.kind in "biuf"
-    is_one = isinstance(documents, (str, bytes)) or (is_numbers and documents.ndim < 2)
-    is_some = isinstance(documents, Iterable) or hasattr(documents, "__getitem__")
-    if is_one:
-        kind = _checks.type_text(documents)
-        msg = f"documents is {kind}, one document. Give a list of them, as [document]."
-    elif (
-        isinstance(documents, (type, Mapping)) or not (is_some or callable(documents))
-    ):
-        msg = (
-            f"documents is {_checks.shown(documents)}. Give a list of texts, a Grain "
-            "dataset, or a function that returns a generator of them."
-        )
-    elif hasattr(documents, "__len__") and not len(documents):
-        msg = "documents is empty: there is nothing to pack."
-    else:
-        return
-    raise DataError(msg)

@@ -1,8 +1,7 @@
 """Worker processes that map examples, one share of the rows each.
 
-Each worker has a pipe of its own, on which a share goes out and its examples come back.
-An executor of `concurrent.futures` would wait for a function that never returns when
-the program ends; these processes end with it. A worker whose pipe closes has died.
+Not an executor of `concurrent.futures`, which waits at the end of the program for a
+function that never returns. A worker whose pipe closes has died.
 """
 
 import multiprocessing
@@ -17,60 +16,43 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _optional
+from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
 from meshlayout.errors import DataError
 
 
 class Workers:
-    """Calls a function in worker processes, which start when it is first called.
-
-    Args:
-        function: Takes a tree of arrays with as many rows, and an epoch; returns a list
-            of examples, one per row.
-        count: The number of processes.
-
-    Raises:
-        DataError: If the function cannot be sent to a process.
-    """
+    """Calls a function of rows and epoch in processes, started by the first call."""
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
         cloudpickle: Any = _optional.require(
             "cloudpickle", extra="data", purpose="num_workers="
         )
-        try:
+        with _checks.noted(
+            "map= and what it uses cannot be sent to worker processes: create such "
+            "objects inside of it, or use num_workers=0."
+        ):
             self._function = cloudpickle.dumps(function)
-        except Exception as error:
-            msg = (
-                "map= and what it uses cannot be sent to worker processes "
-                f"({type(error).__name__}: {error}). Create such objects inside of "
-                "map, or use num_workers=0."
-            )
-            raise DataError(msg) from error
         self._count, self._lock = count, threading.Lock()
-        self._pipes: list[Any] = []
-        self._processes: list[Any] = []
+        self._workers: list[tuple[Any, Any]] = []  # processes and their pipes
 
     def __call__(self, rows: PyTree, epoch: int) -> list[PyTree]:
-        """Returns the examples of some rows, in order.
-
-        Raises:
-            DataError: If a worker process ended.
-            Exception: Whatever the function raised.
-        """
+        """Returns the examples of some rows; raises what the function does."""
         with self._lock:  # iterations in several threads share the workers
             try:
-                self._start()
-                for number, pipe in enumerate(self._pipes):
-                    pipe.send((jax.tree.map(self._share(number), rows), epoch))
-                results = [pipe.recv() for pipe in self._pipes]
+                pipes = self._started()
+                for number, pipe in enumerate(pipes):
+                    share = jax.tree.map(
+                        lambda x, n=number: np.array_split(x, self._count)[n], rows
+                    )
+                    pipe.send((share, epoch))
+                results = [pipe.recv() for pipe in pipes]
             except (EOFError, ConnectionError) as error:
                 self.close()
                 msg = (
-                    "a worker process ended while it read examples. Running out of "
-                    "memory is one cause, and a script that does not keep what it runs "
-                    "under `if __name__ == '__main__':` another. What it printed says "
-                    "more; num_workers=0 shows errors where they happen."
+                    "a worker process ended while it read examples: out of memory, or "
+                    "because a script does not keep what it runs under `if __name__ == "
+                    "'__main__':`. What it printed says more, and num_workers=0."
                 )
                 raise DataError(msg) from error
             except BaseException:  # answers that nobody has read may be on the way
@@ -83,27 +65,23 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes; they start again at the next call."""
-        for process in self._processes:
+        workers, self._workers = self._workers, []
+        for process, _ in workers:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
 
-    def _share(self, number: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda leaf: np.array_split(leaf, self._count)[number]
-
-    def _start(self) -> None:
-        # JAX runs threads, and a forked child may inherit a lock that one of them holds.
+    def _started(self) -> list[Any]:
+        # JAX runs threads, and a forked child may inherit a lock that one of them
+        # holds. A daemon is ended with the program, whatever it is doing.
         context = multiprocessing.get_context("spawn")
-        while len(self._processes) < self._count:
+        while len(self._workers) < self._count:
             pipe, far_end = context.Pipe()
-            # A daemon is killed when the program ends, whatever it is doing.
-            process = context.Process(
-                target=_work, args=(far_end, self._function), daemon=True
-            )
+            arguments = (far_end, self._function)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             far_end.close()
-            self._processes.append(process)
-            self._pipes.append(pipe)
+            self._workers.append((process, pipe))
+        return [pipe for _, pipe in self._workers]
 
 
 def _work(pipe: Any, packed: bytes) -> None:
@@ -113,23 +91,23 @@ def _work(pipe: Any, packed: bytes) -> None:
     # A user's function that calls JAX must not take the accelerators from it.
     jax.config.update("jax_platforms", "cpu")
     function = pickle.loads(packed)
-    with suppress(EOFError, ConnectionError):  # the training process has ended
+    with suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(_result(function, *pipe.recv()))
+            rows, epoch = pipe.recv()
+            try:
+                result = function(rows, epoch)
+            except BaseException as error:  # the training process raises all of them
+                result = _sendable(error)
+            pipe.send(result)
 
 
-def _result(function: Callable[..., list[PyTree]], rows: PyTree, epoch: int) -> Any:
-    """Returns the examples; or the error that was raised, if it can be sent."""
-    try:
-        return function(rows, epoch)
-    except BaseException as error:  # the training process raises all of them
-        note = f"In a worker process:\n{''.join(traceback.format_exception(error))}"
-        error.add_note(note.rstrip())
-        # Neither is an error whose pickle does not load sent, nor one that is no
-        # Exception: SystemExit would end the training process.
-        with suppress(Exception):
-            if isinstance(pickle.loads(pickle.dumps(error)), Exception):
-                return error
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.add_note(note.rstrip())
-        return plain
+def _sendable(error: BaseException) -> Exception:
+    """Returns an error whose pickle loads, and that ends no training process."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    for each in (error, plain):
+        each.add_note(f"In a worker process:\n{text}")
+    with suppress(Exception):
+        if isinstance(copy := pickle.loads(pickle.dumps(error)), Exception):
+            return copy
+    return plain

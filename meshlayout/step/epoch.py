@@ -66,7 +66,7 @@ class _ScanEpoch:
             shuffle: A PRNG key for the order of this epoch; None keeps the rows in
                 order.
             batch_axes: The mesh axes over which the rows of a batch are sharded; by
-                default those called batch, data or fsdp.
+                default those called batch, data, replica, fsdp, dp, ddp or data_parallel.
             metrics: Metrics to add to; None starts with empty ones.
 
         Returns:

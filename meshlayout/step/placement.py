@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -250,15 +251,46 @@ def _is_placed(leaf: Leaf) -> bool:
     return isinstance(leaf, Tracer) or _jax.is_committed(leaf)
 
 
-def note_if_replicated(state: PyTree, batch: Batch) -> None:
-    """Warns if every device computes a whole batch that could be sharded."""
+def check_divided(
+    state: PyTree, batch: Batch, text: Callable[[], str], dim: int = 0
+) -> None:
+    """Checks, before the first call on a mesh, that its devices divide the work.
+
+    Where rows do not divide, every device has to compute the whole batch; and `text`,
+    the program's, shows what is sharded inside the step alone.
+
+    Args:
+        state: The state.
+        batch: The batch.
+        text: Returns the text of the step's program.
+        dim: The dim of the rows.
+
+    Raises:
+        StepError: If every device would compute the same.
+    """
     sharding = _jax.sharding_of(state.step)
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
-    if is_traced or not isinstance(sharding, NamedSharding) or row_axes(batch):
+    leaves = jax.tree.leaves(batch)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    if is_traced or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return
     mesh: Any = sharding.mesh
+    if not any(map(_is_sharded, [*leaves, *jax.tree.leaves(state)])):
+        shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+        rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
+        is_odd = shards > 1 and rows % shards
+        if is_odd or re.search(r'\{"\w|devices=\[', text()):
+            return
+        msg = (
+            f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the "
+            "same: no array of the batch, and none of the state, is sharded over an "
+            f"axis. Shard the rows: ml.distribute_dataset(source, mesh) does over axes "
+            f"called {', '.join(map(repr, BATCH_AXES))}, or ml.relayout(batch, "
+            f"mesh.layout({mesh.axis_names[0]!r}, ...)) over any. Or shard the state, "
+            "with a LayoutMap's rules; or make a mesh of one device."
+        )
+        raise StepError(msg)
     axes = [axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1]
-    if axes:
+    if axes and not row_axes(batch, dim):
         _log.warning(
             "the batch is sharded over no axis, so that all %d devices compute all of "
             "it. Place it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
@@ -266,6 +298,11 @@ def note_if_replicated(state: PyTree, batch: Batch) -> None:
             mesh.size,
             axes[0],
         )
+
+
+def _is_sharded(leaf: Leaf) -> bool:
+    sharding = _jax.sharding_of(leaf)
+    return sharding is not None and not sharding.is_fully_replicated
 
 
 # Checks.

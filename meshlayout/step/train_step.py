@@ -30,9 +30,9 @@ from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
     StepMesh,
     check_batch,
+    check_divided,
     check_state,
     in_own_mesh,
-    note_if_replicated,
     noted_call,
     place_host_batch,
     row_axes,
@@ -382,12 +382,24 @@ class TrainStep(StepInspection):
         state = self._prepared(state, mesh)
         num_programs = len(self._programs)
         program = self._program_on(mesh, state)
-        if isinstance(batch, Stacked):
+        is_stacked = isinstance(batch, Stacked)
+        if is_stacked:
             compiled = program.compiled("steps", steps_of(program.train_step))
-            return program, compiled, (state, batch)
+        else:
+            compiled = program.compiled("step", program.train_step)
         if len(self._programs) > num_programs:
-            note_if_replicated(state, batch)
-        return program, program.compiled("step", program.train_step), (state, batch)
+            try:
+                check_divided(
+                    *(state, batch),
+                    lambda: self._dispatch(
+                        *(program, compiled, (state, batch), None), is_lowered=True
+                    ).as_text(),
+                    dim=int(is_stacked),
+                )
+            except StepError:
+                self._programs.popitem()  # to be checked again
+                raise
+        return program, compiled, (state, batch)
 
     def _program_on(self, mesh: StepMesh, state: TrainState) -> StepProgram:
         shardings = None

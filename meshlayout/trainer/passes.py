@@ -1,6 +1,6 @@
-"""`Input`: passes over the data that can be interrupted and resumed.
+"""`Input`: passes over the data of a `fit` that can be interrupted and resumed.
 
-`Loop` and `Trainer.fit` share it. Two ways lead back into the middle of a pass: an
+Two ways lead back into the middle of a pass: an
 iterator with `get_state` and `set_state` is moved there, and any other data is read up
 to there and dropped. Looking at a batch without yielding it (to see the structure of
 metrics before a restore) must not change what the training sees, so that batches and
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import Batch
-from meshlayout.checkpoint.data_state import Continues
+from meshlayout.checkpoint.positions import Continues
 from meshlayout.errors import CheckpointError
 
 

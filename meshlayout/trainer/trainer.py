@@ -18,6 +18,7 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
 from meshlayout.data import DistributedDataset
 from meshlayout.data.adapters.arrays import is_columns
+from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -64,7 +65,7 @@ class Trainer:
             `predict`; by default the outputs of the loss function.
         data_layout: The layout of all arrays of a batch, or its entries, such as
             `("batch", ...)`. By default the first dim is sharded over the mesh axes
-            called `batch`, `data` or `fsdp`, if there are any.
+            called `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
             `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
@@ -285,7 +286,7 @@ class Trainer:
             labels,
             batch_size,
             layout=self._layout(),
-            shuffle=shuffle,
+            shuffle=checked_seed(shuffle, "fit"),
         )
         source = self._input(
             "fit",

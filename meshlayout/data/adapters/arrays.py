@@ -85,7 +85,10 @@ def is_columns(obj: Any) -> bool:
         return True
     if callable(obj):
         return False
-    leaves = jax.tree.leaves(obj, is_leaf=_is_column_list)
+    try:
+        leaves = jax.tree.leaves(obj, is_leaf=_is_column_list)
+    except ValueError:  # which `named_leaves` explains
+        leaves, _ = named_leaves(obj)
     return bool(leaves) and not jax.tree_util.all_leaves([obj])
 
 
@@ -97,13 +100,10 @@ def array_rows(tree: PyTree) -> Rows:
             differ in it.
     """
     if _is_frame(tree):
-        tree = {name: tree[name] for name in tree.columns}
-    try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=_is_column_list
-        )
-    except ValueError:  # which `named_leaves` explains
-        raise AssertionError(named_leaves(tree)) from None
+        tree = {name: tree[name] for name in getattr(tree, "columns", tree)}
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=_is_column_list
+    )
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
     sizes: dict[int, str] = {}  # the first array of each number of rows
@@ -171,7 +171,9 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_frame(obj: Any) -> bool:
-    """Returns whether an object is a data frame: an array-like with named columns."""
+    """Returns whether an object has named columns: a data frame, an npz file."""
+    if isinstance(obj, Mapping):
+        return jax.tree_util.all_leaves([obj])  # to JAX, it is no tree
     return hasattr(obj, "__array__") and hasattr(obj, "columns")
 
 

@@ -6,6 +6,7 @@ error that asks for `batched=` or `to_iter_dataset()`, never to wrong rows;
 `test_data_adapters` covers each of the hints.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -30,8 +31,7 @@ def adapt(
 ) -> Source | None:
     """Returns a MapDataset, IterDataset, DataLoader or data source as a source."""
     steps = [type(step).__name__ for step in _steps(obj)]
-    if batched is None and _makes_batches(steps):
-        batched = True
+    batched = _makes_batches(steps) if batched is None else batched
     if "MapDataset" in class_names:
         return _map_dataset(obj, steps, batched=batched)
     if "IterDataset" in class_names or "DataLoader" in class_names:
@@ -61,13 +61,12 @@ def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Sou
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         examples = [dataset[row] for row in (indices + epoch * length).tolist()]
-        for row, example in zip(indices.tolist(), examples, strict=True):
-            if example is None:
-                msg = (
-                    f"the Grain MapDataset has no element at row {row}: one of its "
-                    "steps filters. Give its to_iter_dataset(), which leaves them out."
-                )
-                raise DataError(msg)
+        if any(example is None for example in examples):
+            msg = (
+                "the Grain MapDataset has None for some rows: one of its steps "
+                "filters. Give its to_iter_dataset(), which leaves them out."
+            )
+            raise DataError(msg)
         return stack(examples)
 
     return Rows(length, read)
@@ -75,31 +74,27 @@ def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Sou
 
 def _pass(dataset: Any, steps: list[str], clock: Clock, epoch: int) -> Iterator[PyTree]:
     """Returns an iterator over an IterDataset or a DataLoader; neither has epochs."""
-    if epoch and any("Shuffle" in name for name in steps):
-        if not any("Repeat" in name for name in steps):
-            clock.warn(
-                "Grain's IterDataset shuffles, and repeats one order in every epoch. "
-                "Give the MapDataset, which has another one in each; or repeat() it "
-                "before to_iter_dataset(), and take as many batches as you want."
-            )
-    # Grain reads one of absl's command-line flags when it starts worker processes, and
-    # absl raises unless its flags were parsed, which `absl.app.run` does. This is
-    # absl's public way to run without it;
-    # `test_grains_worker_processes_start_outside_of_absl` notices.
+    names = " ".join(steps)
+    if epoch and "Shuffle" in names and "Repeat" not in names:
+        clock.warn(
+            "Grain's IterDataset shuffles, and repeats one order in every epoch. Give "
+            "the MapDataset, which has another one in each; or repeat() it before "
+            "to_iter_dataset(), and take as many batches as you want."
+        )
+    # Grain's worker processes read a flag of absl's, which raises unless flags were
+    # parsed, by `absl.app.run` or like this. A test of worker processes notices.
     flags: Any = sys.modules["absl.flags"]
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     return iter(dataset)
 
 
-def _makes_batches(steps: list[str]) -> bool:
-    """Returns whether a step makes batches that no later step takes apart."""
-    for name in steps:
-        if "Batch" in name:
-            return True
-        if "Flat" in name or "Split" in name or "Pack" in name:
-            return False
-    return False
+def _makes_batches(steps: list[str]) -> bool | None:
+    """Returns whether the last step that says so makes batches; None if none does."""
+    changes = re.findall("[Bb]atch|Flat|Split|Pack", " ".join(steps))
+    if changes and changes[0] != "Flat":
+        return changes[0] not in ("Split", "Pack")
+    return None
 
 
 def _steps(dataset: object) -> Iterator[object]:

@@ -23,14 +23,13 @@ from meshlayout.errors import DataError
 # By path; None marks what an Arrow table does not hold as arrays.
 Dtypes: TypeAlias = Mapping[str, np.dtype | None]
 
-# The position before the first example, for which a dataset has no state yet.
-_START = "start"
-
 # Names, so that the package need not be imported. A feature class that is not listed
 # takes the slower way through the "numpy" format.
 _LISTS = ("List", "LargeList", "Sequence")
 _STRINGS = ("string", "large_string", "binary", "large_binary")
 _NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
+
+_FIX = "with the dataset's map or filter."
 
 
 def adapt(
@@ -55,21 +54,10 @@ def adapt(
 
 
 def _dataset_rows(dataset: Any) -> Rows:
-    """Returns a Dataset as a source with random access.
-
-    Unless the user has set a format, numbers come straight from the Arrow table, and
-    images and other decoded features as NumPy arrays.
-    """
+    """Returns a Dataset as a source with random access, in the user's format if any."""
     kind, names = dataset.format["type"], dataset.format["columns"]
-    if kind in ("arrow", "pandas", "polars"):
-        msg = (
-            f"the Hugging Face dataset is formatted as {kind!r}, which does not yield "
-            "arrays. Use with_format('numpy')."
-        )
-        raise DataError(msg)
-    plain: list[str] = []
-    arrays = dataset
-    if kind is None:
+    plain, arrays = [], dataset
+    if kind in (None, "arrow", "pandas", "polars"):  # those of tables hold no arrays
         dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
         # By identity: to NumPy, a dtype of None equals float64.
         plain = [name for name in names if all(d is not None for d in dtypes[name])]
@@ -105,13 +93,13 @@ class _Pass(Iterator[PyTree]):
         self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
         self._readers, self._can_seek = readers, _can_seek(dataset)
         self._iterator: Any = None
-        self._start: JSON = _START  # the position from which the first element is read
+        self._start: JSON = "start"  # where nothing is read yet, and there is no state
 
     def __next__(self) -> PyTree:
         if self._iterator is None:
             self._dataset.set_epoch(self._epoch)
             # None makes the dataset forget the position of an earlier pass.
-            state = None if self._start == _START else self._start
+            state = None if self._start == "start" else self._start
             self._dataset.load_state_dict(state)
             self._readers.clear()
             self._iterator = iter(self._dataset)
@@ -152,16 +140,10 @@ def _can_seek(dataset: object) -> bool:
 
 
 def _as_arrays(node: Any, dtypes: Dtypes, path: str = "") -> PyTree:
-    """Returns an example or a batch with its lists as arrays.
-
-    Raises:
-        DataError: If there are structures inside lists, or values are missing.
-    """
+    """Returns an example or a batch with its lists as arrays."""
     if isinstance(node, dict):
-        return {
-            name: _as_arrays(inner, dtypes, _joined(path, name))
-            for name, inner in node.items()
-        }
+        paths = {name: f"{path}/{name}".lstrip("/") for name in node}
+        return {k: _as_arrays(inner, dtypes, paths[k]) for k, inner in node.items()}
     if isinstance(node, (bool, int, float)):
         return np.asarray(node, dtypes.get(path))[()]
     is_objects = isinstance(node, np.ndarray) and node.dtype == object
@@ -169,78 +151,63 @@ def _as_arrays(node: Any, dtypes: Dtypes, path: str = "") -> PyTree:
         return node
     values = np.asarray(node, object)
     kinds = {type(value) for value in values.flat}
+    problem = ""
     if dict in kinds:
-        msg = (
-            f"{leaf_text(path)} is a list of structures, which has no columns. Make "
-            "arrays of their fields with the dataset's map."
+        problem = (
+            "is a list of structures, which has no columns. Make arrays of their "
+            f"fields {_FIX}"
         )
+    elif type(None) in kinds:  # which NumPy would turn into NaN
+        problem = f"has rows that are None. Fill them in, or leave them out, {_FIX}"
+    elif kinds & {list, np.ndarray}:
+        problem = f"is ragged: items differ in shape. Pad or crop them to one, {_FIX}"
+    if problem:
+        msg = f"{leaf_text(path)} {problem}"
         raise DataError(msg)
-    if kinds <= {str, bytes} and kinds:
-        return values
-    if type(None) in kinds:  # which NumPy would turn into NaN
-        raise DataError(_missing(path, "some"))
-    if kinds & {list, np.ndarray}:
-        msg = (
-            f"{leaf_text(path)} is ragged: the items of a list have different shapes. "
-            "Pad or crop them to one with the dataset's map."
-        )
-        raise DataError(msg)
-    return np.asarray(node, dtypes.get(path))
-
-
-def _missing(path: str, count: str) -> str:
-    return (
-        f"{path}: {count} of the requested rows are None. Fill them in, or leave them "
-        "out, with the dataset's map or filter."
-    )
+    is_strings = bool(kinds) and kinds <= {str, bytes}
+    return values if is_strings else np.asarray(node, dtypes.get(path))
 
 
 def _column(column: Any, path: str) -> PyTree:
-    """Returns a column of an Arrow table as arrays with one row per example.
-
-    Raises:
-        DataError: If values are missing, or rows have different lengths.
-    """
-    if column.null_count:
-        raise DataError(_missing(path, str(column.null_count)))
+    """Returns a column of an Arrow table as arrays with one row per example."""
     if hasattr(column, "storage"):  # an extension type, such as Array2D
         return _column(column.storage, path)
+    if column.null_count:
+        msg = (
+            f"{leaf_text(path)} has rows that are None. Fill them in, or leave them "
+            f"out, {_FIX}"
+        )
+        raise DataError(msg)
     if str(column.type).startswith("struct"):
         fields = [column.type.field(i).name for i in range(column.type.num_fields)]
         return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
-    if hasattr(column, "flatten") and hasattr(column, "value_lengths"):
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        if len(set(lengths.tolist())) > 1:
-            msg = (
-                f"{path}: rows have different lengths, {lengths.min()} and "
-                f"{lengths.max()}. Pad or crop them to one with the dataset's map."
-            )
-            raise DataError(msg)
-        # One array of all items, which reshapes to rows without a Python loop.
-        inner = _column(column.flatten(), path)
-        return inner.reshape(len(column), -1, *inner.shape[1:])
-    return column.to_numpy(zero_copy_only=False)
+    if not hasattr(column, "value_lengths"):
+        return column.to_numpy(zero_copy_only=False)
+    lengths = set(column.value_lengths().to_pylist())
+    if len(lengths) > 1:
+        msg = (
+            f"{leaf_text(path)} is ragged: rows have lengths from {min(lengths)} to "
+            f"{max(lengths)}. Pad or crop them to one, {_FIX}"
+        )
+        raise DataError(msg)
+    # One array of all items, which reshapes to rows without a Python loop.
+    items = _column(column.flatten(), path)
+    return items.reshape(len(column), -1, *items.shape[1:])
 
 
 def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
     """Returns the dtypes of a feature's values as arrays, by path."""
     if isinstance(feature, dict):
-        return {
-            inner_path: dtype
-            for name, inner in feature.items()
-            for inner_path, dtype in _dtypes(inner, _joined(path, name)).items()
-        }
+        dtypes: dict[str, np.dtype | None] = {}
+        for name, inner in feature.items():
+            dtypes |= _dtypes(inner, f"{path}/{name}".lstrip("/"))
+        return dtypes
     while isinstance(feature, list) or type(feature).__name__ in _LISTS:
         feature = feature[0] if isinstance(feature, list) else feature.feature
     if getattr(feature, "dtype", "") in _STRINGS:
         return {path: np.dtype(object)}
-    if type(feature).__name__ not in _NUMBERS:
-        return {path: None}
     try:
-        return {path: np.dtype(feature.dtype)}
+        is_number = type(feature).__name__ in _NUMBERS
+        return {path: np.dtype(feature.dtype) if is_number else None}
     except TypeError:
         return {path: None}
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

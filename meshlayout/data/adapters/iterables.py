@@ -21,13 +21,9 @@ from meshlayout.errors import DataError
 
 @dataclass(frozen=True)
 class IteratorSource:
-    """A source of the elements of iterators, one iterator per pass.
+    """A source of the elements of iterators: `begin` returns that of an epoch.
 
-    Attributes:
-        begin: Returns the iterator of an epoch. Its methods `get_state`, `set_state`
-            and `close` are called if it has them; a state may be bytes.
-        batched: Whether its elements are batches; None infers it from them.
-        num_rows: The number of examples in a pass, if known without reading them.
+    Its methods `get_state`, `set_state` and `close` are called if it has them.
     """
 
     begin: Callable[[int], Iterator[PyTree]]
@@ -91,29 +87,26 @@ def _to_json(state: Any) -> JSON:
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode("ascii")}
     if isinstance(state, tuple):
-        return {"tuple": [_to_json(entry) for entry in state]}
+        return {"tuple": [*map(_to_json, state)]}
     if isinstance(state, dict):
         return {key: _to_json(entry) for key, entry in state.items()}
-    return [_to_json(entry) for entry in state] if isinstance(state, list) else state
+    return [*map(_to_json, state)] if isinstance(state, list) else state
 
 
 def _from_json(state: JSON) -> Any:
     if isinstance(state, list):
-        return [_from_json(entry) for entry in state]
+        return [*map(_from_json, state)]
     if not isinstance(state, dict):
         return state
     if state.keys() == {"base64"}:
         return base64.b64decode(state["base64"])
     if state.keys() == {"tuple"}:
-        return tuple(_from_json(entry) for entry in state["tuple"])
+        return tuple(map(_from_json, state["tuple"]))
     return {key: _from_json(entry) for key, entry in state.items()}
 
 
 class NumberedItems(Iterator[PyTree]):
-    """The items of an indexable object in order, as an iterator that can seek.
-
-    Items that are None are left out with `skip_none`, as Grain does.
-    """
+    """The items of an indexable object in order, as an iterator that can seek."""
 
     def __init__(
         self, items: Any, length: int, *, first: int = 0, skip_none: bool = False
@@ -142,22 +135,16 @@ class NumberedItems(Iterator[PyTree]):
 
 
 def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
-    """Returns an iterable, an iterator or a generator function as a source.
-
-    Raises:
-        DataError: If it can neither be iterated nor called.
-    """
-    is_text = isinstance(obj, (str, bytes))
+    """Returns an iterable, an iterator or a generator function as a source."""
     # Iterating over a table would yield the names of its columns.
     is_table = isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
-    if is_text or is_table or not (callable(obj) or _is_iterable(obj)):
+    is_source = callable(obj) or hasattr(obj, "__iter__") or hasattr(obj, "__next__")
+    if isinstance(obj, (str, bytes)) or is_table or not is_source:
         msg = (
             "the source must be arrays, a list of examples, an iterable, a function "
             "that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
             f"Hugging Face, got {_checks.shown(obj)}."
         )
-        if is_table and not isinstance(obj, dict):
-            msg += " Give its columns as arrays: {name: array, ...}."
         raise DataError(msg)
     passes = itertools.count()
 
@@ -172,21 +159,20 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
             raise DataError(msg)
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
-        iterable = obj if _is_iterable(obj) else obj()
-        if not _is_iterable(iterable):
+        is_made = hasattr(obj, "__iter__") or hasattr(obj, "__next__")
+        iterable: Any = obj if is_made else obj()
+        if hasattr(iterable, "__iter__"):
+            return iter(iterable)
+        if not hasattr(iterable, "__next__"):
             msg = (
                 f"the source is a function that returned {_checks.shown(iterable)}; it "
                 "must return an iterator, or be a generator function."
             )
             raise DataError(msg)
-        return iter(iterable) if hasattr(iterable, "__iter__") else iterable
+        return iterable
 
     num_rows = len(obj) if batched is False and hasattr(obj, "__len__") else None
     # Where batches differ, reading them raises a better error.
     if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
         num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
     return IterableSource(begin, batched, num_rows)
-
-
-def _is_iterable(obj: object) -> bool:
-    return hasattr(obj, "__iter__") or hasattr(obj, "__next__")

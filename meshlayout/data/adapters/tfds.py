@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from meshlayout.data.adapters.arrays import Rows, item_rows, refuse_batched
-from meshlayout.data.report import Clock
 from meshlayout.data.examples import named_leaves
+from meshlayout.data.report import Clock
 
 
 def adapt(

@@ -18,12 +18,7 @@ from meshlayout.errors import DataError
 
 @dataclass(frozen=True)
 class LoaderSource(IteratorSource):
-    """The source of a DataLoader.
-
-    Attributes:
-        num_parts: The number of parts into which its sampler divides the rows, as a
-            DistributedSampler does, one for each process.
-    """
+    """A DataLoader, whose sampler gives each of `num_parts` processes its own part."""
 
     num_parts: int = 1
 

@@ -1,0 +1,121 @@
+"""The guide on input options: its code runs, and what it promises holds.
+
+The options are those that the talk on tf.data names: each has a section.
+"""
+
+import json
+import re
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from tests.processes import ROOT
+
+
+PAGE = (ROOT / "docs" / "guides" / "input_options.md").read_text()
+SECTIONS = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_every_option_has_a_section_with_code_that_runs(capsys):
+    names = {}
+    for title, text in SECTIONS:
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert blocks, title
+        for block in blocks:
+            exec(compile(block, f"<{title}>", "exec"), names)
+    assert "waited" in capsys.readouterr().out  # the report
+
+
+def test_the_table_links_to_the_sections():
+    anchors = {title.lower().replace(" ", "-") for title, _ in SECTIONS}
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", PAGE))
+    assert linked == anchors - {"resuming"}
+
+
+def test_the_guide_is_on_the_site():
+    assert "guides/input_options.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+def decode(row):
+    return {"x": np.full(4, row, np.float32), "y": np.int32(row % 10)}
+
+
+def opened(file):
+    threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return grain.MapDataset.source(file).map(decode).to_iter_dataset(threads)
+
+
+ROWS = grain.MapDataset.source(range(100))
+FILES = grain.MapDataset.source([range(row, row + 25) for row in range(0, 100, 25)])
+EXPERIMENTAL = grain.experimental
+OPTIONS = {
+    "shuffle": ROWS.shuffle(seed=1).map(decode),
+    "random map": ROWS.seed(2).random_map(
+        lambda row, rng: {"x": rng.random(4), "y": np.int32(row)}
+    ),
+    "filter": ROWS.map(decode).filter(lambda example: example["y"] % 3),
+    "repeat": ROWS.map(decode).repeat(2),
+    "parallel map": ROWS.map(decode).to_iter_dataset(
+        grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+    ),
+    "prefetch": EXPERIMENTAL.ThreadPrefetchIterDataset(
+        ROWS.map(decode).to_iter_dataset(), prefetch_buffer_size=4
+    ),
+    "interleave": EXPERIMENTAL.InterleaveIterDataset(
+        FILES.shuffle(seed=1).map(opened), cycle_length=3
+    ),
+    "window shuffle": EXPERIMENTAL.WindowShuffleIterDataset(
+        ROWS.map(decode).to_iter_dataset(), window_size=16, seed=0
+    ),
+    "batches": ROWS.map(decode).batch(7),
+    "batches of a stream": ROWS.map(decode).to_iter_dataset().batch(7),
+    "mix": grain.MapDataset.mix(
+        [ROWS.map(decode), ROWS.shuffle(seed=2).map(decode)], weights=[1, 2]
+    ),
+    # Its state holds tuples, and JSON none: a list in their place is another position.
+    "packing": EXPERIMENTAL.ConcatThenSplitIterDataset(
+        ROWS.map(lambda row: {"tokens": np.arange(row % 9 + 1)}).to_iter_dataset(),
+        length_struct={"tokens": 5},
+    ),
+    "loader": grain.DataLoader(
+        data_source=range(100),
+        sampler=grain.samplers.IndexSampler(
+            100,
+            shard_options=grain.sharding.NoSharding(),
+            shuffle=True,
+            seed=1,
+            num_epochs=1,
+        ),
+        operations=[
+            type(
+                "Decode",
+                (grain.transforms.Map,),
+                {"map": lambda self, row: decode(row)},
+            )()
+        ],
+        worker_count=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_grain_dataset_goes_in_as_it_is_and_resumes_exactly(name):
+    mesh = ml.create_mesh({"batch": 8})
+
+    def new():
+        return iter(ml.distribute_dataset(OPTIONS[name], mesh, global_batch_size=16))
+
+    whole = [jax.tree.map(np.asarray, batch) for batch in new()]
+    assert len(whole) > 3
+    for stop in (0, 1, 3, len(whole)):
+        iterator = new()
+        for _ in range(stop):
+            next(iterator)
+        again = new()
+        again.set_state(json.loads(json.dumps(iterator.get_state())))
+        rest = [jax.tree.map(np.asarray, batch) for batch in again]
+        assert len(rest) == len(whole) - stop
+        jax.tree.map(np.testing.assert_array_equal, rest, whole[stop:])
