@@ -91,6 +91,6 @@ def _refuse(name: str, paths: list[str]) -> None:
     msg = (
         f"{name} returns a state that came in the same on all replicas, and would "
         f"leave different values of {', '.join(paths[:3])}{more} on them. Combine "
-        "gradients and losses first: grads = get_replica_context().all_reduce('SUM', grads)."
+        "gradients and losses first: get_replica_context().all_reduce('SUM', grads)."
     )
     raise StrategyError(msg)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 from flax.nnx import tracers
+from flax.nnx.pytreelib import PytreeState
 
 from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._patches import SharedPatches
@@ -34,7 +35,6 @@ Variable: TypeAlias = "nnx.Variable[Any]"
 _VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
 # - The trace that may change a Variable, or a module by way of its state.
 _TRACE, _STATE = "_trace_state", "_pytree__state"
-_MODULE_STATE = type(vars(nnx.Dict())[_STATE])
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
@@ -255,7 +255,7 @@ def _setting(set_value: Any) -> Any:
 _patches = SharedPatches(
     (nnx.Variable, _VALUE, _value_slot),
     (nnx.Variable, _TRACE, _level_slot),
-    (_MODULE_STATE, _TRACE, _level_slot),
+    (PytreeState, _TRACE, _level_slot),
     (nnx.Pytree, "__getattribute__", _meeting),
     # flax 0.11 has a property alone, which reads nothing to set it.
     *[(nnx.Variable, "set_value", _setting)] * hasattr(nnx.Variable, "set_value"),
@@ -301,7 +301,7 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Returns whether an attribute is what it was: objects are, if they are the same."""
+    """Returns whether an attribute is what it was; objects are by identity."""
     if old is new or type(old) is not type(new):
         return old is new
     if isinstance(old, (list, tuple)):
