@@ -425,8 +425,8 @@ def test_no_name_becomes_part_of_another(ck):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         assert str(caught.value) == (
-            f"the name {second!r} has more than 100 keys, or is the beginning of "
-            "another name. Change rename=."
+            f"the name {second!r} has more than 100 keys, or is the beginning of another "
+            "name. Change rename=."
         )
 
 
