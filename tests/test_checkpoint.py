@@ -837,7 +837,7 @@ def test_what_save_is_given_is_checked(tmp_path):
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         assert message(metrics={"acuracy": 1}) == (
             "best=('accuracy', 'max') needs the metric 'accuracy', and metrics= holds "
-            "'acuracy'."
+            "'acuracy'. Did you mean 'acuracy'?"
         )
         assert message(metrics={"accuracy": "x"}) == (
             "metrics['accuracy'] must be a number, got 'x'."
