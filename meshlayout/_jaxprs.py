@@ -8,18 +8,17 @@ set the mesh that the builder was traced under, and jit would change bits.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import core as jax_core, source_info_util
-from jax._src.interpreters import mlir, partial_eval
+from jax._src import core as jax_core
+from jax._src.interpreters import mlir
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.sharding import NamedSharding
 
 from meshlayout._annotations import Equation
-from meshlayout._jax import equations, inner_jaxprs, is_explicit, no_mesh
+from meshlayout._jax import is_explicit, no_mesh
 from meshlayout._patches import SharedPatches
 
 

@@ -733,10 +733,7 @@ def test_structures_inside_of_lists_are_left_to_the_users_map(mesh, hf, how):
 
 
 def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
-    rest = (
-        "yields single examples. Leave out batched=True, or give an iterable of the "
-        "batches."
-    )
+    rest = "yields single examples. Leave out batched=True."
     sources = {
         "a Hugging Face Dataset": hf.Dataset.from_dict({"y": list(range(16))}),
         "a PyTorch Dataset": torch.utils.data.TensorDataset(torch.arange(16)),

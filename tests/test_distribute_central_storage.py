@@ -1,5 +1,7 @@
 """Variables in host memory: the numbers, where they are, and what devices hold."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,9 +122,8 @@ def test_training_from_host_memory_gives_the_numbers_of_one_device(build, tx, re
     devices = jax.devices()[:replicas]
     strategy = CentralStorageStrategy(devices, streamed=StackedParam)
     losses, model, optimizer = train(strategy, build, tx)
-    plain = lambda rngs: (
-        build(rngs, is_streamed=False) if build is Streamed else build(rngs)
-    )  # noqa: E731, E501
+    options = {"is_streamed": False} if build is Streamed else {}
+    plain = functools.partial(build, **options)
     other_losses, *others = train(OneDeviceStrategy("CPU:0"), plain, tx)
     np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
     for x in jax.tree.leaves(nnx.state((model, optimizer))):

@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 
 import meshlayout as ml
-from meshlayout import collectives
 from meshlayout.distribute import ReduceOp, get_replica_context
 
 
@@ -215,7 +214,9 @@ def looped(function, x):
 
 
 def branched(function, x):
-    return lax.cond(all_reduce("MAX", lax.stop_gradient(x[0])) > -9, function, lambda x: x, x)
+    return lax.cond(
+        all_reduce("MAX", lax.stop_gradient(x[0])) > -9, function, lambda x: x, x
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout.distribute import get_replica_context
-from tests.error_messages import message_of
 
 
 ROWS = 10

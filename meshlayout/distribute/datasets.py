@@ -82,7 +82,7 @@ def distribute_dataset(
         mesh.layout(REPLICA_AXIS, ...),
         {"weights": None, "global_batch_size": size, **options},
         batched=batched,
-        batch_size_of=functools.partial(_batch_size, mesh.size, is_own),
+        batch_size_of=functools.partial(_batch_size, mesh.size, is_own=is_own),
         assemble=functools.partial(_assembled, mesh, divides=not is_own),
     )
     return ReplicaDataset(plan, mesh.size)
@@ -118,7 +118,7 @@ def _refuse_tracing(where: str) -> None:
 
 
 def _batch_size(
-    replicas: int, is_own: Any, rows: int | None, is_only: Callable[[], bool]
+    replicas: int, rows: int | None, is_only: Callable[[], bool], *, is_own: bool
 ) -> int:
     """Returns the rows of a global batch, for a source whose first one has `rows`."""
     up = -(-(rows or 0) // replicas) * replicas

@@ -67,13 +67,15 @@ def find_forgotten(
                 for path, x in after
                 if differs(x)
             }
-            nodes = jax.tree.leaves(
-                argument, is_leaf=lambda x: type(x) not in _CONTAINERS
-            )
+            nodes = jax.tree.leaves(argument, is_leaf=_is_no_container)
             if paths and not all(type(node) is int for node in nodes):
                 _refuse(name, list(paths.values()))
             found |= paths
     return found
+
+
+def _is_no_container(x: object) -> bool:
+    return type(x) not in _CONTAINERS
 
 
 def check_forgotten(name: str, key: Any, arguments: Arguments) -> None:
@@ -87,8 +89,8 @@ def check_forgotten(name: str, key: Any, arguments: Arguments) -> None:
 def _refuse(name: str, paths: list[str]) -> None:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     msg = (
-        f"{name} returns a state that came in the same on all replicas, and would leave "
-        f"different values of {', '.join(paths[:3])}{more} on them. Combine gradients "
-        "and losses first: grads = get_replica_context().all_reduce('SUM', grads)."
+        f"{name} returns a state that came in the same on all replicas, and would "
+        f"leave different values of {', '.join(paths[:3])}{more} on them. Combine "
+        "gradients and losses first: get_replica_context().all_reduce('SUM', grads)."
     )
     raise StrategyError(msg)

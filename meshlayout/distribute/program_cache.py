@@ -97,9 +97,9 @@ def _warn(
     versions.num_compiled += 1
     if versions.num_compiled == 3:
         warnings.warn(
-            f"{getattr(fn, '__name__', 'fn')} was compiled three times for arguments of "
-            f"the same shapes and types: {name} stands for another object than before. "
-            "Pass what changes as an argument, or keep it in an nnx.Variable.",
+            f"{getattr(fn, '__name__', 'fn')} was compiled three times for arguments "
+            f"of the same shapes and types: {name} stands for another object than "
+            "before. Pass what changes as an argument, or keep it in an nnx.Variable.",
             RecompileWarning,
             stacklevel=stack_level(),
         )

@@ -102,7 +102,7 @@ class ReplicaProgram:
         if self._rows is not None:
             try:
                 return self._trace_first(arguments, 2)
-            except Exception:  # noqa: S110 (an error has numbers, and those were others)
+            except Exception:  # a text has numbers, and those were others
                 pass
         return self._trace_first(arguments, 1)
 
@@ -218,9 +218,9 @@ class ReplicaProgram:
             self._changed.append(index)
             if _kinds(before) != _kinds(after):
                 msg = (
-                    f"{self._name} sets the variable {self._path(variable)}, which was "
-                    f"{_kinds(before)}, to {_kinds(after)}. A program's state keeps its "
-                    "shapes and dtypes: convert the value, or create the variable so."
+                    f"{self._name} sets the variable {self._path(variable)}, which "
+                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state keeps "
+                    "its shapes and dtypes: convert the value, or create the variable so."
                 )
                 raise StrategyError(msg)
             if differs and not is_own:
@@ -289,7 +289,7 @@ class ReplicaProgram:
     def _traced(
         self, arguments: Arguments, leaves: list[Any], trace: ReplicaTrace, enter: Any
     ) -> tuple[Watch, bool, Any]:
-        """Runs the function on one replica; also tells whether it asked for the mask."""
+        """Runs the function on one replica; tells whether it asked for the mask."""
         masks = [x.mask for x in leaves if isinstance(x, PerReplica)]
         mask = next((x for x in masks if x is not None), None)
         context = ReplicaContext(self._strategy, self._axis, self._count, mask)

@@ -6,7 +6,6 @@ data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -101,9 +100,6 @@ class Strategy:
         the strategy's mesh is the default one: a state that `TrainState.create` makes
         here without layouts can be trained by `make_train_step` and `Trainer`.
 
-        Yields:
-            This strategy.
-
         Raises:
             StrategyError: If a strategy's scope is open already, or this is called in a
                 function that runs on a replica.
@@ -127,18 +123,8 @@ class Strategy:
                 "cannot be nested: leave the outer one first."
             )
             raise StrategyError(msg)
-        with self.layouts.scope(), _variables, self._current():
+        with self.layouts.scope(), _variables, _Current(self):
             yield self
-
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """Makes this the current strategy, in cross-replica context."""
-        token = current_strategy.set(self)
-        try:
-            with default_mesh(self.mesh), entered(None):
-                yield
-        finally:
-            current_strategy.reset(token)
 
     def run(
         self,
@@ -180,10 +166,9 @@ class Strategy:
         Example:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> ids = strategy.run(
+            >>> strategy.run(
             ...     lambda: ml.distribute.get_replica_context().replica_id_in_sync_group
             ... )
-            >>> ids
             PerReplica:{
               0: Array(0, dtype=int32),
               1: Array(1, dtype=int32)
@@ -205,7 +190,7 @@ class Strategy:
         return step.communication(*inputs)
 
     def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
-        """Returns the compiled step of a call, and a function of its inputs."""
+        """Returns the compiled step of a call, and its inputs."""
         args, kwargs = self._checked_call(fn, args, kwargs, None)
         with self._inside(), _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
@@ -219,23 +204,22 @@ class Strategy:
     def _checked_call(
         self, fn: object, args: Any, kwargs: Any, options: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        msg = ""
         if not callable(fn):
             msg = f"run: fn must be a function, got {_checks.shown(fn)}."
-            raise StrategyError(msg)
-        if not isinstance(args, (tuple, list)):
+        elif not isinstance(args, (tuple, list)):
             msg = (
                 f"run: args must be a tuple of fn's arguments, got "
                 f"{_checks.shown(args)}. For one argument, write args=(x,)."
             )
-            raise StrategyError(msg)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
+        elif kwargs is not None and not isinstance(kwargs, Mapping):
             msg = f"run: kwargs must be a dict, got {_checks.shown(kwargs)}."
-            raise StrategyError(msg)
-        if options is not None:
+        elif options is not None:
             msg = (
-                f"run: options must be None, got {_checks.shown(options)}. TensorFlow's "
-                "RunOptions have no counterpart."
+                f"run: options must be None, got {_checks.shown(options)}: RunOptions "
+                "have no counterpart."
             )
+        if msg:
             raise StrategyError(msg)
         return tuple(args), dict(kwargs or {})
 
@@ -251,7 +235,7 @@ class Strategy:
         if outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
             raise StrategyError(msg)
-        return self._current()
+        return _Current(self)
 
     def distribute_dataset(
         self, dataset: object, global_batch_size: int | None = None, **options: Any
@@ -262,8 +246,7 @@ class Strategy:
         for `run`. A last batch that is short is divided evenly if its rows divide among
         the replicas. If not, some replicas have fewer rows than others, or none, and
         each leaf then says so. With one replica, leaves are plain arrays. A dataset can
-        be iterated over again, and its iterators save and restore their position, as
-        those of `ml.distribute_dataset`.
+        be iterated over again, and its iterators save and restore their position.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
@@ -284,9 +267,8 @@ class Strategy:
             >>> [[x.tolist() for x in strategy.local_results(batch)] for batch in data]
             [[[0, 1], [2, 3]], [[4], [5]]]
         """
-        return datasets.distribute_dataset(
-            dataset, self.mesh, global_batch_size, options
-        )
+        size = global_batch_size
+        return datasets.distribute_dataset(dataset, self.mesh, size, options)
 
     def distribute_datasets_from_function(
         self,
@@ -319,9 +301,9 @@ class Strategy:
             >>> strategy.local_results(x)
             (Array([0, 0], dtype=int32), Array([1, 1], dtype=int32))
         """
-        return datasets.distribute_datasets_from_function(
-            dataset_fn, self.mesh, global_batch_size, options
-        )
+        size = global_batch_size
+        make = datasets.distribute_datasets_from_function
+        return make(dataset_fn, self.mesh, size, options)
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
@@ -330,11 +312,8 @@ class Strategy:
 
         Args:
             value_fn: Called once for each replica of this process, with a
-                `ValueContext`; returns an array or a tree of arrays. The replicas'
-                arrays may differ in their numbers of rows.
-
-        Returns:
-            The same tree, with a `PerReplica` for each array; with one replica, arrays.
+                `ValueContext`; returns an array or a tree of arrays. The arrays of one
+                process may differ in their numbers of rows.
 
         Raises:
             StrategyError: If it returns anything else, or the replicas' trees differ.
@@ -355,22 +334,19 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
     ) -> PyTree:
-        """Combines the values of all replicas into one.
+        """Combines the values of all replicas into arrays that are whole on each.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            value: What `run` returned, or a tree of that. A plain array stands for one
+                equal value on each replica.
             axis: A dim of each replica's value to combine along as well, such as 0 for
                 examples: a mean then divides by the number of all examples, also if
-                some replicas have fewer. None combines replicas alone; their values
-                must then have the same shape.
-
-        Returns:
-            Arrays that are whole on every device. Means of integers are float32.
+                some replicas have fewer. None combines replicas alone.
 
         Raises:
-            StrategyError: If the operation or the axis does not exist, the value is
-                plain and there are several replicas, or shapes differ.
+            StrategyError: If the operation or the axis does not exist, the value is not
+                on the replicas, or shapes differ.
 
         Example:
             >>> import jax.numpy as jnp
@@ -390,18 +366,15 @@ class Strategy:
         return reduction.reduce_tree(op, value, axis, self.mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the values of all replicas along a dim.
+        """Concatenates the values of all replicas along a dim, without padding.
 
         Args:
-            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            value: As for `reduce`.
             axis: The dim.
 
-        Returns:
-            Arrays that are whole on every device, without padding.
-
         Raises:
-            StrategyError: If a value has no such dim, is plain and there are several
-                replicas, or shapes differ in another dim.
+            StrategyError: If a value has no such dim or is not on the replicas, or
+                shapes differ in another dim.
 
         Example:
             >>> import jax.numpy as jnp
@@ -419,9 +392,6 @@ class Strategy:
 
         Args:
             value: What `run` returned, a Variable made in the scope, or an array.
-
-        Returns:
-            One tree for each replica, without padding; of a plain value, one alone.
 
         Raises:
             StrategyError: Inside a compiled function, if rows are padded.
@@ -449,23 +419,21 @@ class Strategy:
         Raises:
             StrategyError: If it was placed elsewhere, as those of another strategy.
         """
-        if isinstance(x, PerReplica) and x.num_replicas == self.num_replicas_in_sync:
+        is_values = isinstance(x, PerReplica)
+        if is_values and x.num_replicas == self.num_replicas_in_sync:
             return x
-        if isinstance(x, PerReplica):
-            place = f"{x.num_replicas} replicas"
-        elif is_own:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            sharding = self._layout(x.shape, x.dtype).sharding
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if is_own and not is_values:
             return per_replica([x] * len(self.mesh.local_devices), self.mesh)
-        else:
-            if isinstance(x, jax.ShapeDtypeStruct):
-                sharding = self._layout(x.shape, x.dtype).sharding
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            is_here = is_on(x, self.mesh.jax_mesh)
-            if is_here:
-                return x
-            if is_here is None:
-                x = jnp.asarray(x)
-                return _jax.put(x, self._layout(x.shape, x.dtype).sharding)
-            place = str(Layout.of(x))
+        is_here = False if is_values else is_on(x, self.mesh.jax_mesh)
+        if is_here is None:
+            x = jnp.asarray(x)
+            return _jax.put(x, self._layout(x.shape, x.dtype).sharding)
+        if is_here:
+            return x
+        place = f"{x.num_replicas} replicas" if is_values else str(Layout.of(x))
         msg = (
             f"the variable {path} is on {place}, and {self!r} needs it whole on each "
             "of its replicas. Create it in this strategy's scope."
@@ -480,12 +448,33 @@ class Strategy:
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Mirrors a Variable that was made in the scope."""
         is_own = aggregation(variable) == "per_replica"
-        place = functools.partial(self._place, "variable", is_own=is_own)
+
+        def place(x: Any) -> Any:
+            return self._place("variable", x, is_own=is_own)
+
         set_raw_value(variable, jax.tree.map(place, raw_value(variable)))
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
+
+
+class _Current(contextlib.AbstractContextManager[None]):
+    """Makes a strategy the current one, in cross-replica context."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._contexts = default_mesh(strategy.mesh), entered(None)
+
+    def __enter__(self) -> None:
+        self._token = current_strategy.set(self._strategy)
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+        current_strategy.reset(self._token)
 
 
 # Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are

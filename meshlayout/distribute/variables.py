@@ -5,8 +5,8 @@ nothing were compiled. So reads and writes are watched where all of them pass: a
 slot of a Variable's value, exchanged for a descriptor while a trace is open. In the
 thread of that trace, a Variable that was made outside has a traced value, and belongs
 to the trace as Flax sees it; the slot itself never changes, so other threads see what
-they always saw, and nothing has to be put back. Of modules, attributes are compared and
-put back after a trace, and compared before each call: `eval()` is another program.
+they always saw, and nothing has to be put back. Of modules, attributes are put back
+after a trace, and compared before each call: `eval()` is another program.
 """
 
 import contextlib
@@ -15,11 +15,12 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 from flax.nnx import tracers
+from flax.nnx.pytreelib import PytreeState
 
 from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._patches import SharedPatches
@@ -27,17 +28,13 @@ from meshlayout.errors import StrategyError
 
 
 Variable: TypeAlias = "nnx.Variable[Any]"
-Aggregation: TypeAlias = Literal["sum", "mean", "first", "per_replica"]
-_AGGREGATIONS: tuple[Aggregation, ...] = ("sum", "mean", "first", "per_replica")
 
 # Flax's private attributes, none of which has a public counterpart. If one is renamed,
 # SharedPatches or a look-up here raises, and all of tests/test_distribute.py fails.
 # - The slot of a Variable's value: `_raw_value`, which was `raw_value` in flax 0.11.
 _VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
 # - The trace that may change a Variable, or a module by way of its state.
-_TRACE = "_trace_state"
-_STATE = "_pytree__state"
-_MODULE_STATE = type(vars(nnx.Dict())[_STATE])
+_TRACE, _STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
@@ -54,6 +51,27 @@ def belongs_here(variable: Variable) -> bool:
     return getattr(variable, _TRACE).is_valid()
 
 
+def aggregation(variable: Variable, watch: "Watch | None" = None) -> Any:
+    """Returns how the replicas' values of a Variable become one.
+
+    What its metadata say; `"mean"` for statistics of batches; `"sum"` for the totals of
+    Flax's averages, and `"increments"` for other states of metrics, which are added up
+    if the function adds to them. Else None: it must not differ.
+    """
+    choice = variable.get_metadata().get("aggregation")
+    if choice is not None:
+        kinds, error = ("sum", "mean", "first", "per_replica"), StrategyError
+        return _checks.choice("aggregation", choice, kinds, error=error)
+    if not isinstance(variable, nnx.metrics.MetricState):
+        return "mean" if isinstance(variable, nnx.BatchStat) else None
+    nodes = [x.node for x in watch.nodes.values()] if watch is not None else []
+    owners = (x for x in nodes if any(v is variable for v in vars(x).values()))
+    owner = next(owners, None)
+    if isinstance(owner, nnx.metrics.Welford):
+        return None  # its update takes the rows of all replicas
+    return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
+
+
 _current: ContextVar["Watch | None"] = ContextVar("watch", default=None)
 
 
@@ -62,21 +80,17 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
     Args:
         enter: Returns the value that a Variable has in the trace, when it is met first.
-        write: Returns the value that a Variable gets, of what is written: it is called
-            with the Variable, its value so far, and the new one.
+        write: Returns the value that a Variable gets: it is called with the Variable,
+            its value so far, and the one that is written.
 
     Attributes:
         variables: The Variables from outside that were read or written, in order.
         entered: The values with which they entered the trace.
         nodes: The modules from outside of which an attribute was read or set.
-        was_read: The ids of Variables that the function itself has read.
+        was_read: The ids of Variables that were read, other than to set them.
     """
 
-    def __init__(
-        self,
-        enter: Callable[[Variable], Any],
-        write: Callable[[Variable, Any, Any], Any] = lambda variable, old, new: new,
-    ) -> None:
+    def __init__(self, enter: Callable[..., Any], write: Callable[..., Any]) -> None:
         self._enter, self._write = enter, write
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
         self._values: dict[int, Any] = {}
@@ -85,24 +99,31 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.entered: list[Any] = []
         self.nodes: dict[int, _Attributes] = {}
         self.was_read: set[int] = set()
-        self._setting = 0
+        self._num_settings = 0
 
     def __enter__(self) -> "Watch":
         _patches.__enter__()
+        _jaxprs.short_sharding_errors.__enter__()  # Flax asks for one at each value
         self._token = _current.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _current.reset(self._token)
+        _jaxprs.short_sharding_errors.__exit__()
         _patches.__exit__()
         for attributes in self.nodes.values():
             attributes.put_back()
 
+    @property
+    def values(self) -> list[Any]:
+        """The values that the Variables have now."""
+        return [self._values[id(variable)] for variable in self.variables]
+
     def check_attributes(self, name: str) -> None:
         """Refuses a function that changes modules in Python, once for all calls."""
         for attributes in self.nodes.values():
-            change = attributes.difference()
-            if change is not None:
+            change = attributes.change()
+            if change:
                 msg = (
                     f"run: {name} {change}. It runs in Python once per compiled "
                     "program, not at every call: create variables before the call, set "
@@ -112,42 +133,38 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 )
                 raise StrategyError(msg)
 
-    @property
-    def values(self) -> list[Any]:
-        """The values that the Variables have now."""
-        return [self._values[id(variable)] for variable in self.variables]
-
-    # What the descriptors call.
-
     def read(self, variable: Variable, slot: Any) -> Any:
+        """Returns the value of a Variable in the trace."""
         key = id(variable)
         if key in self._made:
             return slot.__get__(variable)
-        if not self._setting:
+        if not self._num_settings:
             self.was_read.add(key)
         if key not in self._values:
             slot.__get__(variable)  # raises for what is under construction
-            with self._outside():
+            # Of the whole function, wherever in it, as in a scan, the value is read.
+            with _unwatched(), _jax.in_trace(self._trace):
                 self._values[key] = value = self._enter(variable)
             self.variables.append(variable)
             self.entered.append(value)
         return self._values[key]
 
-    def write(self, variable: Variable, slot: Any, value: Any) -> None:
-        key = id(variable)
+    def set(self, variable: Variable, slot: Any, value: Any) -> None:
+        """Sets the value of a Variable in the trace."""
         if self._is_made(variable, slot):
             slot.__set__(variable, value)
             return
-        self._setting += 1
-        before = self.read(variable, slot)
-        self._setting -= 1
-        with self._unwatched():
-            self._values[key] = self._write(variable, before, value)
+        with self.setting():
+            before = self.read(variable, slot)
+        with _unwatched():
+            self._values[id(variable)] = self._write(variable, before, value)
 
     def read_level(self, holder: Any, slot: Any) -> Any:
+        """Returns the trace that may change a Variable or module."""
         return slot.__get__(holder) if id(holder) in self._made else self._level
 
-    def write_level(self, holder: Any, slot: Any, value: Any) -> None:
+    def set_level(self, holder: Any, slot: Any, value: Any) -> None:
+        """Sets it for what was made in this trace."""
         if self._is_made(holder, slot):
             slot.__set__(holder, value)
 
@@ -173,25 +190,20 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
         """Returns a context in which Flax reads a Variable to set it."""
-        self._setting += 1
+        self._num_settings += 1
         try:
             yield
         finally:
-            self._setting -= 1
+            self._num_settings -= 1
 
-    @contextlib.contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        token = _current.set(None)
-        try:
-            yield
-        finally:
-            _current.reset(token)
 
-    @contextlib.contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Returns a context of the whole function, wherever in it a value is read."""
-        with self._unwatched(), _jax.in_trace(self._trace):
-            yield
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class _Slot:
@@ -215,17 +227,16 @@ class _Slot:
 
 
 def _value_slot(slot: Any) -> _Slot:
-    return _Slot(slot, Watch.read, Watch.write)
+    return _Slot(slot, Watch.read, Watch.set)
 
 
 def _level_slot(slot: Any) -> _Slot:
-    return _Slot(slot, Watch.read_level, Watch.write_level)
+    return _Slot(slot, Watch.read_level, Watch.set_level)
 
 
 def _meeting(getattribute: Any) -> Any:
     def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
-        watch = _current.get()
-        if watch is not None:
+        if (watch := _current.get()) is not None:
             watch.meet(self)
         return getattribute(self, name)
 
@@ -241,72 +252,42 @@ def _setting(set_value: Any) -> Any:
     return replacement
 
 
-_Patches = SharedPatches(
+_patches = SharedPatches(
     (nnx.Variable, _VALUE, _value_slot),
     (nnx.Variable, _TRACE, _level_slot),
-    (_MODULE_STATE, _TRACE, _level_slot),
+    (PytreeState, _TRACE, _level_slot),
     (nnx.Pytree, "__getattribute__", _meeting),
     # flax 0.11 has a property alone, which reads nothing to set it.
     *[(nnx.Variable, "set_value", _setting)] * hasattr(nnx.Variable, "set_value"),
 )
 
 
-class _WatchPatches(contextlib.AbstractContextManager[None]):
-    """The patches, and short texts of errors that Flax asks for at each value."""
-
-    def __enter__(self) -> None:
-        _Patches.__enter__()
-        _jaxprs.short_sharding_errors.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        _jaxprs.short_sharding_errors.__exit__()
-        _Patches.__exit__()
-
-
-_patches = _WatchPatches()
-
-
 # Attributes of modules.
 
 
-def is_node(value: object) -> bool:
-    """Returns whether this is a module or another NNX object with attributes."""
-    return isinstance(value, nnx.Pytree)
-
-
 class _Attributes:
-    """The attributes of one module at a time."""
+    """The attributes of one module before a trace, and live."""
 
-    def __init__(self, node: Any, attributes: dict[str, Any]) -> None:
-        self.node = node
-        self._live = attributes
-        self._before = dict(attributes)
-        self._containers = [(x, x.copy()) for x in _containers(attributes.values())]
+    def __init__(self, node: Any, live: dict[str, Any]) -> None:
+        self.node, self._live, self._before = node, live, dict(live)
+        self._containers = [(x, x.copy()) for x in _containers(live.values())]
 
-    def difference(self) -> str | None:
-        """Returns what has changed for good: the attribute, and what happened."""
-        live, before = self._live, self._before
-        for name in (*before, *(live.keys() - before.keys())):
-            if name.startswith(_BOOKKEEPING):
-                continue
-            old, new = before.get(name, _ABSENT), live.get(name, _ABSENT)
-            if not _is_same(old, new) or any(
-                container is old and not _is_same(contents, old)
-                for container, contents in self._containers
-            ):
+    def change(self) -> str:
+        """Returns what has changed for good, in words, or an empty string."""
+        name = f"{type(self.node).__name__}."
+        for key in {**self._before, **self._live}:
+            old, new = self._before.get(key, _ABSENT), self._live.get(key, _ABSENT)
+            if not key.startswith(_BOOKKEEPING) and not _is_same(old, new):
                 kind = "the variable " if isinstance(new, nnx.Variable) else ""
-                verb = "removes" if new is _ABSENT else "sets"
-                verb = "adds" if old is _ABSENT else verb
-                return f"{verb} {kind}{type(self.node).__name__}.{name}"
-        return None
+                verb = "adds" if old is _ABSENT else "sets"
+                return f"{'removes' if new is _ABSENT else verb} {kind}{name}{key}"
+        changed = (x for x, before in self._containers if not _is_same(x, before))
+        return next((f"changes the {type(x).__name__} in {name}" for x in changed), "")
 
     def put_back(self) -> None:
-        self._live.clear()
-        self._live.update(self._before)
-        for container, contents in self._containers:
-            container.clear()
-            extend = container.extend if type(container) is list else container.update
-            extend(contents)
+        for live, before in ((self._live, self._before), *self._containers):
+            live.clear()
+            (live.extend if type(live) is list else live.update)(before)
 
 
 _ABSENT = object()
@@ -320,18 +301,15 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Returns whether an attribute is what it was: objects are, if they are the same."""
-    if old is new:
-        return True
-    if type(old) is not type(new) or isinstance(old, (nnx.Pytree, nnx.Variable)):
-        return False
+    """Returns whether an attribute is what it was; objects are by identity."""
+    if old is new or type(old) is not type(new):
+        return old is new
     if isinstance(old, (list, tuple)):
         return len(old) == len(new) and all(map(_is_same, old, new))
     if type(old) is dict:
         return old.keys() == new.keys() and all(_is_same(old[k], new[k]) for k in old)
-    if isinstance(old, jax.Array) or getattr(type(old), "__hash__", None) is None:
-        return False
-    return bool(old == new)
+    is_object = isinstance(old, nnx.Pytree | nnx.Variable | jax.Array)
+    return not is_object and type(old).__hash__ is not None and bool(old == new)
 
 
 class Modes:
@@ -339,31 +317,20 @@ class Modes:
 
     Modules are not kept alive: once one is gone, `gone` is called. All attributes are
     in one sequence, to compare them in C: a ResNet-50 has 2,400.
-
-    Args:
-        nodes: The modules.
-        gone: Called when one of them is gone.
     """
 
-    def __init__(self, nodes: Iterable[Any], gone: Callable[[], None]) -> None:
-        nodes = list(nodes)
-        parts = [x for node in nodes for x in vars(node).values() if is_node(x)]
+    def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
+        inner = [x for node in nodes for x in vars(node).values()]
+        every = {id(x): x for x in (*nodes, *inner) if isinstance(x, nnx.Pytree)}
         self._refs = [weakref.ref(node) for node in nodes]
-        self._watched = [
-            weakref.ref(node, lambda _: gone())
-            for node in {id(x): x for x in (*nodes, *parts)}.values()
-        ]
+        self._watched = [weakref.ref(x, lambda _: gone()) for x in every.values()]
         self._remember([vars(node) for node in nodes])
 
     def _remember(self, dicts: list[dict[str, Any]]) -> None:
-        containers = list(_containers(x for d in dicts for x in d.values()))
+        containers = [*_containers(x for d in dicts for x in d.values())]
         self._lists = [x for x in containers if type(x) is list]
         self._inner = [x for x in containers if type(x) is dict]
-        self._ids = self._read(dicts)
-        self._before = [
-            {k: _frozen(x) for k, x in d.items() if not k.startswith(_BOOKKEEPING)}
-            for d in dicts
-        ]
+        self._ids, self._before = self._read(dicts), list(map(_frozen, dicts))
 
     def _read(self, dicts: list[dict[str, Any]]) -> list[int]:
         values = map(dict.values, (*dicts, *self._inner))
@@ -377,59 +344,20 @@ class Modes:
         dicts = [vars(node) for node in nodes]
         if self._read(dicts) == self._ids:
             return True
-        for attributes, before in zip(dicts, self._before, strict=True):
-            names = {x for x in attributes if not x.startswith(_BOOKKEEPING)}
-            if names != before.keys() or not all(
-                _is_same(old, _frozen(attributes[name])) for name, old in before.items()
-            ):
-                return False
+        if not all(map(_is_same, self._before, map(_frozen, dicts))):
+            return False
         self._remember(dicts)  # Flax's transforms replace attributes by equal ones
         return True
 
 
 def _frozen(value: Any) -> Any:
     """Returns an attribute as it is now, without keeping modules alive."""
-    if is_node(value):
+    if isinstance(value, nnx.Pytree):
         return weakref.ref(value)  # of a living object, always the same
     if type(value) is list:
         return list(map(_frozen, value))
     if type(value) is dict:
-        return {key: _frozen(item) for key, item in value.items()}
+        items = value.items()
+        is_own = lambda key: not str(key).startswith(_BOOKKEEPING)  # noqa: E731
+        return {key: _frozen(item) for key, item in items if is_own(key)}
     return value
-
-
-# What Variables become whose replicas differ.
-
-
-def aggregation(variable: Variable, watch: Watch | None = None) -> Any:
-    """Returns how the replicas' values of a Variable become one.
-
-    Returns:
-        What its metadata say; `"mean"` for statistics of batches; `"sum"` for the
-        totals of Flax's averages, and `"increments"` for other states of metrics, which
-        are added up if the function adds to them, and must not differ otherwise. Else
-        None: it must not differ.
-
-    Raises:
-        StrategyError: If the metadata have something else.
-    """
-    choice = variable.get_metadata().get("aggregation")
-    if choice is not None:
-        return _checks.choice(
-            "aggregation",
-            choice,
-            _AGGREGATIONS,
-            where="nnx.Variable",
-            error=StrategyError,
-        )
-    if isinstance(variable, nnx.BatchStat):
-        return "mean"
-    if not isinstance(variable, nnx.metrics.MetricState):
-        return None
-    nodes = [x.node for x in watch.nodes.values()] if watch is not None else []
-    owner = next(
-        (x for x in nodes if any(v is variable for v in vars(x).values())), None
-    )
-    if isinstance(owner, nnx.metrics.Welford):
-        return None  # its update takes the rows of all replicas
-    return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
