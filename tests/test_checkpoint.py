@@ -425,8 +425,8 @@ def test_no_name_becomes_part_of_another(ck):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         assert str(caught.value) == (
-            f"the name {second!r} has more than 100 keys, or is the beginning of another "
-            "name. Change rename=."
+            f"the name {second!r} has more than 100 keys, or is the beginning of "
+            "another name. Change rename=."
         )
 
 
@@ -837,7 +837,7 @@ def test_what_save_is_given_is_checked(tmp_path):
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         assert message(metrics={"acuracy": 1}) == (
             "best=('accuracy', 'max') needs the metric 'accuracy', and metrics= holds "
-            "'acuracy'."
+            "'acuracy'. Did you mean 'acuracy'?"
         )
         assert message(metrics={"accuracy": "x"}) == (
             "metrics['accuracy'] must be a number, got 'x'."
