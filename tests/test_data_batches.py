@@ -487,7 +487,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert refused(Frame()).endswith("got a Frame.")
+    assert "got a Frame." in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
@@ -573,11 +573,11 @@ def test_a_pandas_frame_and_its_columns():
         ),
         (
             {"x": A, "y": 3.0},
-            "leaf 'x' float64[8] and leaf 'y' float64[]: the first dim",
+            "leaf 'x' float32[8] and leaf 'y' float64[]: the first dim",
         ),
         (
             {"x": A, "y": [1, 2]},
-            "leaf 'x' float64[8] and leaf 'y' int64[2]: the first dim",
+            "leaf 'x' float32[8] and leaf 'y' int64[2]: the first dim",
         ),
     ],
 )

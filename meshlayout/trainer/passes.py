@@ -28,7 +28,7 @@ _END: Any = object()
 
 
 @runtime_checkable
-class Continues(Protocol):
+class Seekable(Protocol):
     """An iterator whose position can be saved and restored."""
 
     def get_state(self) -> Any:
@@ -136,14 +136,14 @@ class Input:
 
     # Position.
 
-    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
+    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Seekable | None]:
         """Returns the position, and the object with the iterator's state, or None.
 
         Args:
             keep: Whether to freeze that state now. Otherwise it is the iterator itself,
                 whose state changes with the next batch.
         """
-        iterator = self._pass if isinstance(self._pass, Continues) else None
+        iterator = self._pass if isinstance(self._pass, Seekable) else None
         place = {
             "given": self.num_given,
             "over": self._is_over,
@@ -154,7 +154,7 @@ class Input:
         return place, iterator
 
     def take_up(
-        self, place: Mapping[str, Any], put: Callable[[Continues], None]
+        self, place: Mapping[str, Any], put: Callable[[Seekable], None]
     ) -> None:
         """Begins a pass, and moves its iterator to a saved place if it has positions.
 
@@ -164,7 +164,7 @@ class Input:
         """
         self._next = None
         self.begin()
-        if place["tells"] and isinstance(self._pass, Continues):
+        if place["tells"] and isinstance(self._pass, Seekable):
             put(self._pass)
             self._seen = []  # a batch from before the move
             self.num_given = place["given"]
