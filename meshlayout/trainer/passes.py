@@ -10,12 +10,13 @@ even a whole next pass may be waiting here.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from meshlayout._annotations import Batch
+from meshlayout.checkpoint.positions import Continues
 from meshlayout.errors import CheckpointError
 
 
@@ -25,19 +26,6 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """An iterable of batches, a function that returns one, or an iterator."""
 
 _END: Any = object()
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """An iterator whose position can be saved and restored."""
-
-    def get_state(self) -> Any:
-        """Returns the position."""
-        ...
-
-    def set_state(self, state: Any) -> Any:
-        """Moves to a position."""
-        ...
 
 
 def why_not(data: object) -> str:
@@ -136,14 +124,14 @@ class Input:
 
     # Position.
 
-    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Seekable | None]:
+    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
         """Returns the position, and the object with the iterator's state, or None.
 
         Args:
             keep: Whether to freeze that state now. Otherwise it is the iterator itself,
                 whose state changes with the next batch.
         """
-        iterator = self._pass if isinstance(self._pass, Seekable) else None
+        iterator = self._pass if isinstance(self._pass, Continues) else None
         place = {
             "given": self.num_given,
             "over": self._is_over,
@@ -154,7 +142,7 @@ class Input:
         return place, iterator
 
     def take_up(
-        self, place: Mapping[str, Any], put: Callable[[Seekable], None]
+        self, place: Mapping[str, Any], put: Callable[[Continues], None]
     ) -> None:
         """Begins a pass, and moves its iterator to a saved place if it has positions.
 
@@ -164,7 +152,7 @@ class Input:
         """
         self._next = None
         self.begin()
-        if place["tells"] and isinstance(self._pass, Seekable):
+        if place["tells"] and isinstance(self._pass, Continues):
             put(self._pass)
             self._seen = []  # a batch from before the move
             self.num_given = place["given"]
