@@ -1487,7 +1487,7 @@ def test_a_dataset_is_not_copied_in_silence(how):
         "get_state() of its iterator saves a position in it."
     )
     assert message(lambda: how(iter(data))) == (
-        "a data iterator holds threads, and cannot be pickled. Save its get_state()."
+        "a data iterator holds a thread, and is not pickled. Save its get_state()."
     )
 
 

@@ -565,7 +565,7 @@ def test_sources_that_do_not_fit_are_refused(name):
     assert message(lambda: make(mirrored(2))) == expected
 
 
-OPTIONS = ("global_batch_size", "remainder", "shuffle", "epochs", "steps", "prefetch")
+OPTIONS = ("global_batch_size", "remainder", "shuffle", "epochs", "prefetch")
 FLAGS = ("per_process", "strings", "batched")
 
 

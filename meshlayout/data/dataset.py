@@ -140,7 +140,7 @@ def dataset_of(
     clock: Clock,
     close: Callable[[], None] = lambda: None,
 ) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened here, and closed with the dataset."""
+    """Returns a dataset of a source that is opened here, and closed with it."""
     layout = batch_layout(layout_or_mesh, clock.warn)
     plan = DataPlan(open_source, layout, options, clock, close=close)
     return DistributedDataset(plan)

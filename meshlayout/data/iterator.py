@@ -89,7 +89,7 @@ class DataIterator:
 
     def __reduce__(self) -> NoReturn:
         raise DataError(
-            "a data iterator holds threads, and cannot be pickled. Save its get_state()."
+            "a data iterator holds a thread, and is not pickled. Save its get_state()."
         )
 
     def get_state(self) -> dict[str, JSON]:
