@@ -15,6 +15,7 @@ name, and commits it by a file that is written last and deleted first. The store
 own checksums, so that there are no seals.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -44,6 +45,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 # format, steps had a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
+_STEP = r"(0|[1-9]\d*)(\.new)?"
 # How long what another machine wrote may take to appear here.
 _SHARED_S = 5.0
 
@@ -88,12 +90,12 @@ def step_paths(directory: Path) -> dict[int, Path]:
         client = backend.fsspec_backend.fs("gs://")
         client.invalidate_cache()
         client.dircache.use_listings_cache = False
-    paths: dict[int, Path] = {}
     children = list(directory.iterdir()) if directory.is_dir() else []
-    for path in sorted(children, key=lambda x: -len(x.name)):  # `5` wins over `5.new`
-        match = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", path.name)
-        if match and (is_whole(path) or (not match[2] and _is_unsealed(path))):
-            paths[int(match[1])] = path
+    children = [x for x in children if re.fullmatch(_STEP, x.name)]
+    children.sort(key=lambda x: -len(x.name))  # `5` wins over `5.new`
+    paths = {int(path.stem): path for path in children if _is_step(path)}
+    if not is_remote(directory) and not all(path.exists() for path in children):
+        return step_paths(directory)  # one took its name meanwhile, or was deleted
     return dict(sorted(paths.items()))
 
 
@@ -102,13 +104,14 @@ def is_whole(path: Path) -> bool:
     return (path / (_COMMIT if is_remote(path) else _SEAL)).exists()
 
 
-def _is_unsealed(path: Path) -> bool:
-    """Returns whether it is a step of an older format, or one whose seal was lost."""
-    facts = path / _FACTS
-    is_ours = (
-        not is_remote(path) and facts.exists() and b'"format"' in facts.read_bytes()
-    )
-    return is_ours or (path / _MANIFEST).exists()
+def _is_step(path: Path) -> bool:
+    """Returns whether it is whole, of an older format, or has only lost its seal."""
+    if is_whole(path) or is_remote(path) or path.suffix:
+        return is_whole(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if b'"format"' in (path / _FACTS).read_bytes():
+            return True
+    return (path / _MANIFEST).exists()
 
 
 def mark(path: Path) -> Any:
@@ -121,6 +124,7 @@ def mark(path: Path) -> Any:
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Returns what a step is, as its save gave it to Orbax."""
+    _refuse_older(path)
     try:
         facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
         if facts["format"] != 4:
@@ -136,14 +140,7 @@ def check(path: Path, *, verify: bool) -> None:
     Raises DamagedCheckpointError, which names the file. Without `verify`, only sizes
     are compared.
     """
-    if (path / _MANIFEST).exists():
-        msg = (
-            f"{path} is a checkpoint of an older format, which this version does not "
-            "read. The last commit of meshlayout that reads it is bb727a3: there, "
-            "ml.checkpoint.save_safetensors(file, checkpointer.restore_numpy()) "
-            "exports it, and ml.checkpoint.load_safetensors loads that file here."
-        )
-        raise CheckpointError(msg)
+    _refuse_older(path)
     if is_remote(path):
         return
     file = path / _SEAL
@@ -158,6 +155,17 @@ def check(path: Path, *, verify: bool) -> None:
                 raise ValueError("its content has changed")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, f"is not as it was saved: {error}") from error
+
+
+def _refuse_older(path: Path) -> None:
+    if (path / _MANIFEST).exists():
+        msg = (
+            f"{path} is a checkpoint of an older format, which this version does not "
+            "read. The last commit of meshlayout that reads it is bb727a3: there, "
+            "ml.checkpoint.save_safetensors(file, checkpointer.restore_numpy()) "
+            "exports it, and ml.checkpoint.load_safetensors loads that file here."
+        )
+        raise CheckpointError(msg)
 
 
 def _damaged(path: Path, what: str) -> DamagedCheckpointError:
@@ -186,7 +194,7 @@ def clear(directory: Path, step: int) -> None:
         is_ours = {*files} <= {"", _COMMIT, _FACTS, "orbax.checkpoint"}
     else:
         is_old = (path / _MANIFEST).exists()
-        is_ours = (is_whole(path) or _is_unsealed(path)) and not is_old
+        is_ours = _is_step(path) and not is_old
     if (path.exists() and not is_ours) or (not is_remote(path) and new.exists()):
         msg = (
             f"{new if is_ours else path} is in the way, which no Checkpointer of this "

@@ -83,7 +83,7 @@ def to_numpy(source: Source) -> PyTree:
     """Returns all arrays as nested dicts of NumPy arrays, PRNG keys as their words."""
     values = source.read([(leaf, None) for leaf in source.leaves])
     return nested(
-        (leaf.parts or (), leaf.dtype(value) if is_number(leaf.dtype) else value)
+        (leaf.parts, leaf.dtype(value) if is_number(leaf.dtype) else value)
         for leaf, value in zip(source.leaves, values, strict=True)
     )
 
@@ -97,12 +97,10 @@ def _targets(
         like, layouts = None, like
     elif like is not None or source.is_foreign:
         return targets_of(like, layouts, whole=not source.is_foreign)
+    is_own = not source.is_foreign
     tree = nested(
-        (
-            x.parts if x.path == name and x.parts is not None else name.split("/"),
-            _empty(x),
-        )
-        for name, x in saved.items()
+        (leaf.parts if is_own and leaf.path == name else name.split("/"), _empty(leaf))
+        for name, leaf in saved.items()
     )
     if source.is_foreign or not saved:
         return targets_of(tree, layouts) if saved else ([], lambda values: tree)
