@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -222,6 +222,7 @@ class Checkpointer:
         if is_preempted:
             self.wait()
             self._preemption.close()
+            self._is_preempted = lambda: False
             raise Preempted(step)
         return True
 
@@ -500,7 +501,7 @@ class Checkpointer:
         self._last = number  # the next save is due `every` steps after it
         activity.now.checkpoint = f"step {number} in {self.directory}"
         logger.info("restored step %d of %s", number, self.directory)
-        return result
+        return cast("T", result)
 
     def _read_step(
         self, number: int, read: Callable[[SavedStep], T], *, verify: bool
