@@ -110,7 +110,7 @@ class Worker:
         inputs, random = pickle.loads(closure.values)
         kinds = (ClosureInput, Iterator, nnx.Pytree, nnx.Variable)
         args, kwargs = jax.tree.map(
-            lambda x: inputs[x.index] if isinstance(x, ClosureInput) else x,
+            lambda x: inputs[x.number] if isinstance(x, ClosureInput) else x,
             arguments,
             is_leaf=lambda x: isinstance(x, kinds),
         )
