@@ -145,8 +145,6 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
             "that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
             f"Hugging Face, got {_checks.shown(obj)}."
         )
-        if is_table and not isinstance(obj, dict):
-            msg += " Give its columns as arrays: {name: array, ...}."
         raise DataError(msg)
     passes = itertools.count()
 

@@ -53,7 +53,7 @@ class VariableReference(NamedTuple):
 class ClosureInput(NamedTuple):
     """Stands for an array or a number among the arguments of a closure."""
 
-    index: int
+    number: int
 
 
 class Closure(NamedTuple):

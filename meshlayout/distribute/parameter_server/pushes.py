@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 import jax
 from flax import nnx
 
-from meshlayout import _paths
 from meshlayout._annotations import PyTree
 from meshlayout.distribute.strategies import OneDeviceStrategy
-from meshlayout.distribute.variables import set_raw_value
+from meshlayout.distribute.variables import raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 
 
@@ -40,7 +39,7 @@ class Pushes:
             _Updated(next(iter(grads)))._refuse()
         self.grads[number] = grads
         for name in grads:
-            self._values.setdefault(name, _paths.box_value(self.variables[name]))
+            self._values.setdefault(name, raw_value(self.variables[name]))
             set_raw_value(self.variables[name], _Updated(name))
 
     def __enter__(self) -> "Pushes":
@@ -56,7 +55,7 @@ class Pushes:
             _Updated(used[0])._refuse()
 
     def _value(self, name: str) -> Any:
-        return _paths.box_value(self.variables[name])
+        return raw_value(self.variables[name])
 
 
 _pushes: ContextVar[Pushes] = ContextVar("pushes")
@@ -105,7 +104,7 @@ class RemoteOptimizer:
             raise StrategyError(msg)
         pushes.params[self.number] = params
         values = jax.tree.leaves(nnx.state(grads, self.wrt), is_leaf=_is_variable)
-        arrays = [_paths.box_value(x) if _is_variable(x) else x for x in values]
+        arrays = [raw_value(x) if _is_variable(x) else x for x in values]
         pushes.take(self.number, dict(zip(leaves, arrays, strict=True)))
 
 

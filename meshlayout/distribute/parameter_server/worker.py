@@ -8,7 +8,7 @@ compiled for it is used again.
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -104,14 +104,13 @@ class Worker:
                     batches = make(*[self._context] * takes_context)
                     self._iterators[number] = iter(batches)
         if closure.digest not in self._functions:
-            unpickler = pickle.Unpickler(io.BytesIO(get(closure.payload[0])))
-            unpickler.persistent_load = self._load
-            self._functions[closure.digest] = unpickler.load()
+            file = io.BytesIO(get(closure.payload[0]))
+            self._functions[closure.digest] = _Unpickler(file, self._load).load()
         fn, *arguments = self._functions[closure.digest]
         inputs, random = pickle.loads(closure.values)
         kinds = (ClosureInput, Iterator, nnx.Pytree, nnx.Variable)
         args, kwargs = jax.tree.map(
-            lambda x: inputs[x.index] if isinstance(x, ClosureInput) else x,
+            lambda x: inputs[x.number] if isinstance(x, ClosureInput) else x,
             arguments,
             is_leaf=lambda x: isinstance(x, kinds),
         )
@@ -184,3 +183,12 @@ class Worker:
             else:
                 push(name).added[name] = new - old
         return pushes
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, load: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._load = load
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._load(pid)
