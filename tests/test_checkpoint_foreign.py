@@ -1048,6 +1048,7 @@ def test_orbax_directories_with_several_trees_ask_which(tmp_path, mesh_2x4):
 
 # Orbax leaves reads behind when one of them fails, and they find its loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 @pytest.mark.parametrize(
     "write", [save_standard, save_pytree, save_new], ids=lambda one: one.__name__
 )

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import json
 import struct
 
@@ -223,28 +222,8 @@ def json_with(node, place, value):
 WRONG_JSON = [None, 3, -1, "x", [], {}, [1, 2], {"a": 1}, 2**64, [0, 2**63]]
 
 
-# Orbax leaves reads behind when one of them fails.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_changed_json_of_another_library_raises_anything_but_sentences(
-    tmp_path, mesh_2x4
-):
+def test_no_changed_header_raises_anything_but_sentences(tmp_path, mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4)
-    # Orbax's metadata of the tree and, with its PRNG keys, of its arrays.
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "orbax", {"w": jnp.ones(2), "k": jax.random.key(0)})
-    files = [tmp_path / "orbax" / "_METADATA"]
-    files += (tmp_path / "orbax").glob("array_metadatas/*")
-    for file in files:
-        text = file.read_text()
-        for place in json_places(json.loads(text)):
-            for value in WRONG_JSON:
-                file.write_text(json.dumps(json_with(json.loads(text), place, value)))
-                outcome(
-                    checkpoint.load_orbax,
-                    {"directory": tmp_path / "orbax", "like": layouts},
-                )
-        file.write_text(text)
-    gc.collect()  # what Orbax left behind complains when it is collected
     # The header of a safetensors file.
     arrays = {"w": np.ones((2, 3), "float32"), "e": np.ones((0, 4), "float32")}
     file = checkpoint.save_safetensors(tmp_path, arrays, metadata={"a": "b"})
