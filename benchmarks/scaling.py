@@ -47,7 +47,6 @@ from jax.experimental import topologies  # noqa: TID251
 
 import meshlayout as ml
 from benchmarks.schedule import FLOPS_PER_S, MEMORY_BYTES_PER_S, Replay, replay
-from meshlayout.distribute import replica_run
 from models.resnet import ResNet50
 
 
@@ -202,9 +201,9 @@ def lowered(work: Work, way: str, mesh: ml.Mesh) -> Any:
         for name, x in batch.items()
     }
     # What `run` of these would compile; it has no public name, `communication` aside.
-    runs = replica_run.ReplicaRuns(ml.distribute.Strategy(mesh))
-    program, arguments = runs.program(replica_step, (*objects, values), {})
-    return program.step.lower(*program._inputs(program.variables.get(), arguments))
+    strategy = ml.distribute.Strategy(mesh)
+    step, inputs = strategy._compiled_for(replica_step, (*objects, values))
+    return step.lower(*inputs)
 
 
 def program_text(work: Work, way: str, chips: int, folder: Path | None) -> str:

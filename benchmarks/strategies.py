@@ -1,13 +1,15 @@
 """What `Strategy.run` costs over the same step by `make_train_step`.
 
-`python benchmarks/strategies.py --devices 8` prints, for each model, the collectives of
-both programs and the bytes that they send, milliseconds a step, and CPU microseconds of
-the calling thread alone. Both run in turn, window by window, in one process; ratios are
-medians of the ratios within a round, and host times the best of the windows.
+`python benchmarks/strategies.py --devices 2` prints, for each model: collectives and
+bytes of both programs; CPU microseconds of the calling thread per call, measured in
+pairs; and CPU seconds of the process for a first call, each in a process of its own.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,110 +20,133 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout.distribute.values import PerReplica
-from models.convnet import ConvNet
-from models.mlp import MLP
 
 
-STEPS = 16
+CALLS, ROUNDS = 32, 9
 
 
-def cross_entropy(model: nnx.Module, batch: dict[str, Any]) -> jax.Array:
+class Tower(nnx.Module):
+    """Linear layers, one after another."""
+
+    def __init__(self, num_layers: int, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(num_layers)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns what the last layer gives."""
+        for layer in self.layers:
+            x = nnx.tanh(layer(x))
+        return x
+
+
+def losses_of(model: Any, batch: jax.Array) -> jax.Array:
     """Returns one loss per example."""
-    logits = model(batch["image"])  # pyright: ignore[reportCallIssue]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return (model(batch) ** 2).mean(-1)
 
 
-def by_train_step(build: Callable[[], Any], batch: Any, mesh: ml.Mesh) -> Any:
+def by_train_step(num_layers: int, strategy: ml.distribute.Strategy, x: Any) -> Any:
     """Returns a step by make_train_step, and its communication."""
-    state = ml.TrainState.create(build, optax.adam(1e-3), ml.LayoutMap(mesh))
-    step = ml.make_train_step(cross_entropy)
+    layouts = ml.LayoutMap(strategy.mesh)
+    state = ml.TrainState.create(
+        lambda: Tower(num_layers, nnx.Rngs(0)), optax.adam(1e-3), layouts
+    )
+    step = ml.make_train_step(losses_of)
     held = [state]
 
     def call() -> Any:
-        held[0], metrics = step(held[0], batch)
+        held[0], metrics = step(held[0], x)
         return metrics
 
-    return call, step.communication(state, batch)
+    return call, lambda: step.communication(held[0], x)
 
 
-def by_run(
-    build: Callable[[], Any], batch: Any, strategy: ml.distribute.Strategy
-) -> Any:
+def by_run(num_layers: int, strategy: ml.distribute.Strategy, x: Any) -> Any:
     """Returns the same step by run, and its communication."""
     with strategy.scope():
-        model = build()
+        model = Tower(num_layers, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    def step(batch: Any) -> jax.Array:
+    def step(x: jax.Array) -> jax.Array:
         def loss_fn(model: nnx.Module) -> jax.Array:
-            return ml.losses.compute_average_loss(cross_entropy(model, batch))
+            return ml.losses.compute_average_loss(losses_of(model, x))
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         return ml.distribute.get_replica_context().all_reduce("SUM", loss)
 
-    replicas = strategy.num_replicas_in_sync
-    values = jax.tree.map(lambda x: PerReplica(x, num_replicas=replicas), batch)
+    batch = ml.distribute.PerReplica(x, num_replicas=strategy.num_replicas_in_sync)
 
     def call() -> Any:
-        return strategy.run(step, args=(values,))
+        return strategy.run(step, args=(batch,))
 
-    return call, strategy.communication(step, args=(values,))
+    return call, lambda: strategy.communication(step, args=(batch,))
 
 
-def window(call: Callable[[], Any]) -> tuple[float, float]:
-    """Returns seconds a step, and CPU seconds of this thread alone."""
-    start, cpu = time.perf_counter(), time.thread_time()
-    for _ in range(STEPS):
+WAYS = {"make_train_step": by_train_step, "run": by_run}
+
+
+def made(way: str, num_layers: int) -> Any:
+    """Returns a step of a model on all devices."""
+    strategy = ml.distribute.MirroredStrategy()
+    rows = np.ones((8 * strategy.num_replicas_in_sync, 8), "float32")
+    x = jax.device_put(rows, strategy.mesh.layout("batch", ...).with_rank(2).sharding)
+    return WAYS[way](num_layers, strategy, x)
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Returns CPU microseconds of this thread per call."""
+    start = time.thread_time()
+    for _ in range(CALLS):
         result = call()
-    cpu = time.thread_time() - cpu
+    seconds = time.thread_time() - start
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / STEPS, cpu / STEPS
+    return seconds / CALLS * 1e6
+
+
+def first_call_s(way: str, num_layers: int, devices: int) -> float:
+    """Returns CPU seconds of a first call, in a process of its own."""
+    arguments = [str(num_layers), "--devices", str(devices), "--first", way]
+    command = [sys.executable, __file__, "--layers", *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 40, 100])
+    parser.add_argument("--first", choices=WAYS)
     options = parser.parse_args()
     ml.virtual_devices(options.devices)
-    strategy = ml.distribute.MirroredStrategy()
-    rows = 8 * strategy.num_replicas_in_sync
-    images = np.random.default_rng(0).normal(size=(rows, 28, 28, 1)).astype("float32")
-    batch = {"image": images, "label": np.arange(rows, dtype=np.int32) % 10}
-    layout = strategy.mesh.layout("batch", ...)
-    batch = {
-        name: jax.device_put(x, layout.with_rank(x.ndim).sharding)
-        for name, x in batch.items()
-    }
-    print("model    step             ms/step  ratio  host us  collectives  bytes")
-    models: dict[str, Callable[[], nnx.Module]] = {
-        "mlp": lambda: MLP(rngs=nnx.Rngs(0)),
-        "convnet": lambda: ConvNet(rngs=nnx.Rngs(0)),
-    }
-    for name, build in models.items():
-        calls = {
-            "make_train_step": by_train_step(build, batch, strategy.mesh),
-            "run": by_run(build, batch, strategy),
-        }
-        times: dict[str, list[tuple[float, float]]] = {way: [] for way in calls}
-        for call, _ in calls.values():
-            window(call)
-        for _ in range(options.rounds):
-            for way, (call, _) in calls.items():
-                times[way].append(window(call))
-        plain = times["make_train_step"]
-        for way, (_, sent) in calls.items():
-            ratio = statistics.median(
-                a[0] / b[0] for a, b in zip(times[way], plain, strict=True)
+    if options.first:
+        call, _ = made(options.first, *options.layers)
+        start = time.process_time()
+        jax.block_until_ready(call())
+        print(json.dumps(time.process_time() - start))
+        return
+    print("| layers | step | host us | ratio | first call s | ratio | sent |")
+    print("|---|---|---|---|---|---|---|")
+    for num_layers in options.layers:
+        calls, times, first = {}, {}, {}
+        for way in WAYS:
+            call, communication = made(way, num_layers)
+            host_us(call)
+            calls[way], times[way] = (call, communication), []
+            first[way] = statistics.median(
+                first_call_s(way, num_layers, options.devices) for _ in range(3)
             )
-            seconds = statistics.median(t[0] for t in times[way])
-            host = min(t[1] for t in times[way])
+        for _ in range(ROUNDS):
+            for way, (call, _) in calls.items():
+                times[way].append(host_us(call))
+        for way, (_, communication) in calls.items():
+            plain, sent = times["make_train_step"], communication()
+            pairs = zip(times[way], plain, strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            first_ratio = first[way] / first["make_train_step"]
             print(
-                f"{name:8} {way:16} {seconds * 1e3:7.2f}  {ratio:5.2f}  "
-                f"{host * 1e6:7.0f}  {sum(sent.values()):11}  {sent.wire_bytes}"
+                f"| {num_layers} | {way} | {statistics.median(times[way]):.0f} | "
+                f"{ratio:.2f} | {first[way]:.2f} | {first_ratio:.2f} | "
+                f"{sum(sent.values())} collectives, {sent.wire_bytes} bytes |",
+                flush=True,
             )
 
 

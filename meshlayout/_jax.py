@@ -25,7 +25,7 @@ from jax._src import (
     distributed,
     mesh as jax_mesh,
 )
-from jax._src.interpreters import partial_eval, pxla
+from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils, multihost_utils
@@ -86,6 +86,33 @@ _trace_phase = jax.make_user_context()
 def trace_phase(value: Hashable) -> AbstractContextManager[Any]:
     """Returns a context in which JAX traces compiled functions anew."""
     return _trace_phase(value)
+
+
+def current_trace() -> Any:
+    """Returns the trace that operations are recorded in now."""
+    return jax_core.trace_ctx.trace
+
+
+def in_trace(trace: Any) -> AbstractContextManager[Any]:
+    """Returns a context whose operations are recorded in a trace around this one.
+
+    A Variable may be met inside of a scan; its value has to be one of the whole
+    function. If JAX renames this, all of tests/test_distribute.py fails.
+    """
+    return jax_core.set_current_trace(trace)
+
+
+def is_mapped(x: Any, axis_name: str) -> bool:
+    """Returns whether a value differs along an axis of `jax.vmap`, by JAX's own rules.
+
+    The public way, `out_axes=None` and an error, is no answer while a trace goes on. If
+    JAX renames this, no variable is found to differ; tests/test_distribute.py notices.
+    """
+    while isinstance(x, batching.BatchTracer):
+        if x._trace.axis_data.name == axis_name:
+            return True
+        x = x.val
+    return False
 
 
 def is_unreduced(spec: PartitionSpec) -> bool:
@@ -202,80 +229,6 @@ def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn) if eqn.primitive.name != except_in else ():
             yield from equations(inner, except_in=except_in)
-
-
-def sources(jaxpr: Any) -> list[Any]:
-    """Returns, for each output of a jaxpr, the value that it is.
-
-    An output of a jitted function that is one of its arguments is that argument, as is
-    what a scan hands on from slice to slice. To see it takes the jaxpr: outside, it is
-    a new traced value. tests/test_distribute_bindings.py notices.
-    """
-    return _sources(jaxpr, {})
-
-
-def _sources(jaxpr: Any, known: dict[Any, list[Any]]) -> list[Any]:
-    if jaxpr in known:  # one body has many outputs, and may be called often
-        return known[jaxpr]
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-    def source(var: Any) -> Any:
-        while not hasattr(var, "val") and var in makers:  # a literal cannot be hashed
-            eqn = makers[var]
-            index = list(eqn.outvars).index(var)
-            passed = _passed(eqn, index, known)
-            if passed is None:
-                if eqn.primitive.name == "shard_map":  # called here alone
-                    return _sources(inner_jaxprs(eqn)[0], known)[index]
-                return var
-            var = passed
-        return var
-
-    known[jaxpr] = [source(var) for var in jaxpr.outvars]
-    return known[jaxpr]
-
-
-# Operations that call one function with their operands.
-_CALLS = {
-    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
-    "jit", "pjit", "remat", "remat2", "shard_map",
-}  # fmt: skip
-
-
-def _passed(eqn: Equation, index: int, known: dict[Any, list[Any]]) -> Any:
-    """Returns the operand that an operation gives back as an output, or None."""
-    name = eqn.primitive.name
-    if name in _CALLS or name == "scan":
-        body, *others = inner_jaxprs(eqn)
-        if others or len(body.invars) != len(eqn.invars):
-            return None
-        inside = _sources(body, known)[index]
-        inputs = {id(var): i for i, var in enumerate(body.invars)}
-        operand = inputs.get(id(inside))
-        if operand is not None and name == "scan":
-            num_constants, num_carried = scan_counts(eqn)
-            is_carried = index < num_carried
-            first_slice = num_constants + num_carried
-            # A carry that stays, or each slice of an array.
-            if (
-                operand != num_constants + index
-                if is_carried
-                else operand < first_slice
-            ):
-                return None
-        return None if operand is None else eqn.invars[operand]
-    if name == "cond":
-        branches = inner_jaxprs(eqn)
-        inside = [_sources(branch, known)[index] for branch in branches]
-        for i, operand in enumerate(eqn.invars[1:]):
-            if all(b.invars[i] is x for b, x in zip(branches, inside, strict=True)):
-                return operand
-    if name == "while":
-        body = eqn.params["body_jaxpr"].jaxpr
-        num_constants = eqn.params["body_nconsts"]
-        if _sources(body, known)[index] is body.invars[num_constants + index]:
-            return eqn.invars[eqn.params["cond_nconsts"] + num_constants + index]
-    return None
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:

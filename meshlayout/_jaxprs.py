@@ -8,18 +8,17 @@ set the mesh that the builder was traced under, and jit would change bits.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import core as jax_core, source_info_util
-from jax._src.interpreters import mlir, partial_eval
+from jax._src import core as jax_core
+from jax._src.interpreters import mlir
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.sharding import NamedSharding
 
 from meshlayout._annotations import Equation
-from meshlayout._jax import equations, inner_jaxprs, is_explicit, no_mesh
+from meshlayout._jax import is_explicit, no_mesh
 from meshlayout._patches import SharedPatches
 
 
@@ -29,9 +28,7 @@ except ImportError:  # jax 0.7
     from jax._src import prng as threefry
 
 
-def apply_operation(
-    eqn: Equation, operands: list[Any], *, in_mesh: bool = False
-) -> list[Any]:
+def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
     """Runs one operation of a jaxpr under the configuration that it was traced in.
 
     The mesh is left out of that configuration: the operands already have layouts, and
@@ -42,11 +39,10 @@ def apply_operation(
     Args:
         eqn: The operation.
         operands: Its operands.
-        in_mesh: Whether the mesh is kept after all, as inside of `shard_map`.
     """
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager, contextlib.nullcontext() if in_mesh else no_mesh():
+    with eqn.ctx.manager, no_mesh():
         results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -62,89 +58,6 @@ def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
     return jitted.trace(*operands).lower(_private_parameters=options).compile()
-
-
-_COLLECTIVES = ("psum", "pmax", "pmin")
-
-
-def flat(closed: Any) -> Any:
-    """Returns a jaxpr without calls, operations without effect, and unneeded ones.
-
-    A `jax.checkpoint` around a scan is left out, too; what the scan's body computes
-    again remains so. Each collective has one operand.
-    """
-
-    def evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Any:
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
-        values.update(zip(jaxpr.invars, operands, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, jax_core.Literal) else values[var]
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(var) for var in eqn.invars]
-            body = _called(eqn)
-            if _is_identity(eqn):
-                results = inputs
-            elif eqn.primitive.name in _COLLECTIVES:
-                single = [apply_operation(eqn, [x], in_mesh=True) for x in inputs]
-                results = [result for (result,) in single]
-            elif body is None:
-                with source_info_util.user_context(eqn.source_info.traceback):
-                    results = apply_operation(eqn, inputs, in_mesh=True)
-            else:
-                inner = getattr(body, "jaxpr", body)
-                results = evaluate(inner, getattr(body, "consts", ()), inputs)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(var) for var in jaxpr.outvars]
-
-    traced = jax.make_jaxpr(lambda *x: evaluate(closed.jaxpr, closed.consts, x))(
-        *closed.in_avals
-    )
-    jaxpr = traced.jaxpr
-    needed_part, _ = partial_eval.dce_jaxpr(
-        jaxpr, [True] * len(jaxpr.outvars), instantiate=True
-    )
-    return traced.replace(jaxpr=needed_part)
-
-
-def _is_identity(eqn: Equation) -> bool:
-    """Returns whether an operation only names its operand, or sums it over no dims."""
-    if eqn.primitive.name == "name":
-        return True
-    if not eqn.primitive.name.startswith("reduce_") or eqn.params.get("axes") != ():
-        return False
-    return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-
-
-def _called(eqn: Equation) -> Any | None:
-    """Returns the jaxpr of an operation that only calls it."""
-    name = eqn.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call"):
-        return eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    if name in ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"):
-        return eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
-    if name in ("checkpoint", "remat", "remat2"):
-        (body,) = inner_jaxprs(eqn)
-        has_scan = any(inner.primitive.name == "scan" for inner in equations(body))
-        return eqn.params["jaxpr"] if has_scan else None
-    return None
-
-
-def needed(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
-    """Returns the part of a jaxpr that makes one result, and which inputs that takes.
-
-    JAX has no public way; tests/test_distribute_central_storage.py notices.
-    """
-    is_wanted = [i == index for i in range(len(jaxpr.outvars))]
-    part, is_used = partial_eval.dce_jaxpr(jaxpr, is_wanted)
-    return part, list(is_used)
-
-
-def origin(eqn: Equation) -> str:
-    """Returns the name of an operation, and the line of code that asked for it."""
-    line = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
-    return f"{eqn.primitive.name} at {line}"
 
 
 # Flax asks every value of a Variable for its sharding. For a traced value, JAX answers

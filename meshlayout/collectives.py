@@ -12,7 +12,7 @@ gradient of an all-reduce is an all-reduce.
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout._render import array_text
 from meshlayout.errors import StrategyError, did_you_mean
 
 
@@ -64,27 +63,6 @@ class DistributedValues:
     """The values of all replicas, which are not one array: the base of `PerReplica`."""
 
 
-class MergedValue(DistributedValues):
-    """One replica's value inside of `merge_call`, standing for those of all replicas.
-
-    It is made by `ReplicaContext.merge_call`; a strategy's `reduce`, `gather` and
-    `local_results` take it like any other per-replica value.
-
-    Args:
-        value: This replica's own array.
-        context: The context of the replica.
-    """
-
-    def __init__(self, value: jax.Array, context: "ReplicaContext") -> None:
-        self.value = value
-        self.context = context
-
-    def __repr__(self) -> str:
-        aval = jax.typeof(self.value)
-        text = array_text(aval.dtype, aval.shape)
-        return f"PerReplica({text}, of {self.context.num_replicas_in_sync} replicas)"
-
-
 class ReplicaContext:
     """What a function knows that runs on one replica; see `get_replica_context`.
 
@@ -102,7 +80,6 @@ class ReplicaContext:
         mask_was_read: Whether the function has asked which rows are real, or called
             something of the library that has.
         mask_was_taken: Whether the function has asked itself.
-        is_over: Whether the function is done.
     """
 
     def __init__(
@@ -117,13 +94,11 @@ class ReplicaContext:
         self.num_replicas_in_sync = num_replicas_in_sync
         self.mask_was_read = False
         self.mask_was_taken = False
-        self.is_over = False
         self.mask = mask
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """The index of this replica, from 0; an int32 scalar, known on the device."""
-        self._check_current("replica_id_in_sync_group")
         if self.axis_name is None:
             return jnp.int32(0)
         return jax.lax.axis_index(self.axis_name)
@@ -140,7 +115,6 @@ class ReplicaContext:
 
     def read_mask(self) -> jax.Array | None:
         """Returns `example_mask`, for the library's own functions."""
-        self._check_current("example_mask")
         self.mask_was_read = True
         return self.mask
 
@@ -170,9 +144,8 @@ class ReplicaContext:
                 numbers.
         """
         op = ReduceOp.parse(reduce_op)
-        self._check_current("all_reduce")
         arrays, treedef = _flattened("all_reduce", value)
-        return treedef.unflatten(self.combine_all(op, arrays))
+        return treedef.unflatten(self.combine(op, x) for x in arrays)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the replicas' values along a dim; all replicas get the result.
@@ -184,7 +157,6 @@ class ReplicaContext:
         Raises:
             StrategyError: If a value has no such dim, or is not an array of numbers.
         """
-        self._check_current("all_gather")
         arrays, treedef = _flattened("all_gather", value)
         dims = [check_axis(axis, x.shape, "all_gather") for x in arrays]
         if self.axis_name is not None:
@@ -197,61 +169,17 @@ class ReplicaContext:
             ]
         return treedef.unflatten(arrays)
 
-    def merge_call(
-        self,
-        merge_fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
-        """Calls a function once for all replicas, with the values of all of them.
-
-        Args:
-            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)`, in cross-replica
-                context: each leaf stands for the values of all replicas, which the
-                strategy's `reduce`, `gather` and `local_results` take.
-            args: This replica's arguments.
-            kwargs: This replica's arguments by name.
-
-        Returns:
-            What it returns; of a value of all replicas, this replica's own.
-
-        Raises:
-            StrategyError: If `merge_fn` is not such a function, or an argument not an
-                array of numbers.
-        """
-        self._check_current("merge_call")
-        _check_arguments(args, kwargs)
-        names = ("strategy", *(f"arg{index}" for index in range(len(args))))
-        if not kwargs:  # Python says what is wrong with named ones
-            _checks.function("merge_fn", merge_fn, *names, error=StrategyError)
-        arrays, treedef = _flattened("merge_call", (tuple(args), dict(kwargs or {})))
-        merged_args, merged_kwargs = treedef.unflatten(
-            MergedValue(x, self) for x in arrays
-        )
-        with entered(None):
-            result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
-        return jax.tree.map(
-            lambda leaf: leaf.value if isinstance(leaf, MergedValue) else leaf, result
-        )
-
-    def combine_all(self, op: ReduceOp, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Combines arrays of each replica, as `all_reduce` does for a tree."""
-        return [self.combine(op, x) for x in arrays]
-
     def combine(self, op: ReduceOp, x: jax.Array) -> jax.Array:
         """Combines one array of each replica."""
         # Over no dims, these change the dtype alone. Small integers would wrap around,
         # in a mean, too.
-        x = LOCAL_REDUCTIONS[op](x, axis=())
+        x = _REDUCTIONS[op](x, axis=())
         if self.axis_name is None:
             return x
         if op is ReduceOp.SUM:
             return jax.lax.psum(x, self.axis_name)
         if op is ReduceOp.MEAN:
             return jax.lax.pmean(x, self.axis_name)
-        sign = 1 if op is ReduceOp.MAX else -1
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return _maximum(sign * x, self.axis_name) * sign
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             msg = (
                 f"complex numbers ({x.dtype}) have no order: {op.value} is not defined."
@@ -260,54 +188,17 @@ class ReplicaContext:
         reduce = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
         return reduce(x, self.axis_name)
 
-    def mean_of_real(self, x: jax.Array) -> jax.Array:
-        """Returns the mean of the values of those replicas that have any real row."""
-        if self.mask is None or self.axis_name is None:
-            return self.combine(ReduceOp.MEAN, x)
-        is_counted = self.mask.any()
-        # Without any such replica, all of them count.
-        is_counted |= ~jax.lax.pmax(is_counted, self.axis_name)
-        total, count = self.combine_all(
-            ReduceOp.SUM, [jnp.where(is_counted, x, 0), is_counted.astype("float32")]
-        )
-        return total / count
-
-    def _check_current(self, name: str) -> None:
-        """Raises StrategyError in another function than the one this context is of."""
-        if self.is_over:
-            msg = (
-                f"{name} was asked of the replica context of a function that is done. "
-                "Call get_replica_context() in each function that uses it."
-            )
-            raise StrategyError(msg)
-
     def __repr__(self) -> str:
         return f"ReplicaContext(num_replicas_in_sync={self.num_replicas_in_sync})"
 
 
 # What a reduction does within one array, before replicas are combined.
-LOCAL_REDUCTIONS: dict[ReduceOp, Callable[..., jax.Array]] = {
+_REDUCTIONS: dict[ReduceOp, Callable[..., jax.Array]] = {
     ReduceOp.SUM: jnp.sum,
     ReduceOp.MEAN: jnp.mean,
     ReduceOp.MAX: jnp.max,
     ReduceOp.MIN: jnp.min,
 }
-
-
-def _maximum(x: jax.Array, axis_name: str) -> jax.Array:
-    """Returns the maximum over replicas, differentiable: JAX's own pmax is not."""
-    maximum = jax.custom_jvp(lambda x: jax.lax.pmax(x, axis_name))
-
-    def jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        (x,), (tangent,) = primals, tangents
-        top = maximum(x)
-        # Replicas that share the maximum share its gradient, as elements do in jnp.max.
-        is_top = (x == top).astype(x.dtype)
-        share = is_top / jax.lax.psum(is_top, axis_name)
-        return top, jax.lax.psum(share * tangent, axis_name)
-
-    maximum.defjvp(jvp)
-    return maximum(x)
 
 
 def check_axis(axis: object, shape: tuple[int, ...], where: str) -> int:
@@ -367,19 +258,7 @@ def _numbers(where: str, leaf: object) -> jax.Array:
     return x
 
 
-def _check_arguments(args: object, kwargs: object) -> None:
-    if not isinstance(args, (tuple, list)):
-        msg = (
-            f"merge_call: args must be a tuple, got {_checks.shown(args)}. For one "
-            "argument, write args=(x,)."
-        )
-        raise StrategyError(msg)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        msg = f"merge_call: kwargs must be a dict, got {_checks.shown(kwargs)}."
-        raise StrategyError(msg)
-
-
-# Outside of strategies, code runs as on the only replica.
+# Code outside a strategy runs as a single replica.
 _alone = ReplicaContext(None, None, 1)
 # The context of a replica; None in cross-replica context.
 _context: ContextVar[ReplicaContext | None] = ContextVar(
@@ -387,24 +266,24 @@ _context: ContextVar[ReplicaContext | None] = ContextVar(
 )
 
 # Which of the current replica's rows are real, float32 of shape (rows,); None if there
-# is no padding. Whoever looks here has not asked in the name of the user's function.
+# is no padding. Reading this does not count as the function asking for the mask.
 padding_mask: ContextVar[jax.Array | None] = ContextVar("padding_mask", default=None)
 
 
-@contextlib.contextmanager
-def entered(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
+class entered(contextlib.AbstractContextManager[None]):  # noqa: N801 (a function)
     """Makes a context current; None is the cross-replica context of a strategy."""
-    token = _context.set(context)
-    mask_token = padding_mask.set(None if context is None else context.mask)
-    if context is not None:
-        context.is_over = False
-    try:
-        yield context
-    finally:
-        _context.reset(token)
-        padding_mask.reset(mask_token)
-        if context is not None:
-            context.is_over = True
+
+    def __init__(self, context: ReplicaContext | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _context.set(self._context)
+        mask = None if self._context is None else self._context.mask
+        self._mask_token = padding_mask.set(mask)
+
+    def __exit__(self, *error: object) -> None:
+        _context.reset(self._token)
+        padding_mask.reset(self._mask_token)
 
 
 def get_replica_context() -> ReplicaContext | None:

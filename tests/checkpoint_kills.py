@@ -1,21 +1,35 @@
-"""Kills processes that save, at random moments, and looks at what they leave.
+"""Kills processes that save, at any moment and at any file call, and fails those calls.
 
-Run as `python -m tests.checkpoint_kills directory saves deletions seed`: kills until so
-many of them came during saves, and during deletions. The last line of its output is a
-report as JSON. This process imports everything, starts no backend, and forks one child
-after another: a start takes a fraction of a second.
+`python -m tests.checkpoint_kills directory plan` runs a plan, a list of dicts as JSON:
+
+    {"kind": "random", "mode": "sync" | "async" | "again" | "retention", "kills": 60}
+    {"kind": "calls", "keep": 2, "step": 3, "error": 0, "stride": 1, "forever": false}
+
+The first kills at random moments of endless saves. The second runs one save, of a new
+step or of one that exists, once for every file call that it makes, and kills there
+(`error` 0) or fails that call, or all from there on. It needs `file_faults.c`,
+preloaded by `command`. The last line of the output is a report as JSON: what was seen
+by a reader that holds no lock, and then by the next run.
+
+This process imports everything, starts no backend, and forks one child after another:
+a start takes a fraction of a second.
 """
 
+import collections
+import ctypes
+import functools
 import json
+import logging
 import os
 import random
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import traceback
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -23,170 +37,297 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, attempt, orbax
+from meshlayout.checkpoint import orbax
 
 
-def values(step):
-    """A state of which every array tells the step."""
-    rng = np.random.default_rng(step)
+ROOT = Path(__file__).parent.parent
+
+
+def command(directory, plan):
+    """Starts a plan in another process, with the faults preloaded if it needs them."""
+    library, environment = Path(directory) / "faults.so", dict(os.environ)
+    if any(part["kind"] == "calls" for part in plan):
+        compiler = shutil.which("cc") or "gcc"
+        source = ROOT / "tests" / "file_faults.c"
+        flags = ["-shared", "-fPIC", "-O1", "-o", str(library)]
+        subprocess.run([compiler, *flags, str(source), "-ldl"], check=True)
+        environment["LD_PRELOAD"] = environment["FAULTS"] = str(library)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.checkpoint_kills", directory, json.dumps(plan)],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(job, timeout_s=500):
+    """Returns a plan's reports."""
+    try:
+        out, said = job.communicate(timeout=timeout_s)
+    finally:
+        job.kill()
+    assert job.returncode == 0, said[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def values(step, base):
+    """A state of which every leaf tells the step and the base."""
+    rng = np.random.default_rng([step, base])
     return {
-        "kernel": rng.normal(size=(256, 512)).astype("float32"),
-        "half": rng.normal(size=(64, 64)).astype(jnp.bfloat16),
-        "step": np.int32(step),
+        "kernel": rng.normal(size=(128, 64)).astype("float32"),
+        "half": rng.normal(size=(16, 8)).astype(jnp.bfloat16),
+        "step": np.int32(1000 * base + step),
     }
 
 
-def is_whole(ck, step):
-    found, wanted = ck.restore_numpy(step=step), values(step)
-    return all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+def base_of(checkpointer, step):
+    """The base of which all that was saved is, with the metadata; None if it is torn."""
+    base = checkpointer.inspect(step).metadata["base"]
+    found, wanted = checkpointer.restore_numpy(step=step), values(step, base)
+    same = (found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    return base if all(same) else None
 
 
-def child(directory, say, mode, number):
-    """Looks at what is there, and then saves one step after another for ever."""
-    mesh = ml.create_mesh({"batch": 2})
-    layouts = {"kernel": mesh.layout("batch", None), "half": mesh.layout(None, "batch")}
-    asynchronous = mode == "saves" and number % 2 == 0
-    if mode == "retention":
-        slow_down_deleting(say)
-    keep = 1 if mode == "retention" else 3
-    ck = Checkpointer(directory, keep=keep, async_save=asynchronous)
-    left = [one.name for one in Path(directory).rglob("*") if is_left_over(one)]
-    steps = ck.all_steps()
-    whole = all(is_whole(ck, step) for step in steps)
-    say("found", steps[-1] if steps else 0, int(whole), len(left))
-    step = (steps[-1] if steps else 0) + 1
-    while True:
-        state = values(step)
-        placed = {
-            n: jax.device_put(state[n], one.sharding) for n, one in layouts.items()
-        }
-        say("begin", step)
-        ck.save(step, {**placed, "step": jnp.int32(step)})
-        say("acked", step - 1 if asynchronous else step)
-        step += 1
+def save(checkpointer, step, base):
+    state = jax.tree.map(jnp.asarray, values(step, base))
+    checkpointer.save(step, state, metadata={"base": base})
+    # Donated at once: what is saved must not change any more.
+    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(state)
 
 
-def is_left_over(path):
-    parts = (".deleting", ".saving", ".replaced", ".owner", ".manifest", "-tmp")
-    return any(part in path.name for part in parts)
-
-
-def slow_down_deleting(say):
-    """Gives the kills time to hit: every file takes some milliseconds to remove."""
-    delete, unlink = attempt.delete, os.unlink
-
-    def slowly(*args, **options):
-        time.sleep(0.003)
-        unlink(*args, **options)
-
-    def told(folder, lease):
-        os.unlink = slowly
-        say("deleting", folder.name)
-        delete(folder, lease)
-        os.unlink = unlink
-        say("deleted", folder.name)
-
-    attempt.delete = told
-
-
-@dataclass
-class Report:
-    """What was seen."""
-
-    kills: int = 0
-    during_saves: int = 0
-    during_deletions: int = 0
-    bad: int = 0
-    lost: int = 0
-    leftovers: int = 0
-    saves: int = 0
-    problems: list = field(default_factory=list)
-
-
-def one_life(directory, mode, number, rng, acked, report):
-    """Starts a child, kills it, and returns the last step it was told is saved."""
-    read, write = os.pipe()
+def in_child(work):
+    """Runs in a forked child, which has a backend of its own; returns its status."""
     pid = os.fork()
     if pid == 0:
-        os.close(read)
         code = 1
         try:
-            child(
-                directory,
-                lambda *words: os.write(
-                    write, (" ".join(map(str, words)) + "\n").encode()
-                ),
-                mode,
-                number,
-            )
-        except BaseException as error:
-            os.write(write, f"error {error!r}\n".encode())
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
-    os.close(write)
-    deadline, turns, last, text = None, 0, "", b""
-    begin = time.monotonic()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# Random moments.
+
+
+def live(directory, say, mode, life):
+    """Looks at what is there, and then saves one step after another for ever."""
+    say("opening")
+    keep = 1 if mode == "retention" else 2
+    checkpointer = ml.Checkpointer(directory, keep=keep)
+    steps = checkpointer.all_steps()
+    bases = [base_of(checkpointer, step) for step in steps]
+    say("found", json.dumps([steps, bases]))
+    step, base, previous = max(steps, default=0), 1000 * life, None
     while True:
-        left = 60 if deadline is None else deadline - time.monotonic()
-        if left <= 0 or time.monotonic() - begin > 60:
-            break
+        base += 1
+        step += mode != "again" or base % 3 == 0 or step == 0
+        say("begin")
+        save(checkpointer, step, base)
+        if mode == "async":
+            if previous:
+                say("acked", json.dumps(previous))
+            previous = [step, base]
+        else:
+            checkpointer.wait()
+            say("acked", json.dumps([step, base]))
+
+
+def tell(pipe, *words):
+    os.write(pipe, (" ".join(words) + "\n").encode())
+
+
+def random_kills(directory, part, report):
+    rng, acked = random.Random(part.get("seed", 0)), None
+    for life in range(part["kills"] + 1):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            say = functools.partial(tell, write)
+            try:
+                live(directory, say, part["mode"], life)
+            except BaseException as error:
+                say("problem", repr(error)[:300].replace("\n", " "))
+            finally:
+                os._exit(1)
+        os.close(write)
+        acked = watch(read, life, part, rng, acked, report)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+        names = [path.name for path in directory.glob("*")]
+        report["kills"] += life < part["kills"]
+        report["in a save"] += any(".new" in name for name in names)
+        report["in a deletion"] += any(".deleting" in name for name in names)
+
+
+def watch(read, life, part, rng, acked, report):
+    """Waits until a child is to be killed; returns what it was told is saved."""
+    text, deadline, turns = b"", time.monotonic() + 120, rng.randint(2, 4)
+    if rng.random() < 0.1:
+        turns = 0  # while it opens and looks
+    while (left := deadline - time.monotonic()) > 0:
         if not select.select([read], [], [], left)[0]:
             break
-        some = os.read(read, 4096)
+        some = os.read(read, 65536)
         if not some:
             break
-        text += some
-        *lines, text = text.split(b"\n")
+        *lines, text = (text + some).split(b"\n")
         for line in lines:
-            last, *rest = line.decode().split(" ")
-            if last == "found":
-                found, whole, leftovers = map(int, rest)
-                report.bad += not whole
-                report.lost += found < acked
-                report.leftovers += leftovers
-                turns = rng.randint(1, 3)  # the first save compiles, which takes longer
-            elif last == "begin" and mode == "saves":
+            kind, _, rest = line.decode().partition(" ")
+            if kind == "opening" and turns == 0 and life < part["kills"]:
+                deadline = time.monotonic() + rng.uniform(0, 0.1)
+            elif kind == "found":
+                steps, bases = json.loads(rest)
+                report["steps read"] += len(steps)
+                report["bad"] += bases.count(None)
+                newest = [steps[-1], bases[-1]] if steps else [0, 0]
+                report["lost"] += acked is not None and newest < acked
+                if life == part["kills"]:
+                    return acked
+            elif kind == "begin":
                 turns -= 1
                 if turns == 0:
-                    deadline = time.monotonic() + rng.uniform(0, 0.15)
-            elif last == "acked":
-                acked = max(acked, int(rest[0]))
-                report.saves += 1
-            elif last == "deleting":
-                deadline = time.monotonic() + rng.uniform(0, 0.04)
-            elif last == "error":
-                report.problems.append(line.decode())
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(read)
-    report.kills += 1
-    report.during_saves += any(".saving" in one.name for one in directory.iterdir())
-    report.during_deletions += last == "deleting"
+                    deadline = time.monotonic() + rng.uniform(0, 0.12)
+            elif kind == "acked":
+                acked = json.loads(rest)
+                report["acknowledged"] += 1
+            elif kind == "problem":
+                report["problems"].append(rest)
     return acked
 
 
-def main(directory, saves, deletions, seed):
+# Every file call.
+
+
+def every_call(directory, part, report):
+    faults = ctypes.CDLL(os.environ["FAULTS"])
+    faults.fault_disarm.restype = ctypes.c_long
+    keep, step, error = part["keep"], part["step"], part["error"]
+    base, told = directory / "base", directory / "told.json"
+
+    def prepare():
+        with ml.Checkpointer(base, keep=keep) as checkpointer:
+            for number in (1, 2):
+                save(checkpointer, number, 0)
+
+    assert in_child(prepare) == 0
+    number, copies = part.get("first", 1), []
+    while True:
+        copy = directory / f"at-{number}"
+        shutil.copytree(base, copy, ignore=shutil.ignore_patterns(".lock"))
+        told.unlink(missing_ok=True)
+
+        def save_there(copy=copy, number=number):
+            checkpointer = ml.Checkpointer(copy, keep=keep)
+            last = 2**40 if part.get("forever") else number
+            faults.fault_arm(str(copy).encode(), number, error, ctypes.c_long(last))
+            problem = ""
+            try:
+                save(checkpointer, step, 1)
+                checkpointer.wait()
+            except ml.errors.CheckpointError as caught:
+                problem = str(caught)
+            num_calls = faults.fault_disarm()
+            told.write_text(json.dumps([num_calls, problem]))
+            if error and num_calls >= number:  # the disk is well again
+                is_there = (
+                    base_of(checkpointer, step) == 1
+                    if step in (checkpointer.all_steps())
+                    else False
+                )
+                if not problem and not is_there:
+                    report["silent"] += 1
+                save(checkpointer, step, 2)
+                checkpointer.wait()
+                if base_of(checkpointer, step) != 2:
+                    report["next save bad"] += 1
+                told.write_text(
+                    json.dumps([num_calls, problem, {**report, "problems": []}])
+                )
+
+        status = in_child(save_there)
+        outcome = json.loads(told.read_text()) if told.exists() else [number, "", {}]
+        if status == 0 and outcome[0] < number:
+            break  # there are no more calls
+        copies.append(copy)
+        report["faults"] += 1
+        report["told"] += bool(outcome[1])
+        if status != (0 if error else -signal.SIGKILL):
+            report["problems"].append(f"call {number}: status {status}")
+        for name in ("silent", "next save bad"):
+            report[name] = max(report[name], (*outcome, {})[2].get(name, 0))
+        number += part.get("stride", 1)
+    report["calls of a save"] = outcome[0]
+    result = directory / "result.json"
+
+    def look():
+        for copy in copies:
+            try:
+                look_at(copy, keep, step, report)
+            except BaseException as problem:
+                report["problems"].append(f"{copy.name}: {problem!r}"[:400])
+        result.write_text(json.dumps(report))
+
+    assert in_child(look) == 0
+    report.clear()
+    report.update(json.loads(result.read_text()))
+
+
+def look_at(copy, keep, step, report):
+    """Reads what a killed save left, without the lock, and then goes on in its place."""
+    reader = ml.Checkpointer(copy, keep=keep)
+    bases = {number: base_of(reader, number) for number in reader.all_steps()}
+    report["bad"] += list(bases.values()).count(None)
+    report["bad"] += any(base not in (0, 1, 2) for base in bases.values())
+    is_there = 2 in bases or (keep == 1 and bases.get(step) is not None)
+    report["lost"] += not is_there
+    report["with the new copy"] += bases.get(step) in (1, 2)
+    with ml.Checkpointer(copy, keep=keep) as checkpointer:
+        for number in (5, 6):
+            save(checkpointer, number, 0)
+        checkpointer.wait()
+        steps = checkpointer.all_steps()
+        is_right = steps == [5, 6][-keep:]
+        report["next run bad"] += not is_right or None in [
+            base_of(checkpointer, number) for number in steps
+        ]
+    names = {path.name for path in copy.iterdir()} - {".lock", *map(str, steps)}
+    report["leftovers"] += bool(names)
+
+
+COUNTS = (
+    *("kills", "in a save", "in a deletion", "steps read", "acknowledged"),
+    *("faults", "told", "with the new copy", "calls of a save"),
+    *("bad", "lost", "leftovers", "silent", "next save bad", "next run bad"),
+)
+
+
+def main(directory, plan):
     warnings.filterwarnings("ignore", "os.fork")
+    logging.disable(logging.CRITICAL)
     jax.config.update("jax_num_cpu_devices", 2)
-    orbax._orbax()
-    rng = random.Random(seed)
-    reports = {}
-    for mode, hits, wanted in (
-        ("saves", "during_saves", saves),
-        ("retention", "during_deletions", deletions),
-    ):
-        place = Path(directory) / mode
-        report, acked = Report(), 0
-        while getattr(report, hits) < wanted and report.kills < 4 * wanted:
-            acked = one_life(place, mode, report.kills, rng, acked, report)
-        # Once more, to see what the last kill left.
-        one_life(place, mode, 0, rng, acked, last := Report())
-        for name in ("bad", "lost", "leftovers", "problems"):
-            setattr(report, name, getattr(report, name) + getattr(last, name))
-        reports[mode] = vars(report)
+    orbax.quiet()
+    reports = []
+    for index, part in enumerate(json.loads(plan)):
+        report = collections.Counter(dict.fromkeys(COUNTS, 0))
+        report["problems"] = []
+        place = Path(directory) / str(index)
+        place.mkdir()
+        if part["kind"] == "random":
+            random_kills(place / "run", part, report)
+        else:
+            every_call(place, part, report)
+        reports.append({**part, **{k: v for k, v in report.items() if v}})
         shutil.rmtree(place)
     sys.stdout.write(json.dumps(reports) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], sys.argv[2])

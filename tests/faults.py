@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils  # noqa: TID251
 
 import meshlayout as ml
-from meshlayout.checkpoint import step_writer
+from meshlayout.checkpoint.save import Save
 from tests.processes import ROOT, free_port
 
 
@@ -248,13 +248,13 @@ def train(job: argparse.Namespace, is_victim: bool) -> None:
             fault_at("batch")
             return np.ones(4, np.float32)
 
-    written = step_writer.StepWriter._written
+    await_response = Save._await
 
-    def faulty_written(writer: Any) -> Any:
+    def faulty_await(save: Any, response: Any) -> Any:
         fault_at("save")
-        return written(writer)
+        return await_response(save, response)
 
-    step_writer.StepWriter._written = faulty_written
+    Save._await = faulty_await
 
     @ml.compile_step
     def train_step(state: Any, batch: Any) -> Any:

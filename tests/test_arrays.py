@@ -467,8 +467,16 @@ def test_full_takes_the_dtype_of_its_value(value):
     assert made.weak_type == plain.weak_type
 
 
-@pytest.mark.parametrize("layout", CREATED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(
+            *(layout, dtype), marks=[pytest.mark.slow] * (number % 2 == is_short)
+        )
+        for number, layout in enumerate(CREATED)
+        for is_short, dtype in enumerate(["float32", "bfloat16"])
+    ],
+)
 def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
     key = jax.random.key(7)
     made = ma.normal(key, (16, 24), layout, dtype)

@@ -662,7 +662,7 @@ class Saver:
     def __init__(self):
         self.saved = []
 
-    def save(self, step, state, *, data, metadata, metrics, force):
+    def save(self, step, state, *, data, metadata, metrics, force, _beside):
         found = {name: x for name, x in metadata().items() if name != "resume"}
         self.saved.append((step, int(state.step), found))
         return True

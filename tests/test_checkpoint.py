@@ -1,9 +1,6 @@
 """Saving and restoring: every tree and dtype, on any mesh, and what is refused."""
 
-import errno
 import functools
-import hashlib
-import json
 import logging
 import os
 import re
@@ -22,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.checkpoint.policy import steps_to_delete
+from meshlayout.checkpoint.policy import best_of, steps_to_delete
 from tests.error_messages import message_of
 from tests.same_bits import assert_same_bits
 
@@ -30,10 +27,10 @@ from tests.same_bits import assert_same_bits
 DTYPES = [
     "bool",
     *("int4", "int8", "int16", "int32"),
-    *("uint4", "uint8", "uint16", "uint32"),
-    # XLA mixes up the bits of these in programs of jax 0.7.
-    *(("int2", "uint2") if jax.__version_info__ >= (0, 8) else ()),
-    *("float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    *("uint8", "uint16", "uint32"),
+    # XLA mixes up the bits of this one in programs of jax 0.7.
+    *(("int2",) if jax.__version_info__ >= (0, 8) else ()),
+    *("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
     *("bfloat16", "float16", "float32", "complex64"),
 ]
 
@@ -320,7 +317,6 @@ def test_restore_numpy_gives_nested_dicts(ck, mesh_2x4):
 WRITER = """
 import sys, jax, numpy as np, meshlayout as ml
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.checkpoint.policy import steps_to_delete
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = ml.create_mesh({"model": 8})
 with Checkpointer(sys.argv[1]) as ck:
@@ -333,9 +329,8 @@ with Checkpointer(sys.argv[1]) as ck:
 
 READER = """
 import resource, sys, jax, numpy as np, meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, orbax
+from meshlayout.checkpoint import Checkpointer
 jax.config.update("jax_num_cpu_devices", 8)
-orbax._READ_BYTES = 8 * 2**20
 mesh = ml.create_mesh({"model": 4}, devices=jax.devices()[:4])
 layouts = ml.LayoutMap(mesh, default=("model", None))
 ck = Checkpointer(sys.argv[1])
@@ -373,8 +368,6 @@ def test_another_dtype_is_given_on_request(ck):
     ck.save(1, state)
     made = ck.restore(state, dtype="bfloat16")
     assert_same_bits(made, state | {"w": state["w"].astype("bfloat16")})
-    half = ck.restore(state, dtype={"^w$": "float16"})
-    assert_same_bits(half["w"], state["w"].astype("float16"))
 
 
 def test_another_dtype_is_refused_unless_asked_for(ck):
@@ -392,7 +385,7 @@ def test_another_dtype_is_refused_unless_asked_for(ck):
             table.splitlines()
         )
     with pytest.raises(ml.errors.CheckpointError):
-        ck.restore({"w": jax.ShapeDtypeStruct((3,), "int32")}, dtype={"w": "int32"})
+        ck.restore({"w": jax.ShapeDtypeStruct((3,), "int32")}, dtype="int32")
 
 
 def test_values_that_another_dtype_cannot_hold_are_refused(ck, mesh_2x4):
@@ -401,18 +394,8 @@ def test_values_that_another_dtype_cannot_hold_are_refused(ck, mesh_2x4):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore({"w": big}, dtype="float16")
     assert str(caught.value) == (
-        "w f32[8] holds 1000000.0, which float16 cannot represent. Ask for another "
-        "dtype, or leave this array out of dtype={pattern: dtype}."
+        "w f32[8] holds 1000000.0, which float16 cannot represent."
     )
-
-
-def test_a_part_is_restored_and_the_rest_stays(ck, mesh_2x4):
-    ck.save(1, train_state(mesh_2x4, 1))
-    like = train_state(mesh_2x4, 2)
-    made = ck.restore(like, only="^params/")
-    assert_same_bits(made.params, train_state(mesh_2x4, 1).params)
-    assert_same_bits(made.opt_state, like.opt_state)
-    assert_same_bits(made.rng, like.rng)
 
 
 def test_a_new_head_stays_as_it_was_made(ck):
@@ -420,7 +403,7 @@ def test_a_new_head_stays_as_it_was_made(ck):
     like = {"body": jnp.zeros(3), "head": jnp.full(4, 7.0)}
     made = ck.restore(like, partial=True)
     assert_same_bits(made, {"body": jnp.ones(3), "head": jnp.full(4, 7.0)})
-    made = ck.restore(like, allow=["head"])
+    made = ck.restore(like, partial=["head"])
     assert_same_bits(made, {"body": jnp.ones(3), "head": jnp.full(4, 7.0)})
     with pytest.raises(ml.errors.CheckpointError, match="1 missing, 1 extra"):
         ck.restore(like)
@@ -438,14 +421,12 @@ def test_names_are_changed_by_a_table(ck):
 
 def test_no_name_becomes_part_of_another(ck):
     ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
-    for rename, second in (
-        ({"^c$": "a/b"}, "c: the name 'a/b'"),
-        ({"^a$": "c/b"}, "c: the name 'c'"),
-    ):
+    for rename, second in (({"^c$": "a/b"}, "a/b"), ({"^a$": "c/b"}, "c")):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         assert str(caught.value) == (
-            f"{second} and that of another array contain each other. Change rename= so that no name is the beginning of another."
+            f"the name {second!r} has more than 100 keys, or is the beginning of "
+            "another name. Change rename=."
         )
 
 
@@ -476,7 +457,6 @@ def test_a_root_key_called_params_is_a_key_like_any_other(ck, mesh_2x4):
         module.apply(found, x)
     ck.save(2, {**variables, "opt_state": {"mu": variables["params"]}, "step": 7})
     assert set(ck.restore_numpy()) == {"opt_state", "params", "step"}
-    assert set(ck.restore(only="^params/")) == {"params"}
 
 
 def test_the_parameters_of_a_train_state_go_into_a_dict_of_them(ck, mesh_2x4):
@@ -495,12 +475,11 @@ def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
         name: ml.copy_to_mesh(np.zeros(8, dtype), layout)
         for name, dtype in {"a": "float32", "n": "int32"}.items()
     }
-    made = ck.restore(like, dtype={"a": "float32", "n": "int32"})
-    assert_same_bits(
-        made,
-        {"a": (np.arange(8.0) / 3).astype("float32"), "n": like["n"] + np.arange(8)},
-    )
-    assert_same_layouts(made, like)
+    made = ck.restore({"a": like["a"]}, dtype="float32", partial="n")
+    assert_same_bits(made, {"a": (np.arange(8.0) / 3).astype("float32")})
+    assert_same_layouts(made, {"a": like["a"]})
+    made = ck.restore({"n": like["n"]}, dtype="int32", partial="a")
+    assert_same_bits(made, {"n": like["n"] + np.arange(8)})
 
 
 def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
@@ -515,42 +494,11 @@ def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
     assert_same_bits(as_half, {"x": half})
 
 
-def test_what_stays_has_to_be_alive(ck):
-    ck.save(1, {"a": jnp.ones(2), "b": jnp.ones(2)})
-    like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
-    like["b"].delete()
-    with pytest.raises(ml.errors.CheckpointError) as error:
-        ck.restore(like, only="a")
-    assert str(error.value) == (
-        "b: not restored from step 1, and the array in like= is deleted: it was "
-        "donated to a step or a relayout. Give the state that the step returned."
-    )
-
-
-def test_leftovers_that_cannot_be_removed_do_not_keep_from_reading(
-    tmp_path, monkeypatch, caplog
-):
-    with Checkpointer(tmp_path) as ck:
-        ck.save(1, {"a": jnp.ones(2)})
-    (tmp_path / ".deleting-2-12345678").mkdir()
-
-    def refuse(path):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr("shutil.rmtree", refuse)
-    with Checkpointer(tmp_path) as ck:
-        assert ck.restore_numpy()["a"].tolist() == [1, 1]
-    (line,) = (one.getMessage() for one in caplog.records)
-    assert line.startswith(
-        f"leftovers of unfinished saves in {tmp_path} cannot be removed: [Errno 30]"
-    )
-
-
 def test_a_masked_array_is_refused(ck):
     with pytest.raises(ml.errors.CheckpointError) as error:
         ck.save(1, {"a": np.ma.array([1.0, 2.0], mask=[True, False])})
     assert str(error.value) == (
-        "a: the mask of a masked array would be lost. Save x.filled(value), and the mask as a separate array."
+        "a: the mask of a masked array would be lost. Save it as a separate array."
     )
 
 
@@ -559,7 +507,7 @@ def test_a_dtype_for_no_array_is_refused(ck):
     with pytest.raises(ml.errors.CheckpointError) as error:
         ck.restore(dtype="int8")
     assert str(error.value) == (
-        "dtype='int8' is for integer arrays, and the state has only floating arrays: none is cast to another kind."
+        "dtype= must be a dtype of floating arrays, as are in the state, got 'int8'."
     )
 
 
@@ -608,24 +556,12 @@ def test_a_save_is_due_by_steps(tmp_path):
         assert [step for step in (13, 19, 21) if ck.save(step, state)] == [21]
 
 
-def test_a_save_is_due_by_the_clock(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Checkpointer(tmp_path, every_s=60) as ck:
-        state = {"x": np.zeros(1)}
-        assert not ck.save(1, state)
-        now[0] += 60
-        assert ck.save(2, state)
-        assert not ck.save(3, state)
-
-
 def test_a_step_that_exists_is_replaced(ck):
     for value in (1.0, 2.0, 3.0):
         ck.save(5, {"x": jnp.full(2, value)}, metadata={"value": value})
         assert ck.restore_numpy()["x"].tolist() == [value, value]
         assert ck.inspect(5).metadata == {"value": value}
-    names = {one.name for one in (ck.directory / "5").iterdir()}
-    assert len(names) == 2
+    assert sorted(one.name for one in ck.directory.iterdir()) == [".lock", "5"]
 
 
 def test_going_back_keeps_what_is_saved_then(tmp_path):
@@ -652,7 +588,7 @@ def test_the_state_may_be_donated_when_save_returns(tmp_path, mesh_2x4):
             x = update(x)
         for step in ck.all_steps():
             assert (ck.restore_numpy(step=step)["x"] == step).all()
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 7
 
 
 def test_numpy_arrays_may_be_written_to_when_save_returns(ck):
@@ -679,9 +615,9 @@ class Counter:
     "state",
     [
         3,
-        {"at": (1, [2]), "seed": np.int64(4)},
+        {"at": [1, [2]], "seed": 4},
         b"\x00\xff",
-        {"next": {0: None, 1: 2.5}},
+        {"next": {"0": None, "1": 2.5}},
     ],
 )
 def test_the_input_iterator_continues_where_it_was(ck, state):
@@ -728,25 +664,9 @@ def test_inspect_waits_for_the_save_that_is_under_way(ck):
     assert ck.inspect().step == 3
 
 
-def test_named_tuples_in_metadata_come_back_as_tuples(ck):
-    device = optax.EmptyState()
-    assert isinstance(device, tuple)
-    ck.save(1, {"x": 1}, metadata={"of": device, "list": [1]})
-    assert ck.inspect().metadata == {"of": (), "list": [1]}
-
-
-def test_the_memory_of_a_save_is_reported_in_advance(ck, mesh_2x4):
-    state = {
-        "cut": jax.device_put(
-            jnp.ones((8, 4)), mesh_2x4.layout("batch", None).sharding
-        ),
-        "whole": jax.device_put(jnp.ones(6), mesh_2x4.layout(None).sharding),
-        "numpy": np.ones(3),
-        "number": 3,
-    }
-    assert ck.memory(state) == 8 * 4 * 4 + 6 * 4 + 3 * 8
-    described = ml.describe(lambda: Model(nnx.Rngs(0)), layout_map(mesh_2x4))
-    assert ck.memory(described) == ck.memory(described.create()) > 0
+def test_metadata_come_back_as_json(ck):
+    ck.save(1, {"x": 1}, metadata={"of": (1, np.int64(2)), "rows": np.arange(2)})
+    assert ck.inspect().metadata == {"of": [1, 2], "rows": [0, 1]}
 
 
 def test_sizes_and_seconds_are_logged(ck, caplog):
@@ -755,19 +675,9 @@ def test_sizes_and_seconds_are_logged(ck, caplog):
     ck.restore_numpy()
     lines = [one.getMessage() for one in caplog.records if one.name.startswith("mesh")]
     assert re.fullmatch(
-        r"saved step 1: 16 B in \d+\.\d\d s \(.* on disk; the caller waited .* s\)",
-        lines[0],
+        r"saved step 1: 16 B in \d+\.\d\d s \(the caller waited .* s\)", lines[0]
     )
-    assert re.fullmatch(r"restored step 1: 16 B in \d+\.\d\d s", lines[1])
-
-
-def test_a_long_wait_is_logged(ck, caplog, monkeypatch):
-    monkeypatch.setattr("meshlayout.checkpoint.waits._AFTER_S", 0.0)
-    caplog.set_level(logging.INFO, "meshlayout.checkpoint")
-    ck.save(1, {"x": jnp.ones(4)})
-    ck.restore_numpy()
-    lines = [one.getMessage() for one in caplog.records]
-    assert "restoring step 1, 16 B ..." in lines
+    assert lines[1] == f"restored step 1 of {ck.directory}"
 
 
 @given(
@@ -778,14 +688,9 @@ def test_a_long_wait_is_logged(ck, caplog, monkeypatch):
 )
 def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, losses):
     newest = min(steps)
-    gone = steps_to_delete(
-        list(steps),
-        keep=keep,
-        keep_every=keep_every,
-        best=("loss", "min"),
-        metrics={step: {"loss": loss} for step, loss in losses.items()},
-        newest=newest,
-    )
+    measured = {step: {"loss": losses[step]} for step in steps & losses.keys()}
+    best = best_of(("loss", "min"), measured)
+    gone = steps_to_delete(list(steps), keep, keep_every, {best, newest})
     left = steps - set(gone)
     measured = {s: losses[s] for s in steps & losses.keys() if losses[s] == losses[s]}
     best = {s for s, loss in measured.items() if loss == min(measured.values())}
@@ -808,7 +713,7 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         ),
         (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},
-            "x: shapes without values, which ml.describe and jax.eval_shape return, cannot be saved. Save the state itself.",
+            "x: a shape without values cannot be saved. Save the state itself.",
         ),
         (
             {"a/b": 1, "a": {"b": 2}},
@@ -816,12 +721,12 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         ),
         (
             {"x": np.arange(3, dtype=">f4")},
-            "x: its byte order is that of another machine (>f4). Save "
-            "x.astype(x.dtype.newbyteorder('=')).",
+            "x: files cannot hold >f4. Cast it, for example to float32.",
         ),
         pytest.param(
             {"x": np.zeros(3, np.longdouble)},
-            f"x: {np.dtype(np.longdouble)} differs between machines and cannot be saved. Cast it to float64 or complex128.",
+            f"x: files cannot hold {np.dtype(np.longdouble).str}. Cast it, for example "
+            "to float32.",
             marks=pytest.mark.skipif(
                 np.dtype(np.longdouble) == np.float64, reason="there is no longer one"
             ),
@@ -845,8 +750,7 @@ def test_a_donated_array_is_refused(ck):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(1, {"x": x})
     assert str(caught.value) == (
-        "x: the array is deleted; it was donated, to a step or a relayout. Save what "
-        "the step returned."
+        "x: the array was donated, and is deleted. Save what the step returned."
     )
 
 
@@ -869,18 +773,11 @@ def test_save_inside_jit_is_refused(ck):
             "keep must be a positive integer, got an array of shape (2,). None leaves "
             "it out.",
         ),
-        ({"async_save": "no"}, "async_save must be True or False, got 'no'."),
         (
             {"best": "loss"},
             "best='loss' is not a metric's name and 'max' or 'min'. Write "
             "best=('val_accuracy', 'max').",
         ),
-        (
-            {"every": 2, "every_s": 3},
-            "every=2 and every_s=3 are both given. Leave one out: saves are due by "
-            "steps or by the clock.",
-        ),
-        ({"every_s": "x"}, "every_s must be a finite number of at least 0, got 'x'."),
     ],
 )
 def test_a_wrong_option_is_refused(tmp_path, options, message):
@@ -901,6 +798,10 @@ def test_a_wrong_directory_is_refused():
 def test_steps_that_do_not_exist_are_refused(ck):
     message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
+        f"{ck.directory} does not exist, at least not on this machine."
+    )
+    ck.directory.mkdir()
+    assert message(ck.restore_numpy) == (
         f"{ck.directory} has no checkpoints: nothing was saved there yet."
     )
     ck.save(3, {"x": 1})
@@ -909,7 +810,8 @@ def test_steps_that_do_not_exist_are_refused(ck):
         f"{ck.directory} has no step 4; it has 3."
     )
     assert message(lambda: ck.restore_numpy(step="newest")) == (
-        "step must be a number, 'latest' or 'best', got 'newest'."
+        f"step must be a non-negative integer, got 'newest'. {ck.directory} has the "
+        "steps 3."
     )
     assert message(lambda: ck.restore_numpy(step="best")) == (
         "there is no best step without a metric. Write Checkpointer(directory, "
@@ -941,16 +843,13 @@ def test_what_save_is_given_is_checked(tmp_path):
             "metrics['accuracy'] must be a number, got 'x'."
         )
         assert message(metrics=[0.5]) == (
-            "metrics must be numbers by name, got [0.5]. Write "
-            "metrics={'val_accuracy': 0.9}."
+            "metrics must be numbers by name, such as {'loss': 0.9}, got [0.5]."
         )
         assert message(metadata={"f": {1, 2}}) == (
-            "metadata['f'] is {1, 2}, which cannot be written as JSON. Give "
-            "numbers, strings, bytes, and lists and dicts of them."
+            "metadata['f'] is {1, 2}, which cannot be written as JSON."
         )
         assert message(data=[1]) == (
-            "data= must be an iterator with get_state() and set_state(state), got "
-            "[1]. Pass iter(dataset), not the dataset."
+            "data= must be an iterator, such as iter(dataset), got [1]."
         )
         ck.save(1, {"x": 1})
         with pytest.raises(ml.errors.CheckpointError) as caught:
@@ -962,8 +861,7 @@ def test_what_save_is_given_is_checked(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(2, {})
     assert str(caught.value) == (
-        f"the checkpointer of {tmp_path} is closed. Save inside its 'with' block, or "
-        "open another one."
+        f"the checkpointer of {tmp_path} is closed. Open another one."
     )
 
 
@@ -1014,7 +912,7 @@ def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value)
         except ml.MeshLayoutError as error:
             sentences.append(str(error))
 
-    for name in ("keep", "keep_every", "every", "every_s", "async_save", "best"):
+    for name in ("keep", "keep_every", "every", "best"):
         attempt(lambda name=name: Checkpointer(tmp_path, **{name: value}).close())
     if not isinstance(value, str):
         attempt(lambda: Checkpointer(value))
@@ -1028,10 +926,9 @@ def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value)
         attempt(lambda: ck.save(1, state, metadata=lambda: value))
         attempt(lambda: ck.save(1, state, metrics={"loss": value}))
         attempt(lambda: ck.save(1, state, metrics={value: 1.0}))
-        attempt(lambda: ck.memory(value))
         attempt(lambda: ck.inspect(value))
         ck.wait()
-    assert len(sentences) > 8
+    assert len(sentences) > 6
     for sentence in sentences:
         assert len(sentence.split()) > 4, sentence
         assert " at 0x" not in sentence, sentence
@@ -1066,45 +963,5 @@ def test_a_directory_that_was_removed_is_reported_as_such(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore()
     assert str(caught.value) == (
-        f"{tmp_path}/run has no checkpoints: the directory does not exist, at least not on this machine."
+        f"{tmp_path}/run does not exist, at least not on this machine."
     )
-
-
-def with_manifest(ck, change):
-    """Changes a step's manifest, so that its hash is right."""
-    file = ck.directory / "1" / "manifest.json"
-    fields = json.loads(file.read_bytes())["manifest"]
-    change(fields)
-    body = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    file.write_text(f'{{"manifest":{body},"sha256":"{digest}"}}\n')
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda fields: fields.pop("version"), "has version None of the format"),
-        (lambda fields: fields.update(version=1), "has version 1 of the format"),
-        (lambda fields: fields.update(more=1), "has other fields than this"),
-        (lambda fields: fields.pop("leaves"), "has other fields than this"),
-        (lambda fields: fields.update(leaves=3), "has other fields than this"),
-        (lambda fields: fields.update(files=[1]), "has other fields than this"),
-        (lambda fields: fields["leaves"][0].pop("path"), "has other fields than"),
-        (
-            lambda fields: fields.update(
-                metadata={"!": "array", "dtype": "|O", "shape": [1], "base64": "AAAA"}
-            ),
-            "this version of meshlayout did not write its metadata",
-        ),
-    ],
-)
-def test_a_manifest_of_another_program_is_a_sentence(ck, change, message):
-    ck.save(1, {"x": np.zeros(1)})
-    ck.wait()
-    with_manifest(ck, change)
-    with pytest.raises(ml.errors.CheckpointError, match=message):
-        ck.inspect(1)
-    if "metadata" not in message:
-        with pytest.raises(ml.errors.CheckpointError, match=message) as caught:
-            ck.restore_numpy(step=1, fallback=True)
-        assert caught.type is ml.errors.CheckpointError

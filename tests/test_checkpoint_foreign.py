@@ -24,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint import safetensors as reading
 from tests.error_messages import message_of
 
 
@@ -34,6 +33,12 @@ DTYPES = [
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 ]
 
+
+ADVICE = (
+    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
+    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
+    "that it matches as it is. dtype= asks for another dtype of the same kind."
+)
 
 error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
 
@@ -80,10 +85,9 @@ def test_every_dtype_and_shape_comes_back_from_safetensors(tmp_path, dtype, shap
 
 
 @pytest.mark.parametrize("separator", [".", "/"])
-@pytest.mark.parametrize("most", [2**30, 600, 1])
-def test_sharded_states_come_back_on_any_mesh(tmp_path, state, separator, most):
+def test_sharded_states_come_back_on_any_mesh(tmp_path, state, separator):
     options = {"separator": separator}
-    checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=most, **options)
+    checkpoint.save_safetensors(tmp_path, state, **options)
     for axes in ({"batch": 2, "model": 4}, {"batch": 4, "model": 2}, {"model": 8}):
         layouts = ml.LayoutMap(
             ml.create_mesh(axes), {"kernel": ("model", None), "bias": ("model",)}
@@ -101,10 +105,10 @@ def test_sharded_states_come_back_on_any_mesh(tmp_path, state, separator, most):
 
 
 def test_the_reference_library_reads_what_was_written(tmp_path, state):
-    files = checkpoint.save_safetensors(
+    file = checkpoint.save_safetensors(
         tmp_path / "x.safetensors", state, metadata={"format": "pt"}
     )
-    found = load_file(files[0])
+    found = load_file(file)
     assert sorted(found) == ["dense.bias", "dense.kernel", "norm.scale", "steps"]
     for name, array in found.items():
         *above, last = name.split(".")
@@ -112,7 +116,7 @@ def test_the_reference_library_reads_what_was_written(tmp_path, state):
         for key in above:
             node = node[key]
         equal(array, np.asarray(node[last]))
-    header = json.loads(files[0].read_bytes()[8:].split(b"}}")[0] + b"}}")
+    header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
     assert header["__metadata__"] == {"format": "pt"}
 
 
@@ -125,27 +129,28 @@ def test_what_the_reference_library_wrote_is_read(tmp_path, mesh_2x4):
     assert str(ml.fetch_layout(got["a"]["w"])) == "[batch, model]"
 
 
-def test_shards_are_no_larger_than_asked_and_listed_in_the_index(tmp_path):
-    saved = {f"w{at}": values((10,), seed=at) for at in range(7)}
-    files = checkpoint.save_safetensors(tmp_path, saved, max_shard_bytes=80)
-    assert [file.name for file in files] == [
-        *(f"model-0000{at}-of-00004.safetensors" for at in (1, 2, 3, 4)),
-        "model.safetensors.index.json",
-    ]
-    index = json.loads(files[-1].read_text())
-    assert index["metadata"] == {"total_size": 7 * 40}
-    for name, file in index["weight_map"].items():
-        found = load_file(tmp_path / file)
-        assert sum(array.nbytes for array in found.values()) <= 80
-        equal(found[name], saved[name])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        file.name for file in files
-    )
+def save_set(directory, saved):
+    """Several files with an index, as published models come; returns all of them."""
+    directory.mkdir(exist_ok=True)
+    names = sorted(saved)
+    files = {
+        name: f"model-0000{at}-of-0000{len(names)}.safetensors"
+        for at, name in enumerate(names, 1)
+    }
+    for name, file in files.items():
+        save_file({name: saved[name]}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+    return [*(directory / file for file in files.values()), index]
 
 
-def test_the_index_itself_can_be_given(tmp_path, state):
-    *_, index = checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=1)
-    equal(checkpoint.load_safetensors(str(index), state), state)
+def test_a_set_of_files_is_read_by_its_index_or_its_directory(tmp_path, mesh_2x4):
+    saved = {f"a.w{at}": values((8, 4), seed=at) for at in range(3)}
+    *_, index = save_set(tmp_path, saved)
+    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model")})
+    for where in (index, str(index), tmp_path):
+        got = checkpoint.load_safetensors(where, layouts)
+        equal(got, {"a": {f"w{at}": saved[f"a.w{at}"] for at in range(3)}})
 
 
 # Safetensors: names and dims.
@@ -179,6 +184,17 @@ def torch_names(seed=0):
     }
 
 
+def nest(named):
+    tree = {}
+    for name, array in named.items():
+        *above, last = name.split(".")
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = array
+    return tree
+
+
 TABLE = {
     r"^net\.conv\.weight$": "conv.kernel",
     r"^net\.conv\.bias$": "conv.bias",
@@ -190,17 +206,21 @@ TABLE = {
 TURNED = {"conv/kernel": (2, 3, 1, 0), r"layers/\d+/kernel": (1, 0)}
 
 
-@pytest.mark.parametrize("most", [2**30, 100])
-def test_published_weights_land_on_a_layout_map(tmp_path, mesh_2x4, most):
+@pytest.mark.parametrize("write", [save_set, checkpoint.save_safetensors])
+def test_published_weights_land_on_a_layout_map(tmp_path, mesh_2x4, write):
     saved = torch_names()
-    checkpoint.save_safetensors(tmp_path, saved, separator="/", max_shard_bytes=most)
+    write(tmp_path / "x", nest(saved) if write is not save_set else saved)
     layouts = ml.LayoutMap(
         mesh_2x4,
         {r"layers/\d/kernel": ("batch", "model"), "conv/kernel": (..., "model")},
     )
     plan = ml.describe(lambda: Published(nnx.Rngs(0)), layouts)
     model = checkpoint.load_safetensors(
-        tmp_path, plan, rename=TABLE, transpose=TURNED, allow="num_batches"
+        tmp_path / "x",
+        plan,
+        rename=TABLE,
+        transpose=TURNED,
+        partial="num_batches",
     )
     assert isinstance(model, Published)
     dense: Any = model.h.layers[1]
@@ -226,9 +246,7 @@ def test_states_are_written_under_published_names(tmp_path):
         "norm/bias": "net.ln.bias",
     }
     turned = {"conv/kernel": (3, 2, 0, 1), r"layers/\d+/kernel": (1, 0)}
-    (file,) = checkpoint.save_safetensors(
-        tmp_path, model, rename=back, transpose=turned
-    )
+    file = checkpoint.save_safetensors(tmp_path, model, rename=back, transpose=turned)
     found = load_file(file)
     shapes = {name: array.shape for name, array in torch_names().items()}
     del shapes["net.ln.num_batches"]
@@ -240,7 +258,7 @@ def test_states_are_written_under_published_names(tmp_path):
 def test_sharded_arrays_are_written_transposed(tmp_path, mesh_2x4):
     whole = values((8, 4, 2))
     saved = {"w": ml.relayout(whole, mesh_2x4.layout("model", "batch", None))}
-    (file,) = checkpoint.save_safetensors(tmp_path, saved, transpose={"w": (2, 0, 1)})
+    file = checkpoint.save_safetensors(tmp_path, saved, transpose={"w": (2, 0, 1)})
     equal(load_file(file)["w"], np.ascontiguousarray(whole.transpose(2, 0, 1)))
 
 
@@ -252,12 +270,13 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         return error_of(checkpoint.load_safetensors, tmp_path, state, **options)
 
     assert load(transpose={"[wb]": (1, 0)}) == (
-        "b f32[3]: transpose= gives it (1, 0), which permutes arrays of 2 dims. "
-        "Make the pattern narrower."
+        "b f32[3]: transpose= gives it (1, 0), which permutes other dims."
     )
     assert load(transpose={"w": (1, 2)}) == (
-        "transpose= gives 'w' the dims (1, 2), which are not a permutation. Write "
-        "(1, 0) to swap the dims of a matrix."
+        "w f32[2, 3]: transpose= gives it (1, 2), which permutes other dims."
+    )
+    assert load(transpose={"w": "10"}) == (
+        "transpose= takes dims such as (1, 0), got '10'."
     )
     assert load(transpose={"v": (1, 0)}) == (
         "the pattern 'v' of transpose= matches none of the 2 paths. Correct it or remove it."
@@ -267,8 +286,7 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         "differs  wanted       saved\n"
         "───────  ───────────  ───────────\n"
         "shape    w f32[2, 3]  w f32[3, 2]\n"
-        "allow=[pattern] keeps the values of arrays of another shape. "
-        "transpose={pattern: (1, 0)} permutes dims."
+        f"{ADVICE}"
     )
 
 
@@ -316,28 +334,30 @@ def test_linen_variables_are_loaded_in_their_boxes(tmp_path, mesh_2x4):
 # Safetensors: only what is needed.
 
 
-@pytest.mark.parametrize("most", [2**30, 100])
-def test_only_the_slices_that_devices_hold_are_read_each_once(
-    tmp_path, mesh_2x4, monkeypatch, most
-):
-    state = {"w": values((16, 8)), "v": values((8, 4)), "left": values((64, 64))}
-    checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=most)
-    read = []
-    original = reading._Files.read
+class Counted:
+    """An array that notes the shape of every slice that is taken of it."""
 
-    def spy(self, leaf, index):
-        part = original(self, leaf, index)
-        assert part.base is None  # no view of something larger
-        read.append((leaf.path, part.shape))
+    def __init__(self, name, array, read):
+        self.shape, self.dtype = array.shape, array.dtype
+        self._name, self._array, self._read = name, array, read
+
+    def __getitem__(self, index):
+        part = self._array[index]
+        self._read.append((self._name, part.shape))
         return part
 
-    monkeypatch.setattr(reading._Files, "read", spy)
+
+def test_only_the_slices_that_devices_hold_are_read_each_once(mesh_2x4):
+    state = {"w": values((16, 8)), "v": values((8, 4)), "left": values((64, 64))}
+    read = []
+    saved = {name: Counted(name, x.T, read) for name, x in state.items()}
     layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model"), "v": (None, "model")})
     like = {name: np.empty_like(state[name]) for name in ("w", "v")}
-    got = checkpoint.load_safetensors(tmp_path, like, layouts=layouts, allow="left")
+    options = {"transpose": {"": (1, 0)}, "layouts": layouts}
+    got = checkpoint.load_arrays(saved, like, partial="left", **options)
     equal(got, {"v": state["v"], "w": state["w"]})
     # The replicas along `batch` of v share one reading.
-    assert sorted(read) == [("v", (8, 1))] * 4 + [("w", (8, 2))] * 8
+    assert sorted(read) == [("v", (1, 8))] * 4 + [("w", (2, 8))] * 8
 
 
 def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
@@ -351,26 +371,16 @@ def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
     assert peak < big.nbytes / 4
 
 
-def aligned(array):
-    """A copy that begins where the devices of a CPU could use it as it is."""
-    room = np.empty(array.nbytes + 64, "uint8")
-    begin = -room.ctypes.data % 64
-    made = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return made
-
-
-def test_restored_arrays_share_no_memory(tmp_path, mesh_2x4, monkeypatch):
-    saved = {"w": values((256, 256))}
+def test_restored_arrays_can_be_donated(tmp_path, mesh_2x4):
+    # Many: a CPU device takes over memory that happens to be aligned.
+    saved = {f"w{at}": values((256,), seed=at) for at in range(64)}
     checkpoint.save_safetensors(tmp_path, saved)
-    original = reading._Files.read
-    monkeypatch.setattr(
-        reading._Files, "read", lambda self, *where: aligned(original(self, *where))
-    )
     got = checkpoint.load_safetensors(tmp_path, ml.LayoutMap(mesh_2x4))
-    equal(got, saved)
-    places = {part.data.unsafe_buffer_pointer() for part in got["w"].addressable_shards}
-    assert len(places) == 8
+    step = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)
+    got = step(step(step(got)))
+    for name, array in got.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), -saved[name])
 
 
 def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch):
@@ -394,6 +404,9 @@ def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch
 # Safetensors: damage.
 
 
+WHICH = "Give one file, or the index of shards, which says whether they are complete."
+
+
 def damaged(file, data, like):
     """Returns the error of loading other bytes, or None for an equal load."""
     file.write_bytes(data)
@@ -407,7 +420,7 @@ def damaged(file, data, like):
 
 def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
     like = {"w": values((3, 4)), "b": values(3)}
-    (file,) = checkpoint.save_safetensors(tmp_path, like)
+    file = checkpoint.save_safetensors(tmp_path, like)
     whole = file.read_bytes()
     for size in range(len(whole)):
         error = damaged(file, whole[:size], like)
@@ -422,7 +435,7 @@ def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
 
 def test_no_flipped_bit_of_a_header_is_silent(tmp_path):
     like = {"w": values((3, 4)), "b": values(3)}
-    (file,) = checkpoint.save_safetensors(tmp_path, like)
+    file = checkpoint.save_safetensors(tmp_path, like)
     whole = bytearray(file.read_bytes())
     (size,) = struct.unpack("<Q", whole[:8])
     for at in range(8 + size):
@@ -434,31 +447,23 @@ def test_no_flipped_bit_of_a_header_is_silent(tmp_path):
 
 def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
     like = {"w": values((3, 4)), "b": values(3)}
-    first, second, index = checkpoint.save_safetensors(
-        tmp_path, like, max_shard_bytes=1
-    )
+    first, second, index = save_set(tmp_path, like)
     load = checkpoint.load_safetensors
     text = index.read_text()
     second.rename(tmp_path / "away")
-    assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second}, which {index.name} names, does not exist."
-    )
+    damaged = ml.errors.DamagedCheckpointError
+    start = f"{index} is not an index of the files beside it: "
+    with pytest.raises(ml.errors.CheckpointError, match=second.name):
+        load(tmp_path, like)
     shutil.copy(first, second)
-    assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second} does not hold the array 'w', which {index.name} lists for it. They are from different saves."
-    )
-    for bad in ("", "{}", text[:-9], text.replace(second.name, f"../{second.name}")):
+    assert error_of(load, tmp_path, like, error=damaged) == f"{start}'w'."
+    for bad in ("", "{}", "[]", text[:-9], '{"weight_map": {"w": 3}}'):
         index.write_text(bad)
-        assert error_of(
-            load, tmp_path, like, error=ml.errors.DamagedCheckpointError
-        ) == (
-            f"{index} is not an index of safetensors files: it has no 'weight_map' from the names of arrays, each once, to the names of files next to it."
-        )
+        assert error_of(load, tmp_path, like, error=damaged).startswith(start)
     index.unlink()
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds shards, such as {first.name}, and no index "
-        "*.safetensors.index.json, without which nobody knows whether they are "
-        "complete."
+        f"{tmp_path}: it is unclear which safetensors file to read of these: "
+        f"{first.name}, {second.name}. {WHICH}"
     )
 
 
@@ -466,16 +471,20 @@ def test_what_is_not_there_is_named(tmp_path):
     load = checkpoint.load_safetensors
     like = {"w": values(3)}
     away = tmp_path / "away.safetensors"
-    assert error_of(load, away, like) == f"{away} does not exist."
-    assert error_of(load, tmp_path, like) == (f"{tmp_path} holds no safetensors file.")
+    assert error_of(load, away, like).startswith(f"{away} cannot be read: ")
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: it is unclear which safetensors file to read of these: none. "
+        f"{WHICH}"
+    )
     assert error_of(load, "gs://bucket/x.safetensors", like) == (
-        "gs://bucket/x.safetensors: safetensors files are read and written by mapping them into memory, which needs a local path. Copy them to a disk."
+        "gs://bucket/x.safetensors: safetensors files are mapped into memory: give a "
+        "local path."
     )
     for name in "ab":
         checkpoint.save_safetensors(tmp_path / f"{name}.safetensors", like)
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds several: a.safetensors, b.safetensors. Give the path of "
-        "one file or index."
+        f"{tmp_path}: it is unclear which safetensors file to read of these: "
+        f"a.safetensors, b.safetensors. {WHICH}"
     )
 
 
@@ -488,39 +497,35 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         assert not list(tmp_path.iterdir())
         return message
 
-    assert save({"rng": jax.random.key(0)}) == (
-        "rng: safetensors files cannot hold PRNG keys. Save the "
-        "parameters alone, as state.params or nnx.state(model, nnx.Param), or "
-        "jax.random.key_data(key) instead of the key."
+    alone = (
+        "Save the parameters alone, as state.params or nnx.state(model, nnx.Param), and "
+        "of PRNG keys jax.random.key_data."
     )
-    assert save({"step": 3}) == (
-        "step: safetensors files hold arrays, and this is 3 of type int. Save the "
-        "parameters alone, as state.params or nnx.state(model, nnx.Param)."
-    )
-    assert save({"w": jax.ShapeDtypeStruct((2,), "float32")}).startswith(
-        "w: safetensors files hold arrays, and this is ShapeDtypeStruct("
-    )
-    assert save({"w": jnp.zeros(2, "int4")}) == (
-        "w: safetensors files cannot hold the dtype int4. Cast it to another one."
-    )
-    assert save({"a.b": values(2)}) == (
-        "a.b: a key contains '.', which also separates keys in the file. Give separator='/', or rename the array."
-    )
-    assert save(values(2)) == (
-        "the state is a single leaf without a name. Put it into a dict."
+    for value, what in (
+        (jax.random.key(0), "dtype key<fry>"),
+        (3, "3"),
+        (jnp.zeros(2, "int4"), "dtype int4"),
+    ):
+        assert save({"a": values(2), "x": value}) == (
+            "x: safetensors files hold arrays of common dtypes, and this is "
+            f"{what}. {alone}"
+        )
+    message = save({"w": jax.ShapeDtypeStruct((2,), "float32")})
+    assert message.startswith("w: safetensors files hold arrays of common dtypes, and")
+    assert save(values(2)).startswith("state must hold arrays by name, got ")
+    assert save({"a.b": values(2), "a": {"b": values(2)}}) == (
+        "the saved arrays 'a/b' and 'a.b' both become 'a.b'. Change rename= so that "
+        "they differ."
     )
     assert save({"a": values(2), "b": values(2)}, rename={"[ab]": "c"}) == (
         "the saved arrays 'a' and 'b' both become 'c'. Change rename= so that they "
         "differ."
     )
-    assert save({"a": values(2)}, max_shard_bytes=0) == (
-        "max_shard_bytes must be a positive integer, got 0."
-    )
     assert save({"a": values(2)}, separator="-") == (
         "separator must be '.' or '/', got '-'."
     )
-    assert save({"a": values(2)}, metadata={"x": 1}) == (
-        "metadata= must be strings by name, got {'x': 1}."
+    assert save({"a": values(2)}, metadata="x") == (
+        "metadata= must be strings by name, got 'x'."
     )
 
 
@@ -532,17 +537,15 @@ def test_keys_with_dots_come_back_with_the_other_separator(tmp_path):
 
 def test_nothing_is_replaced_unless_asked(tmp_path):
     old, new = {"w": values(3)}, {"w": values(3, seed=1), "v": values(2)}
-    (file,) = checkpoint.save_safetensors(tmp_path, old)
+    file = checkpoint.save_safetensors(tmp_path, old)
     assert error_of(checkpoint.save_safetensors, tmp_path, new) == (
         f"{file} exists. Give another name, or overwrite=True."
     )
     equal(checkpoint.load_safetensors(tmp_path, old), old)
-    for most in (2**20, 1, 2**20, 1, 1):
-        files = checkpoint.save_safetensors(
-            tmp_path, new, max_shard_bytes=most, overwrite=True
-        )
-        assert sorted(tmp_path.iterdir()) == sorted(files)
-        equal(checkpoint.load_safetensors(tmp_path, new), new)
+    for state in (new, old):
+        assert checkpoint.save_safetensors(tmp_path, state, overwrite=True) == file
+        assert [*tmp_path.iterdir()] == [file]
+        equal(checkpoint.load_safetensors(tmp_path, state), state)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
@@ -556,9 +559,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         message = error_of(checkpoint.save_safetensors, tmp_path, new, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message == (
-        "the safetensors files cannot be written: [Errno 27] File too large."
-    )
+    file = tmp_path / "model.safetensors"
+    assert message == f"{file} cannot be written: [Errno 27] File too large."
     assert sorted(tmp_path.iterdir()) == before
     equal(checkpoint.load_safetensors(tmp_path, old), old)
     checkpoint.save_safetensors(tmp_path, new, overwrite=True)
@@ -569,38 +571,20 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     where = tmp_path / "file" / "x.safetensors"
     message = error_of(checkpoint.save_safetensors, where, {"w": values(2)})
-    assert message.startswith("the safetensors files cannot be written: [Errno")
+    assert message.startswith(f"{where} cannot be written: [Errno")
 
 
-@pytest.mark.parametrize("most", [2**20, 1])
-def test_a_save_that_stops_anywhere_never_leaves_a_mixture(tmp_path, monkeypatch, most):
-    old = {"w": values(3), "v": values(2)}
-    new = {"w": values(3, seed=1), "v": values(2, seed=1)}
-    original = Path.replace
-    for stop in range(4):
-        here = tmp_path / str(stop)
-        checkpoint.save_safetensors(here, old, max_shard_bytes=most)
-        left = [stop]
+def test_a_save_that_stops_leaves_what_was_there(tmp_path, monkeypatch):
+    old, new = {"w": values(3)}, {"w": values(3, seed=1)}
+    file = checkpoint.save_safetensors(tmp_path, old)
 
-        def replace(self, target, left=left):
-            if not left[0]:
-                raise OSError(5, "stopped")
-            left[0] -= 1
-            return original(self, target)
+    def replace(self, target):
+        raise OSError(5, "stopped")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", replace)
-            with contextlib.suppress(ml.errors.CheckpointError):
-                checkpoint.save_safetensors(
-                    here, new, max_shard_bytes=most, overwrite=True
-                )
-        try:
-            got = checkpoint.load_safetensors(here, old)
-        except ml.errors.CheckpointError:
-            assert most == 1  # the set has no index
-            continue
-        assert got["w"].tolist() in (old["w"].tolist(), new["w"].tolist())
-        equal(got, new if got["w"].tolist() == new["w"].tolist() else old)
+    monkeypatch.setattr(Path, "replace", replace)
+    error_of(checkpoint.save_safetensors, tmp_path, new, overwrite=True)
+    assert [*tmp_path.iterdir()] == [file]
+    equal(checkpoint.load_safetensors(tmp_path, old), old)
 
 
 # What is wanted.
@@ -629,15 +613,14 @@ def test_bad_arguments_of_loading_are_refused(tmp_path, mesh_2x4):
         return error_of(checkpoint.load_safetensors, tmp_path, like, **options)
 
     assert load({}) == (
-        "like= holds no arrays: {} of type dict. Give the state to restore, or its "
-        "shapes from ml.describe or jax.eval_shape."
+        "like= holds no arrays: {}. Give the state to restore, or its shapes from "
+        "ml.describe or jax.eval_shape."
     )
-    assert load(layouts, layouts=layouts) == (
-        "like= and layouts= are both layout maps. Give one: like=layouts, or like=state and layouts=layouts."
+    assert load(layouts, layouts=layouts).startswith(
+        "like= holds no arrays: a LayoutMap"
     )
     assert load(state, layouts=mesh_2x4) == (
-        f"layouts= must be a LayoutMap, got {mesh_2x4!r} of type Mesh. Without it, "
-        "arrays get the layouts of like=."
+        "layouts= must be a LayoutMap, got a Mesh."
     )
 
 
@@ -645,7 +628,8 @@ def test_names_inside_names_make_no_tree(tmp_path, mesh_2x4):
     save_file({"a": values(2), "a.b": values(2)}, tmp_path / "x.safetensors")
     message = error_of(checkpoint.load_safetensors, tmp_path, ml.LayoutMap(mesh_2x4))
     assert message == (
-        "a.b: the name 'a/b' and that of another array contain each other. Change rename= so that no name is the beginning of another."
+        "the name 'a/b' has more than 100 keys, or is the beginning of another name. "
+        "Change rename=."
     )
 
 
@@ -687,6 +671,92 @@ def test_other_memory_is_kept_to(tmp_path, mesh_2x4):
     got = checkpoint.load_safetensors(tmp_path, like)
     assert got["w"].sharding == where
     equal(got, state)
+
+
+# Mappings.
+
+
+def test_an_npz_file_is_a_mapping_of_arrays(tmp_path, mesh_2x4):
+    saved = {"net.w": values((8, 4)), "net.n": np.int32(3)}
+    np.savez(tmp_path / "x.npz", **saved)
+    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model")})
+    got = checkpoint.load_arrays(np.load(tmp_path / "x.npz"), layouts)
+    equal(got, {"net": {"w": saved["net.w"], "n": saved["net.n"]}})
+    assert str(ml.fetch_layout(got["net"]["w"])) == "[batch, model]"
+
+
+def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mesh_2x4):
+    layout = mesh_2x4.layout("model", None)
+    path = tmp_path / "w"
+    np.memmap(path, "float32", "w+", shape=(4, 2))[:] = values((4, 2))
+    saved = {
+        "layers": [{"w": ml.relayout(values((8, 4)), layout)}, {"w": values((2, 2))}],
+        "mapped": np.memmap(path, "float32", "r", shape=(4, 2)),
+        "big": values(4).astype(">f4"),
+        "int4": jnp.arange(4, dtype="int4"),
+        "float8": jnp.ones(4, "float8_e5m2"),
+        "key": np.asarray(jax.random.key_data(jax.random.key(3))),
+        "step": 5,
+        "none": None,
+        "name": "text",
+    }
+    like = {
+        "layers": [{"w": jnp.zeros((8, 4))}, {"w": np.zeros((2, 2), "float32")}],
+        "mapped": jnp.zeros((4, 2)),
+        "big": jnp.zeros(4),
+        "int4": jnp.zeros(4, "int4"),
+        "float8": jnp.zeros(4, "float8_e5m2"),
+        "key": jax.random.key(0),
+        "step": 0,
+    }
+    got = checkpoint.load_arrays(saved, like)
+    assert got.pop("step") == 5
+    key = jax.random.key_data(got.pop("key"))
+    np.testing.assert_array_equal(key, saved["key"])
+    expected = {name: saved[name] for name in got} | {"big": values(4)}
+    equal(got, expected)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    load = checkpoint.load_arrays
+    like = {"w": np.zeros(2, "float32")}
+    assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
+        "the mapping: a.w is {1, 2}, which is neither an array of numbers nor a number."
+    )
+    assert error_of(load, {"w": np.array(["x"])}, like).startswith("the mapping: w is ")
+    assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
+        "the mapping: two arrays have the path 'a.w'."
+    )
+    for empty in ({}, None, [values(2)]):
+        assert error_of(load, empty, like).startswith(
+            "the mapping holds no arrays by name: it is "
+        )
+
+
+def test_a_state_dict_of_torch_is_loaded(mesh_2x4):
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(4, 8)
+    saved = dict(layer.state_dict()) | {
+        "half": torch.arange(4).to(torch.bfloat16),
+        "grad": layer.bias,
+        "count": torch.tensor(3),
+    }
+    layouts = ml.LayoutMap(mesh_2x4, {"weight": (None, "model")})
+    like = {
+        "weight": jax.ShapeDtypeStruct((4, 8), "float32"),
+        "bias": jnp.zeros(8),
+        "half": jnp.zeros(4, "bfloat16"),
+        "grad": np.zeros(8, "float32"),
+        "count": np.int64(0),
+    }
+    options = {"transpose": {"weight": (1, 0)}, "layouts": layouts}
+    got = checkpoint.load_arrays(
+        saved, like | {"count": jnp.int32(0)}, dtype="int32", **options
+    )
+    np.testing.assert_array_equal(got["weight"], layer.weight.detach().numpy().T)
+    np.testing.assert_array_equal(got["grad"], layer.bias.detach().numpy())
+    assert got["half"].tolist() == [0, 1, 2, 3]
+    assert (int(got["count"]), got["count"].dtype) == (3, jnp.int32)
 
 
 # Flax msgpack.
@@ -774,16 +844,12 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
             written[at] ^= 1 << bit
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "is truncated or is not Flax's msgpack: Unpack failed: incomplete input"),
-        (b"\x01", "is not msgpack of a state: it holds 1"),
-    ],
-)
-def test_what_is_not_msgpack_of_a_state_is_refused(data, reason):
-    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
-    assert message == f"the msgpack data {reason}."
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x80"])
+def test_what_is_not_msgpack_of_a_state_is_refused(data):
+    damaged = ml.errors.DamagedCheckpointError
+    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)}, error=damaged)
+    start = "the msgpack data is truncated or is not a state in Flax's msgpack: "
+    assert message.startswith(start)
 
 
 def test_a_missing_msgpack_file_is_named(tmp_path):
@@ -898,14 +964,14 @@ def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, wr
 def test_orbax_arrays_are_renamed_left_out_and_cast(tmp_path, mesh_2x4):
     state = {"old": {"w": jnp.asarray(values((4, 2)))}, "more": jnp.ones(3)}
     where = save_standard(tmp_path / "x", state)
-    like = {"new": {"w": jnp.zeros((2, 4), "bfloat16")}, "head": jnp.full(2, 7.0)}
+    like = {"new": {"w": jnp.zeros((2, 4))}, "head": jnp.full(2, 7.0)}
     got = checkpoint.load_orbax(
         where,
         like,
         rename={"^old/": "new/"},
         transpose={"w": (1, 0)},
         partial=True,
-        dtype={"w": "bfloat16"},
+        dtype="bfloat16",
     )
     equal(got["new"]["w"], values((4, 2)).T.astype(jnp.bfloat16))
     assert got["head"].tolist() == [7, 7]
@@ -926,12 +992,12 @@ def test_arrays_that_orbax_wrote_over_each_other_are_found_out(tmp_path):
     where = save_standard(tmp_path / "x", state)
     load = checkpoint.load_orbax
     assert error_of(load, where, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{where}: ('a', 'b') and ('a.b',) have the same name in Orbax's files, which hold only one of them."
+        f"{where}: two arrays have the name 'a.b'; one may be lost."
     )
     state = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
     where = save_standard(tmp_path / "y", state)
     assert error_of(load, where, like) == (
-        f"{where}: ('a', 'b') and ('a/b',) have the same path. Read them with Orbax, and rename one."
+        f"{where}: two arrays have the name 'a.b'; one may be lost."
     )
 
 
@@ -949,8 +1015,7 @@ def test_float_arrays_of_orbax_never_become_integers(tmp_path):
         "differs  wanted    saved\n"
         "───────  ────────  ────────\n"
         "dtype    w i32[3]  w f32[3]\n"
-        "dtype= asks for another dtype of the same kind; floating point never becomes "
-        "integer."
+        f"{ADVICE}"
     )
 
 
@@ -965,26 +1030,23 @@ def test_orbax_directories_with_several_trees_ask_which(tmp_path, mesh_2x4):
     step = tmp_path / "x" / "2"
     like = {"w": jnp.ones(3)}
     load = checkpoint.load_orbax
-    assert error_of(load, tmp_path / "x", like) == (
-        f"{tmp_path / 'x'} holds the steps 1, 2. Give the directory of one of "
-        f"them, such as {step}."
-    )
-    assert error_of(load, step, like) == (
-        f"{step} holds several trees: 'a', 'b'. Choose one with item=."
-    )
-    assert error_of(load, step, like, item="c") == (
-        f"{step} has no tree 'c', only 'a', 'b'."
-    )
+    for where, item, count, names in (
+        (tmp_path / "x", None, 0, "1, 2"),
+        (step, None, 2, "_CHECKPOINT_METADATA, a, b, commit_success.txt"),
+        (step, "c", 0, "_CHECKPOINT_METADATA, a, b, commit_success.txt"),
+        (tmp_path, None, 0, "x"),
+        (tmp_path / "away", None, 0, "nothing"),
+    ):
+        assert error_of(load, where, like, item=item) == (
+            f"{where} holds {count} trees that Orbax finished writing, and one is "
+            "needed. Give the directory of one step, and item= if it holds several. In "
+            f"it are: {names}."
+        )
     equal(load(step, like, item="b"), {"w": np.zeros(3, "float32")})
-    assert error_of(load, tmp_path, like) == (
-        f"{tmp_path} holds nothing that Orbax finished writing."
-    )
-    away = tmp_path / "away"
-    assert (
-        error_of(load, away, like) == f"{away} does not exist, or is not a directory."
-    )
 
 
+# Orbax leaves reads behind when one of them fails, and they find its loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "write", [save_standard, save_pytree, save_new], ids=lambda one: one.__name__
 )
@@ -1017,21 +1079,18 @@ def test_no_lost_file_of_orbax_is_silent(tmp_path, write, damage):
 @pytest.mark.parametrize(
     "write", [save_standard, save_new], ids=lambda one: one.__name__
 )
-def test_prng_keys_of_another_generator_are_refused(tmp_path, write):
+def test_prng_keys_come_back_onto_devices_and_only_as_long_words(tmp_path, write):
     def state(impl):
-        return {"key": jax.random.key(0, impl=impl)}
+        return {"key": jax.random.split(jax.random.key(0, impl=impl), 8)}
 
     where = write(tmp_path / "x", state("rbg"))
-    equal(checkpoint.load_orbax(where, state("rbg")), state("rbg"))
-    (file,) = where.rglob("_METADATA")
-    tree = file.parent
-    assert error_of(checkpoint.load_orbax, where, state("unsafe_rbg")) == (
-        f"{tree} does not fit the state to restore: 1 of another dtype.\n"
-        "differs  wanted           saved\n"
-        "───────  ───────────────  ──────────────\n"
-        "dtype    key key<urbg>[]  key key<rbg>[]\n"
-        "A PRNG key is restored only for the generator that it was saved for: create the state with jax.random.key(seed, impl='rbg')."
-    )
+    mesh = ml.create_mesh({"batch": 8})
+    layouts = ml.LayoutMap(mesh, {"key": ("batch",)})
+    got = checkpoint.load_orbax(where, state("rbg"), layouts=layouts)
+    equal(got, state("rbg"))
+    assert len(got["key"].sharding.device_set) == 8
+    message = error_of(checkpoint.load_orbax, where, state("threefry2x32"))
+    assert "shape    key key<fry>[8]  key u32[8, 4]" in message
 
 
 # All kinds of states that are wanted.
@@ -1106,10 +1165,9 @@ def test_rules_that_match_nothing_are_named(tmp_path, mesh_2x4):
         checkpoint.load_safetensors(tmp_path, layouts)
 
 
-def test_loading_says_what_it_did(tmp_path, caplog):
+def test_loading_says_what_differs(tmp_path, caplog):
     checkpoint.save_safetensors(tmp_path, {"w": values((4, 4)), "v": values(2)})
     with caplog.at_level("INFO", "meshlayout.checkpoint"):
         checkpoint.load_safetensors(tmp_path, {"w": values((4, 4))}, partial=True)
-    first, second = caplog.messages
-    assert first.startswith(f"loaded 1 arrays, 64 B, from {tmp_path} in ")
-    assert second.startswith(f"{tmp_path} differs: 1 extra\n")
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path} differs: 1 extra\n")

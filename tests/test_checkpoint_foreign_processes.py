@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from safetensors.numpy import load_file
@@ -22,6 +23,37 @@ def placed(array, layout):
     return place(array.shape, layout.sharding, array.__getitem__)
 
 
+def error_of(call, *args, **options):
+    try:
+        call(*args, **options)
+    except ml.errors.CheckpointError as error:
+        return str(error)
+    return None
+
+
+class Counted:
+    """An array that counts the elements that are taken of it."""
+
+    def __init__(self, array):
+        self.shape, self.dtype, self.num_read = array.shape, array.dtype, 0
+        self._array = array
+
+    def __getitem__(self, index):
+        part = self._array[index]
+        self.num_read += part.size
+        return part
+
+
+def check(got):
+    """Returns the shapes of this process's shards, which have the right values."""
+    shapes = []
+    for key, whole in (("kernel", KERNEL), ("bias", BIAS)):
+        for shard in got[key].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+            shapes.append(list(shard.data.shape))
+    return shapes
+
+
 def save_and_load(where):
     """Runs on every process."""
     mesh = ml.create_mesh({"batch": 2, "model": 2})
@@ -31,27 +63,22 @@ def save_and_load(where):
         "scale": placed(np.ones(4, "float32"), mesh.layout(None)),
         "local": np.full(3, 5, "float32"),
     }
-    sets = {"one": 2**20, "many": 1}
-    for name, most in sets.items():
-        checkpoint.save_safetensors(f"{where}/{name}", state, max_shard_bytes=most)
-    said = []
-    for overwrite in (False, True):
-        try:
-            checkpoint.save_safetensors(f"{where}/many", state, overwrite=overwrite)
-        except ml.errors.CheckpointError as error:
-            said.append(str(error))
-    other = ml.LayoutMap(
-        mesh, {"kernel": ("model", "batch"), "bias": (("batch", "model"),)}
-    )
-    shards = []
-    for name in sets:
-        got = checkpoint.load_safetensors(f"{where}/{name}", other)
-        for key, whole in (("kernel", KERNEL), ("bias", BIAS)):
-            for shard in got[key].addressable_shards:
-                np.testing.assert_array_equal(
-                    np.asarray(shard.data), whole[shard.index]
-                )
-                shards.append(list(shard.data.shape))
+    checkpoint.save_safetensors(f"{where}/plain", state)
+    checkpoint.save_safetensors(f"{where}/turned", state, transpose={"kernel": (1, 0)})
+    said = [error_of(checkpoint.save_safetensors, f"{where}/plain", state)]
+    checkpoint.save_safetensors(f"{where}/plain", state, overwrite=True)
+    specs = {"kernel": ("model", "batch"), "bias": (("batch", "model"),)}
+    other = ml.LayoutMap(mesh, specs)
+    shards = [check(checkpoint.load_safetensors(f"{where}/plain", other))]
+    # Of arrays that count, and from a directory of plain Orbax.
+    counted = {"kernel": Counted(KERNEL.T), "bias": Counted(BIAS)}
+    options = {"transpose": {"kernel": (1, 0)}}
+    shards.append(check(checkpoint.load_arrays(counted, other, **options)))
+    read = [array.num_read for array in counted.values()]
+    tree = {name: state[name] for name in ("kernel", "bias")}
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(f"{where}/orbax", tree)
+    shards.append(check(checkpoint.load_orbax(f"{where}/orbax", other)))
     words = np.asarray(jax.random.key_data(jax.random.key(5)))
     dtype, everywhere = jax.random.key(0).dtype, mesh.layout().sharding
     like = {"key": jax.ShapeDtypeStruct((), dtype, sharding=everywhere)}
@@ -59,25 +86,46 @@ def save_and_load(where):
     parts = [shard.data for shard in key.addressable_shards]
     assert key.sharding == everywhere
     found = [jax.random.key_data(part).tolist() for part in parts]
-    return {"said": said, "shards": shards, "keys": found}
+    return {"said": said, "shards": shards, "keys": found, "read": read}
 
 
 def test_two_processes_write_one_set_of_files_and_read_their_own_slices(tmp_path):
     found = run_processes(2, save_and_load, str(tmp_path), shared=True)
-    for one in found:
-        words = jax.random.key_data(jax.random.key(5)).tolist()
-        assert one["keys"] == [words, words]
-        assert one["shards"] == [[4, 8], [4, 8], [4], [4]] * 2
+    words = jax.random.key_data(jax.random.key(5)).tolist()
     exists = (
-        f"{tmp_path}/many/model.safetensors.index.json exists. Give another name, or "
+        f"{tmp_path}/plain/model.safetensors exists. Give another name, or "
         "overwrite=True."
     )
-    assert found[0]["said"] == [exists]
-    assert found[1]["said"] == [exists]
-    for name in ("one", "many"):
+    for one in found:
+        assert one["keys"] == [words, words]
+        assert one["shards"] == [[[4, 8], [4, 8], [4], [4]]] * 3
+        # Half of each array: what the two devices of a process hold.
+        assert one["read"] == [KERNEL.size // 2, BIAS.size // 2]
+        assert one["said"] == [exists]
+    for name in ("plain", "turned"):
         (file,) = (tmp_path / name).iterdir()
         arrays = load_file(file)
-        np.testing.assert_array_equal(arrays["kernel"], KERNEL)
+        kernel = arrays["kernel"].T if name == "turned" else arrays["kernel"]
+        np.testing.assert_array_equal(kernel, KERNEL)
         np.testing.assert_array_equal(arrays["bias"], BIAS)
         np.testing.assert_array_equal(arrays["local"], np.full(3, 5))
         np.testing.assert_array_equal(arrays["scale"], np.ones(4))
+
+
+def save_apart(where):
+    """Runs on every process: each has a directory of its own."""
+    mesh = ml.create_mesh({"batch": 2, "model": 2})
+    state = {"kernel": placed(KERNEL, mesh.layout("batch", "model"))}
+    own = f"{where}/{jax.process_index()}"
+    return error_of(checkpoint.save_safetensors, own, state)
+
+
+def test_a_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
+    first, second = run_processes(2, save_apart, str(tmp_path), shared=True)
+    name = f"{tmp_path}/1/.model.safetensors.incomplete"
+    assert second == (
+        f"process 1 does not see {name}, which process 0 has created. All processes need "
+        "a directory that they share."
+    )
+    assert first == second
+    assert not [*tmp_path.rglob("*.*")]

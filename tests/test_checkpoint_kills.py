@@ -1,55 +1,74 @@
-"""Processes killed while they save and delete lose nothing that was acknowledged."""
+"""Saves that are killed at any moment, or whose file calls fail, lose nothing.
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+The ordinary tests take a few moments and calls; the slow ones take all of them.
+"""
+
+import errno
+import shutil
 
 import pytest
 
+from tests.checkpoint_kills import command, finish
 
-KILLS, RETENTION_KILLS = 60, 20
 
+WRONG = ("bad", "lost", "leftovers", "silent", "next save bad", "next run bad")
 
-@pytest.mark.slow
-def test_kills_lose_nothing(tmp_path, counts):
-    # Two at a time, each with its own directory.
-    jobs = [start(tmp_path / str(seed), seed) for seed in range(2)]
-    reports = [finish(job) for job in jobs]
-    total = {
-        mode: {
-            name: sum((report[mode][name] for report in reports), type(value)())
-            for name, value in reports[0][mode].items()
+# Two steps exist; one run saves a third, or the second again, which may be the only one.
+SAVES = ({"keep": 2, "step": 3}, {"keep": 2, "step": 2}, {"keep": 1, "step": 2})
+
+SHORT = [
+    {"kind": "random", "mode": "again", "kills": 4},
+    {"kind": "calls", "keep": 1, "step": 2, "error": 0, "stride": 11, "first": 2},
+    {"kind": "calls", "keep": 2, "step": 3, "error": errno.EIO, "stride": 19},
+]
+
+KILLS = [
+    {"kind": "random", "mode": mode, "kills": 30, "seed": seed}
+    for seed, mode in enumerate(("sync", "async", "again", "retention"))
+]
+
+CALLS = [{"kind": "calls", "error": 0, "stride": 2, **save} for save in SAVES]
+
+ERRORS = {
+    name: [
+        {
+            "kind": "calls",
+            "error": error,
+            "stride": 7,
+            "first": 1 + turn,
+            **save,
+            **more,
         }
-        for mode in reports[0]
-    }
-    for mode, report in total.items():
-        counts(f"{mode}: {report}")
-    for report in total.values():
-        assert report["problems"] == []
-        assert (report["bad"], report["lost"], report["leftovers"]) == (0, 0, 0)
-    assert total["saves"]["during_saves"] >= KILLS
-    assert total["retention"]["during_deletions"] >= RETENTION_KILLS
-
-
-def start(directory, seed):
-    directory.mkdir()
-    counts = [str(count // 2) for count in (KILLS, RETENTION_KILLS)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint_kills", directory, *counts, str(seed)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parent.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        for turn, save in enumerate(SAVES)
+    ]
+    for name, error, more in (
+        ("one call fails", errno.EIO, {}),
+        ("the disk is full", errno.ENOSPC, {"forever": True}),
+        ("nothing can be written", errno.EROFS, {"forever": True}),
     )
+}
 
 
-def finish(job):
-    try:
-        out, said = job.communicate(timeout=400)
-    finally:
-        job.kill()
-    assert job.returncode == 0, said[-3000:]
-    return json.loads(out.splitlines()[-1])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(SHORT, id="some"),
+        pytest.param(KILLS, id="moments", marks=pytest.mark.slow),
+        pytest.param(CALLS, id="calls", marks=pytest.mark.slow),
+        *(
+            pytest.param(x, id=name, marks=pytest.mark.slow)
+            for name, x in ERRORS.items()
+        ),
+    ],
+)
+def test_saves_that_are_cut_off_lose_nothing(tmp_path, plan, counts):
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        plan = [part for part in plan if part["kind"] == "random"]
+        if not plan:
+            pytest.skip("no C compiler for the faults in file calls")
+    for report in finish(command(tmp_path, plan)):
+        counts(str(report))
+        assert report.get("problems") is None
+        assert {name: report[name] for name in WRONG if name in report} == {}
+        seen = report["kills" if report["kind"] == "random" else "faults"]
+        assert seen > 3

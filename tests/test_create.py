@@ -73,7 +73,7 @@ def maps(mesh):
 TRIED = {
     "8": ("all on the last", "first"),
     "2x4": ("first", "last", "replicated"),
-    "2x2x2": ("all on the first",),
+    "2x2x2": ("all on the first", "all on the last"),
     "1": ("last",),
     "last 4": ("all on the last",),
 }
@@ -224,50 +224,82 @@ BUILDERS = {
     "pytree": pytree,
     "optimizer": optimizer_state,
     "one array": lambda: jnp.linspace(0.0, 1.0, 64),
-    "pair": lambda: (MLP(rngs=nnx.Rngs(1)), {"step": jnp.zeros(()), "n": 3}),
+    "pair": lambda: (
+        nnx.Linear(8, 16, rngs=nnx.Rngs(1)),
+        {"step": jnp.zeros(()), "n": 3},
+    ),
 }
 
 
-def builds():
-    """Every builder on every mesh; those that take long to compile are slow but once."""
-    costly = ("mlp", "convnet", "stacked", "expressions", "everything")
-    return [
+# What `make test` tries: every builder, every mesh and every map, and not all of their
+# combinations.
+SOON = {
+    ("8", "all on the last"): (
+        "convnet",
+        "stacked",
+        "linen mlp",
+        "pytree",
+        "optimizer",
+    ),
+    ("8", "first"): ("everything", "linen everything", "expressions", "pytree"),
+    ("2x4", "first"): ("optimizer", "pair"),
+    ("2x4", "last"): ("one array", "pair"),
+    ("2x4", "replicated"): ("one array", "pair"),
+    ("2x2x2", "all on the first"): ("one array", "pair"),
+    ("2x2x2", "all on the last"): ("pair",),
+    ("1", "last"): ("one array", "pair"),
+    ("last 4", "all on the last"): ("one array", "pytree"),
+}
+SLOW_ALONE = ("mlp", "linen convnet")  # Linen's and NNX's make the same arrays.
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "kind", "name"),
+    [
         pytest.param(
-            mesh_name,
-            name,
-            marks=[pytest.mark.slow]
-            * (name.removeprefix("linen ") in costly and mesh_name != "8"),
-            id=f"{name}-{mesh_name}",
+            *(mesh_name, kind, name),
+            marks=[pytest.mark.slow] * (name not in SOON[mesh_name, kind]),
+            id=f"{name}-{mesh_name}-{kind}",
         )
         for name in BUILDERS
-        for mesh_name in TRIED
-    ]
-
-
-@pytest.mark.parametrize(("mesh_name", "name"), builds())
-def test_values_are_those_of_building_without_a_mesh(mesh_name, name):
+        for mesh_name, kinds in TRIED.items()
+        for kind in kinds
+    ],
+)
+def test_every_array_has_the_maps_layout_and_the_bits_of_building_without_a_mesh(
+    mesh_name, kind, name
+):
     expected = BUILDERS[name]()
-    layouts = maps(MESHES[mesh_name]())
-    for one in TRIED[mesh_name]:
-        assert_same_bits(ml.create(BUILDERS[name], layouts[one]), expected)
-
-
-@pytest.mark.parametrize("mesh_name", ["2x2x2", "last 4"])
-@pytest.mark.parametrize("name", ["convnet", "linen everything", "stacked", "pytree"])
-def test_every_array_has_the_maps_layout(mesh_name, name):
-    layouts = maps(MESHES[mesh_name]())["all on the last"]
+    layouts = maps(MESHES[mesh_name]())[kind]
     made = ml.create(BUILDERS[name], layouts)
-    wanted = plain(layouts.resolve(BUILDERS[name]()).layouts)
+    assert_same_bits(made, expected)
+    sharded = assert_lies(made, layouts.resolve(expected).layouts)
+    is_split = kind != "replicated" and mesh_name != "1"
+    assert (sharded > 0) == is_split
+    assert sharded > 3 or not is_split or name not in LARGE
+
+
+def test_every_builder_is_tried_soon():
+    assert {*BUILDERS} == {*SLOW_ALONE}.union(*SOON.values())
+    assert {*SOON} == {(mesh, kind) for mesh in TRIED for kind in TRIED[mesh]}
+
+
+LARGE = ("convnet", "linen everything", "stacked", "pytree")
+
+
+def assert_lies(made, layouts):
+    """Asserts that arrays have the layouts; returns how many of them are sharded."""
+    layouts = jax.tree.leaves_with_path(plain(layouts))
     sharded = 0
     for path, leaf in jax.tree.leaves_with_path(plain(made)):
         if not isinstance(leaf, jax.Array):
             continue
-        (layout,) = (v for p, v in jax.tree.leaves_with_path(wanted) if p == path)
+        (layout,) = (v for p, v in layouts if p == path)
         assert ml.Layout.of(leaf) == layout
         shapes = {shard.data.shape for shard in leaf.addressable_shards}
         assert shapes == {layout.shard_shape(leaf.shape)}
         sharded += not layout.is_fully_replicated
-    assert sharded > 3
+    return sharded
 
 
 # No leaf is ever whole on a device.
@@ -570,8 +602,18 @@ BROADCASTS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(8, 16), (8, 256), (8, 16, 64), (8, 32768)])
-@pytest.mark.parametrize("name", list(BROADCASTS))
+# Each with one shape soon, and with all of them in test-all.
+BROADCAST_SHAPES = [(8, 16), (8, 256), (8, 16, 64), (8, 32768)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (number // 2 != kind))
+        for number, name in enumerate(BROADCASTS)
+        for kind, shape in enumerate(BROADCAST_SHAPES)
+    ],
+)
 def test_dividing_by_a_broadcast_array_keeps_its_bits(name, shape):
     def build():
         return BROADCASTS[name](jax.random.normal(jax.random.key(0), shape))
@@ -619,7 +661,14 @@ def test_bodies_that_jax_runs_one_by_one_keep_their_bits(mesh_2x4, function):
         assert_same_bits(ml.create(build, layouts), build())
 
 
-@pytest.mark.parametrize("shape", [(1024, 1024), (64, 4096), (16, 128, 128)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((1024, 1024), marks=pytest.mark.slow),
+        (64, 4096),
+        pytest.param((16, 128, 128), marks=pytest.mark.slow),
+    ],
+)
 def test_large_random_leaves_have_the_bits_of_the_whole(shape):
     def build():
         keys = [jax.random.key(n) for n in range(3)]
@@ -661,13 +710,15 @@ def test_64_bit_values_stay_so(mesh_2x4):
 
 
 @pytest.mark.parametrize(
+    "name", ["pair", pytest.param("expressions", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     "types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)]
 )
-def test_explicit_axes_change_no_bits(types):
+def test_explicit_axes_change_no_bits(types, name):
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
     layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")
-    made = ml.create(lambda: Expressions(rngs=nnx.Rngs(0)), layouts)
-    assert_same_bits(made, Expressions(rngs=nnx.Rngs(0)))
+    assert_same_bits(ml.create(BUILDERS[name], layouts), BUILDERS[name]())
 
 
 # What is refused, and how.

@@ -487,7 +487,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert refused(Frame()).endswith("got a Frame.")
+    assert "got a Frame." in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 

@@ -11,7 +11,6 @@ from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout.distribute import get_replica_context
-from tests.error_messages import message_of
 
 
 ROWS = 10
@@ -196,45 +195,3 @@ def test_flax_is_as_it_was_outside_of_a_run(strategy):
     for batch in batches(strategy, X):
         strategy.run(lambda x: x, args=batch)
     assert before == (nnx.BatchNorm.__call__, nnx.metrics.Average.update)
-
-
-def test_padding_that_counts_somewhere_is_noticed_although_the_loss_leaves_it_out(
-    strategy,
-):
-    with strategy.scope():
-        model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        total = nnx.Variable(jnp.float32(0), aggregation="sum")
-    before = np.asarray(model.kernel[...])
-
-    def step(x):
-        def loss_fn(model):
-            return ml.losses.compute_average_loss((model(x) ** 2).mean(axis=-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def returns_a_mean(x):
-        return step(x), x.mean()
-
-    def keeps_a_sum(x):
-        total[...] += x.sum()
-        return step(x)
-
-    *_, short = strategy.distribute_dataset(X, global_batch_size=8)
-    for function, place in [
-        (returns_a_mean, "result 1"),
-        (keeps_a_sum, "the variable total"),
-    ]:
-        assert message_of(strategy.run, function, (short,)) == (
-            f"{function.__name__} got a short batch, which is padded to the shape of "
-            f"the others, and {place} would be another one with other padding: padding "
-            "counts there. Multiply by get_replica_context().example_mask what is added "
-            "up over rows, and divide by its num_examples; losses.compute_average_loss "
-            "and metrics do so by themselves."
-        )
-    # Nothing was trained, and a function that leaves padding out still can be.
-    np.testing.assert_array_equal(model.kernel[...], before)
-    strategy.run(step, args=(short,))
-    assert (np.asarray(model.kernel[...]) != before).any()

@@ -290,11 +290,13 @@ needs_memories = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"zero": 1},
-        {"accumulate": 2, "on_nonfinite": "skip", "clip_norm": 1.0, "ema": 0.9},
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"zero": 1}, id="zero"),
+        pytest.param(
+            {"accumulate": 2, "on_nonfinite": "skip", "clip_norm": 1.0, "ema": 0.9},
+            id="many",
+        ),
     ],
-    ids=["plain", "zero", "many"],
 )
 def test_optimizer_state_stays_on_the_host_with_the_same_numbers(options):
     expected, losses = trained(ml.parallel.fsdp(EIGHT), **options)

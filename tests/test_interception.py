@@ -104,8 +104,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+# Half of the combinations soon: every option, with and without weights in turn.
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        pytest.param(name, weights, marks=[pytest.mark.slow] * (number % 2 == weights))
+        for number, name in enumerate(OPTIONS)
+        for weights in (False, True)
+    ],
+)
 def test_a_model_that_looks_at_types_computes_what_flax_computes(name, weights):
     calls = [vars(kind).get("__call__") for kind in (Block, Half, nnx.BatchNorm)]
     _, loss = first_loss(lambda: Curious(nnx.Rngs(0)), square, weights, **OPTIONS[name])
@@ -212,8 +219,15 @@ REMATS = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [
+        ("nnx", 2),
+        ("linen", 1),
+        pytest.param("nnx", 1, marks=pytest.mark.slow),
+        pytest.param("linen", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", list(REMATS)[1:])
 def test_streams_that_blocks_are_handed_draw_as_without_the_option(
     name, kind, accumulate
@@ -308,8 +322,17 @@ def linen_square(model, batch, train):
     return jnp.square(model(batch["x"], train))
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": "full"}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nnx", {"accumulate": 2, "remat": "full"}),
+        ("linen", {}),
+        pytest.param("nnx", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "linen", {"accumulate": 2, "remat": "full"}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_batch_norm_with_a_pmap_axis_takes_statistics_of_all_rows(kind, options):
     mesh = ml.create_mesh({"batch": 8})
     x = np.concatenate([X, 2 * X])

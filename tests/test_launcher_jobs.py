@@ -49,30 +49,31 @@ ml.initialize()
 folder, victim, step_to_die = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 mesh = ml.create_mesh()
 x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
-data = ml.distribute_dataset({"x": x}, mesh, global_batch_size=8, shuffle=1)
+data = ml.distribute_dataset({"x": x}, mesh, global_batch_size=8, shuffle=1, epochs=3)
 replicated = mesh.layout(None)
-state = {"w": ml.relayout(np.ones(3, "float32"), replicated)}
+state = {"w": ml.relayout(np.ones(3, "float32"), replicated), "step": 0}
 
 @ml.compile_step
 def train_step(state, batch):
     grads = jax.grad(lambda w: jnp.mean(jnp.square(batch["x"] @ w)))(state["w"])
-    return {"w": state["w"] - 0.1 * grads}, {}
+    return {**state, "w": state["w"] - 0.1 * grads}, {}
 
 with ml.Checkpointer(folder / "checkpoints", every=1) as ck:
-    with ml.checkpoint.Loop(ck, data) as loop:
-        state = loop.resume(state)
-        for epoch in loop.epochs(3):
-            for batch in loop:
-                state, _ = train_step(state, batch)
-                loop.step_done(state)
-                print("step", loop.step)
-                is_first = not (folder / "killed").exists()
-                if ml.cluster.process_index() == victim and is_first:
-                    if loop.step == step_to_die:
-                        (folder / "killed").write_text("")
-                        os.kill(os.getpid(), signal.SIGKILL)
+    batches = iter(data)
+    state = ck.resume(state, data=batches)
+    for batch in batches:
+        step = state.pop("step") + 1
+        state, _ = train_step(state, batch)
+        state["step"] = step
+        ck.save(step, state, data=batches)
+        print("step", step)
+        is_first = not (folder / "killed").exists()
+        if ml.cluster.process_index() == victim and is_first:
+            if step == step_to_die:
+                (folder / "killed").write_text("")
+                os.kill(os.getpid(), signal.SIGKILL)
 if ml.cluster.is_main():
-    result = {"w": ml.to_numpy(state["w"]).tobytes().hex(), "step": loop.step}
+    result = {"w": ml.to_numpy(state["w"]).tobytes().hex(), "step": state["step"]}
     (folder / "result.json").write_text(json.dumps(result))
 ml.shutdown()
 """

@@ -732,6 +732,7 @@ def test_the_text_of_a_mesh_is_short(devices, text):
     assert Mesh.from_string(text) == mesh
 
 
+@pytest.mark.slow  # test_layout opens pickles of meshes with those of layouts
 def test_a_pickle_opens_in_another_process_with_the_same_devices():
     script = (
         "import jax, pickle, sys; jax.config.update('jax_num_cpu_devices', 8); "

@@ -49,8 +49,16 @@ EVERY = [
     (metrics.Histogram(-2, 2, 8), (SCORES,)),
     (metrics.Quantile(0.5, -3, 3), (SCORES,)),
 ]
+# Their state is that of the metric before them, and other tests measure them.
+_ALIKE = (6, 13, 14, 16)
 each_metric = pytest.mark.parametrize(
-    ("metric", "inputs"), EVERY, ids=[repr(metric) for metric, _ in EVERY]
+    ("metric", "inputs"),
+    [
+        pytest.param(
+            *one, id=repr(one[0]), marks=[pytest.mark.slow] * (number in _ALIKE)
+        )
+        for number, one in enumerate(EVERY)
+    ],
 )
 
 some_metrics = pytest.mark.parametrize(
@@ -497,7 +505,13 @@ def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, explicit, mesh
     close(values(updated(metric, rows, mask)), values(updated(metric, inputs, MASK)))
 
 
-@pytest.mark.parametrize("shape", [{"batch": 1, "seq": 8}, {"batch": 2, "seq": 4}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"batch": 1, "seq": 8}, marks=pytest.mark.slow),
+        {"batch": 2, "seq": 4},
+    ],
+)
 def test_tokens_sharded_on_two_dims_give_what_whole_ones_give(shape):
     mesh = ml.create_mesh(shape)
     logits = RNG.normal(size=(4, 8, 8)).astype(np.float32)

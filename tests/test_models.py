@@ -82,7 +82,14 @@ def test_both_variants_compute_the_same(name):
     np.testing.assert_allclose(model(images), logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 6, 3), (1, 5, 7, 2), (1, 11, 11, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 4, 6, 3),
+        (1, 5, 7, 2),
+        pytest.param((1, 11, 11, 4), marks=pytest.mark.slow),
+    ],
+)
 def test_max_pooling_is_flax_max_pooling(shape):
     x = jax.random.normal(jax.random.key(0), shape)  # continuous: no ties
 
@@ -171,7 +178,7 @@ def losses_on_one_device(name, flax, split, size):
     return losses
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize("flax", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", ["mlp", pytest.param("convnet", marks=pytest.mark.slow)]
 )
@@ -197,7 +204,15 @@ def test_any_layout_learns_what_one_device_learns(name, flax):
         )
 
 
-@pytest.mark.parametrize("limit", [1, 15, 16, 21])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        1,
+        pytest.param(15, marks=pytest.mark.slow),
+        pytest.param(16, marks=pytest.mark.slow),
+        21,
+    ],
+)
 def test_testing_counts_every_example_once(limit, mesh_2x4):
     split = examples(limit)
     layouts = ml.LayoutMap(mesh_2x4, mlp.MODEL_PARALLEL)

@@ -36,7 +36,7 @@ LAYOUTS = {
     "transformer": ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP", "FSDP_MODEL_PARALLEL"),
 }
 EVERY_LAYOUT = [(name, rules) for name, every in LAYOUTS.items() for rules in every]
-QUICK_LAYOUTS = [("resnet", "FSDP"), ("transformer", "FSDP_MODEL_PARALLEL")]
+QUICK_LAYOUTS = [("resnet", "FSDP")]  # and the transformer is in test_same_numbers
 
 
 def random_tokens(shape, seed=0, vocab_size=SMALL.vocab_size):
@@ -195,7 +195,7 @@ def test_the_blocks_of_a_transformer_have_numbers_in_their_paths(mesh_2x4):
 # The residual network.
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_both_variants_of_the_resnet_compute_the_same(train):
     model = a_model("resnet", NARROW)
     images = random_images(4, 10, 8, 1)
@@ -280,7 +280,7 @@ def test_the_language_model_is_what_numpy_computes(model):
     )  # float32's rounding
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_variants_of_the_language_model_compute_the_same(packed, model):
     rows = {}
     if packed:
@@ -536,7 +536,10 @@ def test_batch_statistics_are_of_the_global_batch(on_one_device):
         np.testing.assert_allclose(running, 0.9 * before + 0.1 * statistic, atol=1e-6)
 
 
-@pytest.mark.parametrize("rules", ["MODEL_PARALLEL", "FSDP_MODEL_PARALLEL"])
+@pytest.mark.parametrize(
+    "rules",
+    ["MODEL_PARALLEL", pytest.param("FSDP_MODEL_PARALLEL", marks=pytest.mark.slow)],
+)
 def test_transformers_are_born_sharded_with_the_same_bits(rules, mesh_2x4):
     build = lambda: nnx_model("transformer", SIZES["transformer"])  # noqa: E731
     check_birth(build, ml.LayoutMap(mesh_2x4, rules_of("transformer", rules)))

@@ -213,9 +213,17 @@ def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
 # What the rules are.
 
 
+LAYERED = ("mlp, nnx", "transformer, nnx", "gpt, scanned")
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    "name", [name for name in MODELS if name.endswith(("nnx", "scanned"))]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in LAYERED))
+        for name in MODELS
+        if name.endswith(("nnx", "scanned"))
+    ],
 )
 def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
     model = MODELS[name]
@@ -231,7 +239,13 @@ def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
     again.resolve(state).check_lock(layouts.resolve(state).to_lock())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=[pytest.mark.slow] * (rule != "fsdp+tensor"))
+        for rule in RULES
+    ],
+)
 @pytest.mark.parametrize("name", ["gpt, listed", "transformer, nnx"])
 def test_the_code_is_as_long_for_many_layers_as_for_few(name, rule):
     axes, layouts_of = RULES[rule]
@@ -351,14 +365,10 @@ def runs_over(communication: Any, axis: str) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow  # test_tensor_parallel counts them for a block of its own
 @pytest.mark.parametrize(
     "name",
-    [
-        "gpt, listed",
-        pytest.param("gpt, scanned", marks=pytest.mark.slow),
-        pytest.param("transformer, nnx", marks=pytest.mark.slow),
-        pytest.param("transformer, linen", marks=pytest.mark.slow),
-    ],
+    ["gpt, listed", "gpt, scanned", "transformer, nnx", "transformer, linen"],
 )
 def test_a_tensor_parallel_layer_sends_one_all_reduce_per_half_each_way(name):
     mesh = ml.create_mesh({"batch": 2, "model": 4})

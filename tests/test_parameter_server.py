@@ -1,8 +1,6 @@
 """Parameter servers and workers without Ray: in this process, with the same code."""
 
 import itertools
-import math
-import random
 import threading
 
 import jax
@@ -11,147 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, strategies as st
 
+import meshlayout as ml
 from meshlayout import distribute
-from meshlayout.distribute.parameter_server.placement import VariablePlacement
-from meshlayout.distribute.parameter_server.reach import trace_optimizer
 from meshlayout.errors import StrategyError
 from tests.bad_values import BAD, refusal
 from tests.error_messages import message_of
-from tests.local_cluster import WorkerKilled, start
-
-
-# Partitioners and placement.
-
-
-@pytest.mark.parametrize(
-    ("partitioner", "shape", "expected"),
-    [
-        # The examples of TensorFlow's documentation.
-        (distribute.FixedShardsPartitioner(num_shards=2), (10, 3), [2, 1]),
-        (distribute.MinSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
-        (distribute.MinSizePartitioner(4, max_shards=10), (6, 1), [6, 1]),
-        (distribute.MaxSizePartitioner(4), (6, 1), [6, 1]),
-        (distribute.MaxSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
-        (distribute.MaxSizePartitioner(1024), (6, 1), [1, 1]),
-        (
-            distribute.MinSizePartitioner(256 << 10, max_shards=16),
-            (1024, 1024),
-            [16, 1],
-        ),
-        (distribute.MinSizePartitioner(256 << 10, max_shards=3), (1024, 1024), [3, 1]),
-        (distribute.MinSizePartitioner(), (1024, 1024), [1, 1]),
-        (distribute.FixedShardsPartitioner(8), (3,), [3]),
-    ],
-)
-def test_partitioners_give_the_shards_of_tensorflows_documentation(
-    partitioner, shape, expected
-):
-    assert partitioner(shape, np.float32) == expected
-
-
-shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
-dtypes = st.sampled_from(["float32", "float16", "float64", "int8", jnp.bfloat16])
-
-
-@given(shapes, dtypes, st.integers(1, 500), st.none() | st.integers(1, 12))
-def test_shards_of_a_maximum_size_are_below_it_and_as_few_as_possible(
-    shape, dtype, max_bytes, max_shards
-):
-    partitioner = distribute.MaxSizePartitioner(max_bytes, max_shards)
-    num_shards, *rest = partitioner(shape, dtype)
-    assert set(rest) <= {1}
-    row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-    # The smallest number of shards of whole rows that fit, counted up.
-    for fewest in range(1, shape[0] + 1):
-        if math.ceil(shape[0] / fewest) * row_bytes <= max_bytes:
-            break
-    assert num_shards == min(fewest, max_shards or fewest)
-
-
-@given(shapes, dtypes, st.integers(1, 500), st.integers(1, 12))
-def test_shards_of_a_minimum_size_are_as_many_as_tensorflow_makes(
-    shape, dtype, min_bytes, max_shards
-):
-    partitioner = distribute.MinSizePartitioner(min_bytes, max_shards)
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    expected = max(1, min(shape[0], max_shards, -(-nbytes // min_bytes)))
-    assert partitioner(shape, dtype) == [expected] + [1] * (len(shape) - 1)
-
-
-@given(shapes, st.integers(1, 5), st.integers(1, 9), st.integers(0, 4))
-def test_a_divided_variable_is_whole_again_when_it_is_joined(
-    shape, num_servers, num_shards, first
-):
-    partitioner = distribute.FixedShardsPartitioner(num_shards)
-    placement = VariablePlacement(num_servers, partitioner, _next=first)
-    shards = placement.add("x", shape, np.dtype("int32"))
-    value = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    parts = shards.split(value)
-    for server, part in parts.items():
-        assert part.shape == shards.part_shape(server)
-    np.testing.assert_array_equal(shards.join(parts), value)
-    sizes = [len(part) for part in parts.values()]
-    assert sum(sizes) == shape[0]
-    # Shards differ by one row; a server has as many shards as another, or one more.
-    count = min(num_shards, shape[0])
-    assert len(parts) == min(count, num_servers)
-
-
-@pytest.mark.parametrize(
-    ("make", "works"),
-    [
-        (lambda x: distribute.FixedShardsPartitioner(x), []),
-        (lambda x: distribute.MinSizePartitioner(x), []),
-        (lambda x: distribute.MinSizePartitioner(4, x), []),
-        (lambda x: distribute.MaxSizePartitioner(x), []),
-        (lambda x: distribute.MaxSizePartitioner(4, x), [None]),
-        (lambda x: distribute.FixedShardsPartitioner(2)(x, "float32"), []),
-        (lambda x: distribute.FixedShardsPartitioner(2)((2,), x), None),
-        (lambda x: distribute.FixedShardsPartitioner(2)((2,), "float32", x), [0, -1]),
-    ],
-)
-def test_partitioners_refuse_bad_values_in_a_sentence(make, works):
-    for value in BAD:
-        message = refusal(StrategyError, make, value)
-        if works is not None and message is None:
-            assert any(value is x or value == x for x in works), value
-
-
-# Optimizers.
-
-
-PARAMS = {
-    "w": jax.ShapeDtypeStruct((6, 4), jnp.float32),
-    "b": jax.ShapeDtypeStruct((4,), jnp.float32),
-    "s": jax.ShapeDtypeStruct((), jnp.float32),
-}
-
-
-@pytest.mark.parametrize(
-    ("tx", "expected"),
-    [
-        (optax.sgd(0.1, momentum=0.9, nesterov=True), "ELEMENT"),
-        (optax.adam(optax.cosine_decay_schedule(0.1, 100)), "ELEMENT"),
-        (optax.adamw(0.1, mask={"w": True, "b": False, "s": False}), "ELEMENT"),
-        (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), "ELEMENT"),
-        (optax.lion(0.1), "ELEMENT"),
-        (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), "ELEMENT"),
-        (optax.MultiSteps(optax.adam(0.1), 4), "ELEMENT"),
-        (optax.lamb(0.1), "VARIABLE"),
-        (optax.adafactor(0.1, min_dim_size_to_factor=2), "VARIABLE"),
-        (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "VARIABLE"),
-        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "VARIABLE"),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "TREE"),
-        (optax.apply_if_finite(optax.sgd(0.1), 3), "TREE"),
-        (optax.flatten(optax.adam(0.1)), "TREE"),
-        (optax.centralize(), "VARIABLE"),
-    ],
-)
-def test_it_is_known_how_far_an_optimizer_looks(tx, expected):
-    state = jax.eval_shape(tx.init, PARAMS)
-    assert trace_optimizer(tx, PARAMS, state).reach.name == expected
+from tests.local_ray import WorkerKilled, start
 
 
 # Training.
@@ -185,7 +49,7 @@ class Training:
     """A model, an optimizer and a counter in a strategy's scope, and a step."""
 
     def __init__(self, monkeypatch, *args, tx=None, make=Net, data=batches, **options):
-        strategy, coordinator, cluster = start(monkeypatch, *args, **options)
+        strategy, coordinator, ray = start(monkeypatch, *args, **options)
         with strategy.scope():
             model = make(rngs=nnx.Rngs(0))
             optimizer = nnx.Optimizer(model, tx or optax.adam(0.1), wrt=nnx.Param)
@@ -198,7 +62,7 @@ class Training:
             num_steps[...] += 1
             return loss
 
-        self.strategy, self.coordinator, self.cluster = strategy, coordinator, cluster
+        self.strategy, self.coordinator, self.ray = strategy, coordinator, ray
         self.model, self.optimizer, self.num_steps = model, optimizer, num_steps
         self.step = step
         self.iterator = iter(coordinator.create_per_worker_dataset(lambda: data()))
@@ -235,24 +99,16 @@ def assert_same_state(actual, expected):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "partitioner"),
-    [(1, None), (3, distribute.FixedShardsPartitioner(4))],
-)
-def test_one_worker_computes_what_flax_alone_does(
-    monkeypatch, num_servers, partitioner
-):
-    training = Training(monkeypatch, 1, num_servers, variable_partitioner=partitioner)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_one_worker_computes_what_flax_alone_does(monkeypatch, num_servers):
+    training = Training(monkeypatch, 1, num_servers)
     losses = training.run(6)
     model, optimizer, expected = trained_alone(6)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     assert_same_state(training.model, model)
     assert_same_state(training.optimizer, optimizer)
     assert training.num_steps[...] == 6
-    counts = training.coordinator.server_counts()
-    assert {count.num_duplicates + count.num_stale for count in counts} == {0}
-    assert training.coordinator.staleness.max == 0
-    assert training.coordinator.staleness.num_pushes == 6
+    assert training.ray.num_duplicates == 0
     # A second round starts from where the first one ended.
     training.run(2)
     assert_same_state(training.model, trained_alone(8)[0])
@@ -264,9 +120,6 @@ def test_two_workers_apply_each_closure_once(monkeypatch):
     assert np.isfinite(losses).all()
     assert training.optimizer.step[...] == training.num_steps[...] == 20
     assert training.coordinator.done()
-    staleness = training.coordinator.staleness
-    assert staleness.num_pushes == 20
-    assert sum(x.num_pushes for x in staleness.per_worker) == 20
 
 
 # Two servers: the pushes of a closure are two calls, and a worker can die between them.
@@ -285,14 +138,12 @@ def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(
     losses = training.run(6)
     assert len(losses) == 6
     assert np.isfinite(losses).all()
-    assert training.cluster.num_started == {0: 2}
+    assert training.ray.num_workers_started == 2
     assert training.optimizer.step[...] == training.num_steps[...] == 6
-    counts = training.coordinator.server_counts()
-    assert [x.num_applied for x in counts] == [6, 6]
     # Of the push that had arrived, the second one is left out.
-    arrived = {("before", 3): [1, 0], ("after", 2): [1, 0], ("after", 3): [1, 1]}
-    expected = arrived.get((when, count), [0, 0]) if method == "push" else [0, 0]
-    assert sorted(x.num_duplicates for x in counts) == sorted(expected)
+    arrived = {("before", 3): 1, ("after", 2): 1, ("after", 3): 2}
+    expected = arrived.get((when, count), 0) if method == "push" else 0
+    assert training.ray.num_duplicates == expected
 
 
 def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
@@ -306,65 +157,41 @@ def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("count", [5, 6, 11])
-def test_a_killed_server_comes_back_and_every_closure_counts_once(
-    monkeypatch, tmp_path, when, count
+def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
+    monkeypatch, tmp_path
 ):
-    def fault(*event):
-        if event == (when, "push", count):
-            training.cluster.kill_server(1)
-
-    training = Training(
-        monkeypatch,
-        1,
-        2,
-        fault=fault,
-        checkpoint_dir=tmp_path,
-        checkpoint_every=2,
-    )
-    losses = training.run(9)
-    assert np.isfinite(losses).all()
-    counts = training.coordinator.server_counts()
-    assert [x.num_applied for x in counts] == [9, 9]
-    assert training.optimizer.step[...] == training.num_steps[...] == 9
-
-
-def test_a_server_that_dies_while_nothing_runs_comes_back(monkeypatch, tmp_path):
-    training = Training(monkeypatch, checkpoint_dir=tmp_path, checkpoint_every=4)
-    training.run(4)
-    before = jax.tree.map(np.asarray, nnx.state(training.model))
-    training.cluster.kill_server(0)
-    training.coordinator.join()
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
-    training.run(1)
-    assert training.optimizer.step[...] == 5
-
-
-def test_join_says_what_a_server_without_checkpoint_takes_along(monkeypatch):
-    training = Training(
-        monkeypatch, 1, 2, variable_partitioner=distribute.FixedShardsPartitioner(2)
-    )
-    training.run(3)
-    before = jax.tree.map(np.asarray, nnx.state(training.model))
-    training.cluster.kill_server(1)
-    result = training.coordinator.schedule(training.step, (training.iterator,))
-    message = message_of(training.coordinator.join)
-    assert message == (
-        "parameter server 1 died, and there is no checkpoint of it. Lost are its values "
-        "of model/hidden/bias f32[5] (rows 3:5), model/hidden/kernel f32[3, 5] (rows "
-        "2:3), model/out/kernel f32[5, 1] (rows 0:3), num_steps i32[], "
-        "optimizer/opt_state/0/count i32[] and 7 more variables, with all updates since "
-        "the last join, whose values the objects on the coordinator still have. With "
-        "checkpoint_dir, a server that dies comes back."
-    )
-    assert message_of(training.coordinator.join) == message
-    assert message_of(training.coordinator.schedule, training.step) == message
-    assert (
-        "cancelled" in message_of(result.fetch) or message_of(result.fetch) == message
-    )
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
+    with ml.Checkpointer(tmp_path / "run") as ck:
+        training = Training(monkeypatch, 1, 2, checkpointer=ck)
+        training.run(3)
+        ck.save(3, {"model": training.model, "optimizer": training.optimizer})
+        ck.wait()
+        before = jax.tree.map(np.asarray, nnx.state(training.model))
+        training.ray.kill(training.ray.servers[1])
+        result = training.coordinator.schedule(training.step, (training.iterator,))
+        message = message_of(training.coordinator.join)
+        assert message == (
+            "parameter server 1 died. Lost are its values of model/hidden/kernel "
+            "f32[3, 5], model/out/kernel f32[5, 1], optimizer/opt_state/0/count i32[], "
+            "optimizer/opt_state/0/mu/hidden/kernel f32[3, 5], optimizer/opt_state/0/mu"
+            "/out/kernel f32[5, 1] and 3 more variables, with all updates since the "
+            "last join, whose values the objects on the coordinator still have. The "
+            f"last checkpoint is step 3 in {tmp_path / 'run'}. Restore it, or keep the "
+            "objects as they are, and go on with another coordinator."
+        )
+        assert message_of(training.coordinator.join) == message
+        assert message_of(training.coordinator.schedule, training.step) == message
+        assert message_of(training.coordinator.done) == message
+        assert message_of(result.fetch) == message
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
+        training.coordinator.shutdown()
+        # Another coordinator goes on from the objects.
+        with distribute.ClusterCoordinator(training.strategy) as coordinator:
+            batch = next(itertools.islice(batches(), 3, None))
+            iterator = iter(coordinator.create_per_worker_dataset(lambda: [batch]))
+            coordinator.schedule(training.step, (iterator,))
+            coordinator.join()
+        assert_same_state(training.model, trained_alone(4)[0])
+        assert_same_state(training.optimizer, trained_alone(4)[1])
 
 
 def test_an_exception_surfaces_in_join_with_the_users_traceback(monkeypatch):
@@ -392,58 +219,6 @@ def test_an_exception_surfaces_in_join_with_the_users_traceback(monkeypatch):
     training.coordinator.join()
     training.run(2)
     assert training.num_steps[...] == 4
-
-
-def test_an_exception_that_cannot_be_pickled_keeps_its_text(monkeypatch):
-    _, coordinator, _ = start(monkeypatch)
-
-    class StubbornError(Exception):
-        def __init__(self, text):
-            super().__init__(text, threading.Lock())
-
-    def fails():
-        raise StubbornError("what went wrong")
-
-    coordinator.schedule(fails)
-    assert "what went wrong" in message_of(coordinator.join)
-
-
-# Staleness.
-
-
-@pytest.mark.parametrize(("limit", "recomputed"), [(None, 0), (1, 0), (0, 1)])
-def test_staleness_is_measured_and_bounded(monkeypatch, limit, recomputed):
-    # Between pull and push of the third closure, another worker pushes one.
-    def fault(when, method, count):
-        if (when, method, count) == ("before", "push", 2):
-            ready.set()
-            assert other_is_done.wait(30)
-
-    ready, other_is_done = threading.Event(), threading.Event()
-    training = Training(monkeypatch, 1, max_staleness=limit, fault=fault)
-    training.run(2)
-    result = training.coordinator.schedule(training.step, (training.iterator,))
-    assert ready.wait(30)
-    server = training.cluster.servers[0]
-    with training.cluster.lock:
-        values = server.pull(["num_steps"])
-        server.push(_push(100, values.version, {"num_steps": np.int32(1)}))
-    other_is_done.set()
-    training.coordinator.join()
-    staleness = training.coordinator.staleness
-    expected = 0 if recomputed else 1
-    assert (staleness.max, staleness.num_recomputed) == (expected, recomputed)
-    assert staleness.mean == pytest.approx(expected / 3)
-    assert training.optimizer.step[...] == 3
-    assert training.num_steps[...] == 4
-    assert np.isfinite(result.fetch())
-    assert training.coordinator.server_counts()[0].num_stale == recomputed
-
-
-def _push(closure, version, added):
-    from meshlayout.distribute.parameter_server.servers import Push
-
-    return Push(closure, version, {}, added)
 
 
 # What else changes.
@@ -532,25 +307,6 @@ def test_an_optimizer_that_holds_its_model_works_alike(monkeypatch):
     assert_same_state(model, trained_alone(3)[0])
 
 
-def test_what_no_longer_fits_its_place_is_refused(monkeypatch):
-    training = Training(monkeypatch, 1, 2)
-    training.run(1)
-    training.model.out.bias[...] = jnp.zeros(1)
-    training.run(1)
-    training.optimizer.tx = optax.sgd(0.1)
-    assert message_of(training.run, 1) == (
-        "the Optax transformation of an optimizer was replaced, and the parameter "
-        "servers have the state of the former one. Make another nnx.Optimizer."
-    )
-    training = Training(monkeypatch, 1, 2)
-    training.run(1)
-    nnx.update(training.model.out, {"bias": jnp.zeros(3)})
-    assert message_of(training.run, 1) == (
-        "model/out/bias was placed on the parameter servers as f32[1], and is now f32[3]."
-        " Make another model and optimizer."
-    )
-
-
 def test_a_strategys_run_and_reduce_work_in_a_closure(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
 
@@ -585,7 +341,8 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     def rest(iterator):
         return sum(batch["x"] for batch in iterator)
 
-    assert coordinator.schedule(rest, (iterator,)).fetch() == 4.0
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    assert coordinator.schedule(rest, (iterator,)).fetch() == 10.0
 
 
 @pytest.mark.slow
@@ -619,19 +376,12 @@ def test_optimizers_that_look_further_are_refused_where_they_would_be_wrong(
         "alone. Use num_servers=1; or call optax.clip_by_global_norm on the gradients in "
         "the closure, before optimizer.update."
     )
-    divided = {"variable_partitioner": distribute.FixedShardsPartitioner(2)}
-    lamb = optax.lamb(0.1)
-    assert message_of(Training(monkeypatch, 1, 2, tx=lamb, **divided).run, 1) == (
-        "the optimizer looks at whole parameters, as LAMB and Adafactor do, and the rows "
-        "of model/hidden/bias are divided over 2 parameter servers. Leave "
-        "variable_partitioner out, or use num_servers=1."
+    late = optax.MultiSteps(tx, 3)
+    assert "4 parameter servers" in message_of(
+        Training(monkeypatch, 1, 4, tx=late).run, 1
     )
-    # By shapes: only parameters with more than four rows.
-    mask = lambda params: jax.tree.map(lambda x: x.shape[0] > 4, params)  # noqa: E731
-    by_shape = optax.masked(optax.sgd(0.1), mask)
-    assert message_of(Training(monkeypatch, 1, 2, tx=by_shape, **divided).run, 1) == (
-        "the optimizer decides by the shapes of parameters what to do, and on parameter "
-        "server 0 some have fewer rows. Use num_servers=1."
+    assert "looks at all" in message_of(
+        Training(monkeypatch, 1, 2, tx=optax.apply_if_finite(optax.sgd(0.1), 3)).run, 1
     )
 
 
@@ -641,7 +391,8 @@ def test_optimizers_that_look_further_are_refused_where_they_would_be_wrong(
     [
         (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 1),
         (optax.lamb(0.1), 2),
-        (optax.adafactor(0.1), 2),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), 2),
+        (optax.MultiSteps(optax.adam(0.1), 2), 2),
     ],
 )
 def test_they_are_exact_where_a_server_has_all_they_look_at(
@@ -670,23 +421,22 @@ def test_closures_that_would_be_wrong_are_refused(monkeypatch):
         optimizer.update(model, grads)
         optimizer.update(model, grads)
 
-    assert refused(twice).startswith("a closure updates one optimizer twice.")
-
     def reads_later():
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
         return loss_of(model, batch)
-
-    assert refused(reads_later).startswith(
-        "the closure reads variables after optimizer.update"
-    )
 
     def changes_later():
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
         model.out.bias[...] = jnp.zeros(1)
 
-    assert refused(changes_later).startswith(
-        "the closure changes model/out/bias besides updating it by an optimizer"
-    )
+    def sets_later():
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+        model.out.bias.set_value(jnp.zeros(1))
+
+    for step in (twice, reads_later, changes_later, sets_later):
+        message = refused(step)
+        assert message.startswith("the closure uses model/"), message
+        assert "after optimizer.update, which changes it on the" in message
 
     def by_hand():
         model.out.bias[...] -= 0.1
@@ -700,9 +450,8 @@ def test_closures_that_would_be_wrong_are_refused(monkeypatch):
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
 
     assert refused(lambda: inner(model, optimizer)).startswith(
-        "optimizer.update got parameters that are not the model's own"
+        "optimizer.update got other parameters than its model's own"
     )
-    assert refused(lambda: optimizer).startswith("a closure returned an Optimizer.")
     # None of these has left anything behind.
     training.run(1)
     assert_same_state(model, trained_alone(1)[0])
@@ -718,12 +467,9 @@ def test_a_jitted_step_is_taken_apart(monkeypatch):
 def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
     schedule = coordinator.schedule
-    assert message_of(schedule, 3) == "schedule: fn must be a function, got 3."
-    assert message_of(schedule, max, 3) == (
-        "schedule: args must be a tuple of fn's arguments, got 3. For one argument, "
-        "write args=(x,)."
-    )
-    assert message_of(schedule, max, (), 3) == "schedule: kwargs must be a dict, got 3."
+    for call in ((3,), (max, 3)):
+        message = message_of(schedule, *call)
+        assert message.startswith("schedule takes a function and a tuple of its")
     lock = threading.Lock()
 
     def holds_a_lock():
@@ -732,37 +478,27 @@ def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     assert "cannot be pickled: TypeError: cannot pickle '_thread.lock'" in message_of(
         schedule, holds_a_lock
     )
-    assert message_of(schedule, lambda: coordinator.done()) == (
-        "a scheduled function uses the ClusterCoordinator, which stays where it is. Pass "
-        "the function what it needs of it."
-    )
     result = schedule(lambda: jnp.ones(2))
-    assert message_of(schedule, lambda x: x, (result,)).endswith(
-        "which runs elsewhere. Pass its value: result.fetch()."
-    )
+    for value in (result, coordinator):
+        assert "cannot be pickled" in message_of(schedule, lambda x: x, (value,))
     mirrored = distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with mirrored.scope():
         other = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     assert message_of(schedule, lambda: other.kernel[...]) == (
-        "other/bias is on 2 devices: it belongs to another strategy or mesh. Make it in "
-        "the scope of the ParameterServerStrategy."
+        "other/bias is on several devices: it belongs to another strategy or mesh. Make "
+        "it in the scope of the ParameterServerStrategy."
     )
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
     assert message_of(next, iterator).startswith(
         "next(iterator) was called on the coordinator"
     )
     create = coordinator.create_per_worker_dataset
-    assert message_of(create, 3).endswith(
-        "must be a function that returns a dataset, got 3."
-    )
+    assert message_of(create, 3).startswith("dataset_fn must be a function")
     assert message_of(create, lambda a, b: []) == (
         "dataset_fn is called as dataset_fn(context), but takes (a, b)."
     )
     assert message_of(strategy.run, lambda: 1).startswith(
         "ParameterServerStrategy.run was called on the coordinator"
-    )
-    assert message_of(distribute.ClusterCoordinator, mirrored) == (
-        "ClusterCoordinator takes a ParameterServerStrategy, got a MirroredStrategy."
     )
     coordinator.shutdown()
     assert message_of(schedule, max) == "the coordinator was shut down."
@@ -786,23 +522,6 @@ def test_a_strategy_refuses_bad_values_in_a_sentence(monkeypatch):
     for value in BAD:
         assert refusal(StrategyError, make, value)
         assert refusal(StrategyError, make, 1, value)
-        assert refusal(StrategyError, make, 1, checkpoint_every=value)
-        for name in (
-            "variable_partitioner",
-            "max_staleness",
-            "checkpoint_dir",
-            "worker_options",
-            "server_options",
-        ):
-            refusal(StrategyError, make, 1, **{name: value})
-
-
-def test_a_used_checkpoint_directory_is_refused(monkeypatch, tmp_path):
-    training = Training(monkeypatch, checkpoint_dir=tmp_path)
-    training.run(1)
-    training.coordinator.shutdown()
-    with pytest.raises(StrategyError, match="holds checkpoints of an earlier run"):
-        start(monkeypatch, checkpoint_dir=tmp_path)
 
 
 @pytest.mark.slow
@@ -835,34 +554,29 @@ def test_a_learning_rate_that_is_set_arrives_on_all_servers(monkeypatch):
     assert training.optimizer.step[...] == 3
 
 
-def test_each_worker_keeps_its_own_value_of_a_per_replica_variable(monkeypatch):
+def test_the_last_of_what_is_assigned_is_kept_and_each_change_added(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
     with strategy.scope():
         own = nnx.Variable(jnp.array(5), aggregation="per_replica")
         last = nnx.Variable(jnp.array(0), aggregation="first")
+        count = nnx.Variable(jnp.array(1), aggregation="sum")
 
-    def count(x, *, doubles):
-        own[...] += 2 if doubles else 1
+    def assign(x, *, doubles):
+        count[...] += 2 if doubles else 1
         last[...] = x
-        return own[...]
+        return count[...]
 
     args = [(3, True), (4, False), (7, True)]
-    results = [coordinator.schedule(count, (x,), {"doubles": y}) for x, y in args]
+    results = [coordinator.schedule(assign, (x,), {"doubles": y}) for x, y in args]
     coordinator.join()
-    assert coordinator.fetch(results) == [7, 8, 10]
-    assert (own[...], last[...]) == (5, 7)
+    assert coordinator.fetch(results) == [3, 4, 6]
+    assert (count[...], last[...]) == (6, 7)
 
+    def keeps():
+        own[...] += 1
 
-def test_a_strategy_has_one_coordinator_at_a_time(monkeypatch):
-    strategy, coordinator, _ = start(monkeypatch)
-    assert message_of(distribute.ClusterCoordinator, strategy) == (
-        "ParameterServerStrategy(1 worker, 1 parameter server) has a "
-        "ClusterCoordinator already, which knows its variables. Use that one, or shut "
-        "it down first."
-    )
-    coordinator.shutdown()
-    with distribute.ClusterCoordinator(strategy) as other:
-        assert other.schedule(lambda: 3).fetch() == 3
+    coordinator.schedule(keeps)
+    assert message_of(coordinator.join).startswith("the closure changes own without")
 
 
 @pytest.mark.parametrize(
@@ -901,51 +615,3 @@ def test_a_dataset_function_may_distribute_by_the_strategy(monkeypatch):
 
     results = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
     assert coordinator.fetch(results) == [0.0, 4.0, 8.0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_each_closure_counts_once_whoever_dies_and_whenever(
-    monkeypatch, tmp_path, seed
-):
-    random_numbers = random.Random(seed)
-
-    def fault(when, method, count):
-        number = random_numbers.random()
-        if number < 0.02:
-            raise WorkerKilled
-        if number < 0.03 and method == "push":
-            training.cluster.kill_server(random_numbers.randrange(2))
-
-    training = Training(
-        monkeypatch,
-        2,
-        2,
-        fault=fault,
-        variable_partitioner=distribute.FixedShardsPartitioner(2),
-        max_staleness=[None, 0, 2][seed],
-        checkpoint_dir=tmp_path,
-        checkpoint_every=5,
-    )
-    losses = training.run(40)
-    assert np.isfinite(losses).all()
-    assert training.optimizer.step[...] == training.num_steps[...] == 40
-    counts = training.coordinator.server_counts()
-    assert [x.num_applied for x in counts] == [40, 40]
-
-
-def test_a_new_worker_compiles_before_it_pulls(monkeypatch):
-    # Variables would get old meanwhile.
-    compiled = []
-
-    def fault(when, method, count):
-        if (when, method) == ("before", "pull"):
-            (program,) = training.cluster.workers[0]._programs.values()
-            compiled.append(len(program._executables))
-        if (when, method, count) == ("before", "push", 1):
-            raise WorkerKilled
-
-    training = Training(monkeypatch, fault=fault)
-    training.run(3)
-    assert training.cluster.num_started == {0: 2}
-    assert set(compiled) == {1}

@@ -14,7 +14,6 @@ from flax import nnx
 
 import meshlayout as ml
 from models import gan
-from tests.error_messages import message_of
 from tests.same_bits import on_host
 
 
@@ -254,7 +253,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
         fit(mesh, kind, ck, every=1, until=5)
         ck.wait()
         steps = ck.all_steps()
-    (tmp_path / str(steps[-1]) / "manifest.json").write_text("{")
+    (tmp_path / str(steps[-1]) / "files.json").write_text("{")
     with (
         ml.Checkpointer(tmp_path) as ck,
         pytest.warns(UserWarning, match=f"restored step {steps[-2]}, the newest"),
@@ -311,47 +310,41 @@ def test_resuming_needs_a_checkpoint(mesh):
 class Loops:
     """Runs of a loop written by hand."""
 
-    def __init__(self, mesh, data):
-        self.mesh, self.data = mesh, data
+    def __init__(self, mesh):
+        self.mesh = mesh
         self.train_step = ml.make_train_step(loss_fn, ema=0.9)
 
     def run(self, ck, until=None, told=None):
-        state, history, rows = create_state(self.mesh), {}, []
-        with ml.checkpoint.Loop(ck, self.data()) as loop:
-            state = loop.resume(state, self.train_step)
-            begun = loop.step
-            for epoch in loop.epochs(EPOCHS):
-                for batch in loop:
-                    state, metrics = self.train_step(state, batch, loop.metrics)
-                    if loop.step + 1 == told:
-                        signal.raise_signal(signal.SIGTERM)
-                    loop.step_done(state, metrics)
-                    rows.append((loop.step, np.asarray(batch["row"]).tolist()))
-                    if loop.step == until:
-                        return begun, rows, None
-                history[epoch] = loop.metrics.to_host()
-        return begun, rows, (bits(state), history[EPOCHS], loop.step)
+        """Returns the rows of each step, and the bits of the state at the end."""
+        rows = []
+        data = ml.distribute_dataset(
+            examples(), self.mesh, global_batch_size=BATCH, shuffle=3, epochs=EPOCHS
+        )
+        batches = iter(data)
+        first = next(iter(data))
+        begin, _ = self.train_step(create_state(self.mesh), first)  # has the EMA
+        state = ck.resume(begin, data=batches)
+        for batch in batches:
+            state, _ = self.train_step(state, batch)
+            step = int(state.step)
+            rows.append((step, np.asarray(batch["row"]).tolist()))
+            if step == told:
+                signal.raise_signal(signal.SIGTERM)
+            ck.save(step, state, data=batches)
+            if step == until:
+                break
+        return rows, bits(state)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "list"])
-def test_a_loop_continues_at_the_exact_batch(kind, mesh, tmp_path):
-    def batches():
-        if kind == "dataset":
-            return distributed(mesh)
-        layout = mesh.layout("batch", ...)
-        return [
-            ml.relayout(one, layout) for one in host_batches() if len(one["x"]) == 8
-        ]
-
-    loops = Loops(mesh, batches)
+def test_a_loop_continues_at_the_exact_batch(mesh, tmp_path):
+    loops = Loops(mesh)
     with ml.Checkpointer(tmp_path / "whole", every=100) as ck:
-        _, rows, whole = loops.run(ck)
-    for step in range(1, whole[2] + 1):
-        with ml.Checkpointer(tmp_path / str(step), every=step) as ck:
-            _, before, _ = loops.run(ck, until=step)
+        rows, whole = loops.run(ck)
+    for step in range(rows[0][0], rows[-1][0] + 1):
+        with ml.Checkpointer(tmp_path / str(step), every=1, keep=1) as ck:
+            before, _ = loops.run(ck, until=step)
         with ml.Checkpointer(tmp_path / str(step), every=100) as ck:
-            begun, after, end = loops.run(ck)
-        assert begun == step
+            after, end = loops.run(ck)
         assert before + after == rows
         assert end == whole
 
@@ -359,131 +352,35 @@ def test_a_loop_continues_at_the_exact_batch(kind, mesh, tmp_path):
 def test_a_loop_that_is_asked_to_end_saves_that_step_and_continues_later(
     mesh, tmp_path
 ):
-    loops = Loops(mesh, lambda: distributed(mesh))
+    loops = Loops(mesh)
     with ml.Checkpointer(tmp_path / "whole", every=100) as ck:
-        _, rows, whole = loops.run(ck)
+        rows, whole = loops.run(ck)
     before = signal.getsignal(signal.SIGTERM)
     with ml.Checkpointer(tmp_path / "told", every=100) as ck:
         with pytest.raises(SystemExit) as ended:
-            loops.run(ck, told=2)
+            loops.run(ck, told=3)
         assert ended.value.code == ml.checkpoint.EXIT_STATUS == 75
         assert signal.getsignal(signal.SIGTERM) is before
-        assert ck.all_steps()[-1] == 2
-        begun, after, end = loops.run(ck)
-    assert (begun, after, end) == (2, rows[2:], whole)
+        assert ck.all_steps() == [3]
+    with ml.Checkpointer(tmp_path / "told", every=100) as ck:
+        after, end = loops.run(ck)
+    assert (after, end) == (rows[2:], whole)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
-def misuse(use, ck):
-    with (
-        pytest.raises(ml.errors.CheckpointError) as error,
-        ml.checkpoint.Loop(ck, [1, 2]) as loop,
-    ):
-        use(loop)
-    return str(error.value)
-
-
-def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
-    state = {"sum": np.zeros(())}
-
-    def forgets_to_resume(loop):
-        next(iter(loop))
-
-    def forgets_step_done(loop):
-        loop.resume(state)
-        for _ in loop:
-            pass
-
-    def forgets_the_batch(loop):
-        loop.resume(state)
-        loop.step_done(state)
-
-    def starts_metrics_anew(loop):
-        loop.resume(state, lambda state, batch, metrics: (state, {"n": np.zeros(())}))
-        for _ in loop:
-            loop.step_done(state, {"n": np.ones(())})
-
-    def leaves_metrics(loop):
-        loop.resume(state)
-
+def test_a_trainer_does_not_continue_the_run_of_a_loop(tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
-        assert misuse(forgets_to_resume, ck) == (
-            "checkpoint.Loop: call state = loop.resume(state) before the first batch. "
-            "It returns the state unchanged if there is no checkpoint."
-        )
-        assert misuse(forgets_step_done, ck) == (
-            "checkpoint.Loop: another batch was requested before step_done(state) was called for the previous one, which a checkpoint would miss."
-        )
-        assert misuse(forgets_the_batch, ck) == (
-            "checkpoint.Loop: step_done is called once after each batch of the loop."
-        )
-        with ml.checkpoint.Loop(ck, [1, 2]) as loop:
-            loop.resume(state)
-            for _ in loop:
-                loop.step_done(state, {"n": np.ones(())})
-                break
-        assert misuse(starts_metrics_anew, ck) == (
-            "checkpoint.Loop: the checkpoint held metrics of the epoch so far, which were not read. Write state, metrics = train_step(state, batch, "
-            "loop.metrics)."
-        )
-        assert misuse(leaves_metrics, ck) == (
-            "checkpoint.Loop: the checkpoint holds metrics of the epoch so far, whose structure is needed. Write loop.resume(state, train_step)."
-        )
-        ck.save(9, state)
-        assert misuse(lambda loop: loop.resume(state), ck) == (
-            f"step 9 in {tmp_path} holds a state, but not its position in the data: it was saved with Checkpointer.save. Restore it with Checkpointer.restore, or "
-            "resume from another directory."
-        )
-
-
-def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
-    def message(*args):
-        return message_of(ml.checkpoint.Loop, *args, error=ml.errors.CheckpointError)
-
-    give = (
-        "Give an iterable of batches, or a function that returns one; for a single "
-        "batch, [batch]."
-    )
-    with ml.Checkpointer(tmp_path) as ck:
-        assert message("runs", [1]) == (
-            "checkpoint.Loop: checkpointer must be an ml.Checkpointer(directory), got "
-            "'runs'."
-        )
-        assert message(ck, 5) == (f"checkpoint.Loop: data is 5, not iterable. {give}")
-        assert message(ck, {"x": np.ones(3)}) == (
-            f"checkpoint.Loop: data is {{'x': array([1., 1., 1.])}}, one batch. {give}"
-        )
-
-
-def test_a_loop_and_a_trainer_do_not_continue_each_others_runs(tmp_path):
-    state = {"count": np.zeros(())}
-    with ml.Checkpointer(tmp_path / "loop") as ck:
-        with ml.checkpoint.Loop(ck, ONES) as loop:
-            loop.resume(state)
-            for _ in loop:
-                loop.step_done(state)
+        ck.save(3, {"count": np.zeros(())})
         trainer = Counting()
+        saving = ml.callbacks.Checkpoint(ck)
         with pytest.raises(ml.errors.CheckpointError) as error:
-            trainer.fit(
-                ONES,
-                callbacks=[ml.callbacks.Checkpoint(ck)],
-                progress=False,
-                resume=True,
-            )
+            trainer.fit(ONES, callbacks=[saving], progress=False, resume=True)
     assert str(error.value) == (
-        f"the newest checkpoint in {tmp_path / 'loop'} was saved by a checkpoint.Loop, "
-        "and fit(resume=True) resumes only from those of the callback Checkpoint. "
-        "Resume with the Loop, or give another directory; Checkpointer.restore returns "
-        "the state alone."
+        f"{tmp_path}/3 holds a state, but not its position in the data: it was saved "
+        "with Checkpointer.save. Restore it with Checkpointer.restore, or resume from "
+        "another directory."
     )
     assert not getattr(error.value, "__notes__", [])
-    with ml.Checkpointer(tmp_path / "trainer") as ck:
-        trainer.fit(ONES, callbacks=[ml.callbacks.Checkpoint(ck)], progress=False)
-        assert misuse(lambda loop: loop.resume(state), ck) == (
-            f"checkpoint.Loop: the newest checkpoint in {tmp_path / 'trainer'} was saved "
-            "by a Trainer. Continue with fit(resume=True), or give another directory; "
-            "Checkpointer.restore returns the state alone."
-        )
-        assert ck.restore(state) == {"count": 3}
 
 
 def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplog):
@@ -501,10 +398,8 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
         assert rows(again) == whole[1:] != []
         with pytest.raises(ml.errors.DataError):
             ck.restore(data=iter(distributed(mesh)))
-    assert (
-        "the data cannot seek to its position: batches up to it are read and dropped"
-        in (caplog.messages)
-    )
+    line = "the data cannot seek: batches up to its position are dropped"
+    assert line in caplog.messages
 
 
 @pytest.mark.parametrize("until", [6, 7])

@@ -159,7 +159,17 @@ if hasattr(nnx, "List"):  # not in flax 0.11
     }
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+# Layers in layers, layers from before, shared ones and stacked ones.
+CREATED = ("nested", "assigned", "tied", "vmapped")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "convnet"))
+        for name in MODELS
+    ],
+)
 def test_models_are_born_as_the_map_says_with_the_same_bits(name):
     layouts = kernels()
     expected = MODELS[name]()
@@ -171,7 +181,13 @@ def test_models_are_born_as_the_map_says_with_the_same_bits(name):
     assert jax.tree.map(ml.Layout.of, plain(model)) == wanted
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in CREATED))
+        for name in MODELS
+    ],
+)
 def test_a_scope_and_create_give_the_same(name):
     layouts = kernels()
     with layouts.scope():

@@ -80,13 +80,10 @@ CASES = {
     "auto in another": ("auto", "jax.set_mesh(other)"),
     "explicit in another": ("explicit", "jax.set_mesh(other)"),
 }
-SLOW = set(CASES) - {"auto in explicit"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
-)
+@pytest.mark.slow  # test_create_under_a_mesh makes the same under two of them
+@pytest.mark.parametrize("case", CASES)
 def test_everything_is_created_under_any_mesh_that_is_set(case):
     on, around = CASES[case]
     program = textwrap.dedent(PROGRAM).format(on=on, around=around)

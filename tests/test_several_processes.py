@@ -806,7 +806,6 @@ def checkpoints(run):
         found["moved"] = contents(ck.restore(state, layouts=other))
         found["numpy"] = len(jax.tree.leaves(ck.restore_numpy()))
         assert inspected.num_processes == process_count()
-        assert ck.memory(state) > 0
     found["state"] = contents(state)
     assert found["moved"] == found["restored"] == found["state"]
     return found
@@ -819,16 +818,15 @@ def a_loop_that_resumes(run):
     for name, stops in (("loop", [None]), ("loop of parts", [4, None])):
         for stop in stops:
             train_step = ml.make_train_step(loss_fn, metrics=accuracy)
-            ck = ml.Checkpointer(run.path(name), every=2)
-            with ck, ml.checkpoint.Loop(ck, data_on(mesh, shuffle=1)) as loop:
-                state, metrics = loop.resume(linear_on(mesh)), None
-                for _ in loop.epochs(2):
-                    for batch in loop:
-                        state, metrics = train_step(state, batch)
-                        loop.step_done(state)
-                        if loop.step == stop:
-                            break
-        found[name] = [loop.step, contents(state), metrics.to_host()["loss"]]
+            with ml.Checkpointer(run.path(name), every=2) as ck:
+                batches = iter(data_on(mesh, shuffle=1, epochs=2))
+                state, metrics = ck.resume(linear_on(mesh), data=batches), None
+                for batch in batches:
+                    state, metrics = train_step(state, batch)
+                    ck.save(int(state.step), state, data=batches)
+                    if int(state.step) == stop:
+                        break
+        found[name] = [int(state.step), contents(state), metrics.to_host()["loss"]]
     assert found["loop"] == found["loop of parts"]
     return found
 

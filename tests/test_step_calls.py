@@ -104,6 +104,10 @@ def test_the_loss_function_is_traced_once_to_lower_a_step_and_to_call_it(name):
         assert len(traces) == 1
 
 
+# A mesh of one device has no path of its own: its cases are left to test-all.
+ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 8]
+
+
 class Recording(nnx.Module):
     """Records a loss, which only a trace can know."""
 
@@ -116,7 +120,7 @@ class Recording(nnx.Module):
         return y
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", ONE_LATER)
 def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     _, _, batch = make(devices)
     mesh = ml.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
@@ -199,7 +203,7 @@ def test_jit_is_handed_plain_arrays_in_a_tuple(devices):
     assert all(x.donated for x in into)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", ONE_LATER)
 def test_states_that_were_read_and_those_that_were_not_train_alike(devices):
     step, state, batch = make(devices)
     other_step, other, _ = make(devices)
@@ -257,7 +261,7 @@ def test_a_used_up_state_is_named_even_if_it_was_never_read(devices):
         step(first, batch)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", ONE_LATER)
 def test_a_call_that_fails_while_it_runs_is_not_said_to_have_used_the_state(devices):
     """JAX looks for NaN when the step has run, and its state is gone by then."""
     step, state, batch = make(devices)
@@ -270,7 +274,7 @@ def test_a_call_that_fails_while_it_runs_is_not_said_to_have_used_the_state(devi
     assert not isinstance(caught.value, ml.MeshLayoutError)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", ONE_LATER)
 def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
     step, state, batch = make(devices)
     mask = ml.relayout(jnp.ones(8), ml.Layout.of(batch["x"]).mesh.layout("batch"))
@@ -294,7 +298,7 @@ def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
         step(state, {"x": jnp.ones((16, 2)), "mask": jnp.ones(16)})
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", ONE_LATER)
 @pytest.mark.parametrize("kind", ["NumPy", "uncommitted", "more rows", "other keys"])
 def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(devices, kind):
     other = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")

@@ -73,7 +73,10 @@ def mlp_batch(mesh, seed=0):
 
 @pytest.mark.parametrize(
     ("axes", "rules"),
-    [({"batch": 2, "model": 4}, MODEL_PARALLEL), ({"batch": 8, "model": 1}, {})],
+    [
+        ({"batch": 2, "model": 4}, MODEL_PARALLEL),
+        pytest.param({"batch": 8, "model": 1}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_right_step_agrees_on_any_mesh(axes, rules):
     mesh = ml.create_mesh(axes)
@@ -502,12 +505,20 @@ def test_train_steps_agree_with_plain_flax(mesh, options):
     assert "state/model_state/norm/mean" in paths
 
 
+@pytest.mark.slow
 def test_batches_without_weights_agree_with_plain_flax(mesh):
     step = ml.make_train_step(conv_loss)
     testing.verify(step, conv_state(mesh), conv_batch(mesh, real=None))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        "bfloat16",
+        pytest.param("float16", marks=pytest.mark.slow),
+    ],
+)
 def test_microbatches_in_every_precision_agree_with_plain_flax(mesh, precision):
     def loss_fn(model, batch):
         logits = model(batch["image"])
@@ -573,7 +584,15 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("mistake", "precision"),
     [
-        *((mistake, "float32") for mistake in MISTAKES),
+        *(
+            pytest.param(
+                mistake,
+                "float32",
+                marks=[pytest.mark.slow]
+                * (mistake in ("twice the loss", "five percent")),
+            )
+            for mistake in MISTAKES
+        ),
         ("five percent", "bfloat16"),
         pytest.param("twice the gradient", "bfloat16", marks=pytest.mark.slow),
         pytest.param("the gradient of one shard", "bfloat16", marks=pytest.mark.slow),

@@ -73,6 +73,10 @@ TWO_BY_FOUR = {"batch": 2, "model": 4}
 FOUR_BY_TWO = {"batch": 4, "model": 2}
 
 
+# Several tests look at one program, and JAX does not load it from its cache.
+PROGRAMS: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
+
+
 class Slice:
     """Compiles steps for a v5e:2x4 slice, and reads what the compiler says."""
 
@@ -88,8 +92,11 @@ class Slice:
 
     def program(self, name, layouts, axes, **options):
         """Returns a model's abstract state and its compiled step, which was quiet."""
-        step, state, batch = train_step(name, layouts, axes, **options)
-        compiled, warned = self.compile(step.lower(state, batch))
+        key = (name, layouts, *axes.items(), *options.items())
+        if key not in PROGRAMS:
+            step, state, batch = train_step(name, layouts, axes, **options)
+            PROGRAMS[key] = state, *self.compile(step.lower(state, batch))
+        state, compiled, warned = PROGRAMS[key]
         assert warned == []
         return state, compiled
 
@@ -250,7 +257,12 @@ def test_loops_without_a_count_in_the_text_are_counted(tpu):
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", pytest.param("convnet", marks=pytest.mark.slow), "transformer"]
+    "name",
+    [
+        "mlp",
+        pytest.param("convnet", marks=pytest.mark.slow),
+        pytest.param("transformer", marks=pytest.mark.slow),
+    ],
 )
 def test_data_parallel_sends_one_all_reduce_of_the_gradients(tpu, name):
     state, compiled = tpu.program(name, "DATA_PARALLEL", EIGHT)
@@ -259,6 +271,7 @@ def test_data_parallel_sends_one_all_reduce_of_the_gradients(tpu, name):
     assert (one.kind, one.nbytes) == ("all_reduce", gradient_bytes(state))
 
 
+@pytest.mark.slow  # and with microbatches below
 def test_data_parallel_batch_normalization_adds_only_its_statistics(tpu):
     state, sent = tpu.sent("resnet", "DATA_PARALLEL", EIGHT)
     # Nine layers, two of which send their numbers with a neighbor's; backward, too.
@@ -291,6 +304,7 @@ def test_a_model_parallel_convnet_gathers_the_features_of_two_layers(tpu):
     assert gradients.nbytes == gradient_bytes(state)
 
 
+@pytest.mark.slow
 def test_a_model_parallel_resnet_sends_each_blocks_result_once_each_way(tpu):
     _, sent = tpu.sent("resnet", "MODEL_PARALLEL", TWO_BY_FOUR)
     images = [one for one in sent if ROWS // 2 in one.shapes[0][:1]]
@@ -394,9 +408,9 @@ def test_fsdp_convolutions_gather_kernels_and_scatter_the_large_gradients(
         ("mlp", False),
         ("mlp", True),
         pytest.param("convnet", False, marks=pytest.mark.slow),
-        ("convnet", True),
+        pytest.param("convnet", True, marks=pytest.mark.slow),
         pytest.param("transformer", False, marks=pytest.mark.slow),
-        ("transformer", True),
+        pytest.param("transformer", True, marks=pytest.mark.slow),
     ],
 )
 def test_microbatches_send_the_gradients_once(tpu, name, has_weights):
@@ -477,7 +491,7 @@ def test_recomputed_blocks_take_less_memory(tpu):
     ("name", "precision"),
     [
         ("mlp", "float32"),
-        ("mlp", "bfloat16"),
+        pytest.param("mlp", "bfloat16", marks=pytest.mark.slow),
         pytest.param("convnet", "float32", marks=pytest.mark.slow),
         pytest.param("convnet", "bfloat16", marks=pytest.mark.slow),
         pytest.param("resnet", "float32", marks=pytest.mark.slow),

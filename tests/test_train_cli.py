@@ -84,8 +84,16 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "title"),
     [
-        (["--layouts", "fsdp"], "fully sharded on Mesh(batch=8)"),
-        (["--mesh", "batch=2,model=4"], "tensor-parallel on Mesh(batch=2, model=4)"),
+        pytest.param(
+            ["--layouts", "fsdp"],
+            "fully sharded on Mesh(batch=8)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--mesh", "batch=2,model=4"],
+            "tensor-parallel on Mesh(batch=2, model=4)",
+            marks=pytest.mark.slow,
+        ),
         (["--mesh", "model=8"], "tensor-parallel on Mesh(model=8)"),
         pytest.param(
             ["--mesh", "batch=4,model=-1"],
@@ -93,7 +101,11 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
             marks=pytest.mark.slow,
         ),
         (["--layouts", "tensor"], "tensor-parallel on Mesh(batch=2, model=4)"),
-        (["--layouts", "data_parallel"], "data-parallel on Mesh(batch=8)"),
+        pytest.param(
+            ["--layouts", "data_parallel"],
+            "data-parallel on Mesh(batch=8)",
+            marks=pytest.mark.slow,
+        ),
         (
             ["--layouts", "fsdp+tensor", "--flax", "linen"],
             "fully sharded and tensor-parallel on Mesh(batch=2, model=4)",

@@ -102,6 +102,16 @@ def per_dim(weights):
 # The mean over real examples, on any mesh, in any number of parts.
 
 
+# A whole batch is a single microbatch: such cases are left to test-all.
+ONE_LATER = [pytest.param(1, marks=pytest.mark.slow), 2]
+IN_TURN = [
+    ("nnx", 2),
+    ("linen", 1),
+    pytest.param("nnx", 1, marks=pytest.mark.slow),
+    pytest.param("linen", 2, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -122,7 +132,7 @@ def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 @pytest.mark.parametrize(
     ("denominator", "value"),
     [("real", WEIGHTS.sum()), ("global_batch_size", 16), (5, 5), (0.5, 0.5)],
@@ -139,7 +149,7 @@ def test_what_sums_are_divided_by(denominator, value, accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_tokens_may_have_weights_of_their_own(accumulate):
     weights = RNG.integers(0, 3, size=(16, 4)).astype("float32")
     weights[-3:] = 0
@@ -153,7 +163,7 @@ def test_tokens_may_have_weights_of_their_own(accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_a_tuple_carries_its_weights_in_a_place(accumulate):
     def loss_fn(model, batch):
         x, y, _ = batch
@@ -181,7 +191,7 @@ def test_a_scalar_loss_is_taken_as_it_is(mesh_name, accumulate):
     assert_close(on_host(state.params), expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_a_batch_of_nothing_but_padding_changes_no_parameter(accumulate):
     state = linear_state()
     before = on_host(state.params)
@@ -203,7 +213,7 @@ def test_a_batch_of_nothing_but_padding_has_a_loss_of_zero():
     assert metrics.to_host() == {"loss": 0.0, "grad_norm": 0.0}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 @pytest.mark.parametrize("name", ["x", "y"])
 def test_what_padding_rows_hold_does_not_matter(name, accumulate):
     batch = {"x": X, "y": Y, "weight": WEIGHTS}
@@ -338,8 +348,7 @@ def recording_by_hand(params, batch, weights, *, is_linen):
     return sum(parts.values()), parts
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_recorded_losses_are_added_and_reported_one_by_one(kind, accumulate):
     if kind == "nnx":
         state = create(lambda: Recording(nnx.Rngs(0)))
@@ -369,7 +378,7 @@ class ScalarRecording(nnx.Module):
         return made
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_recorded_scalars_are_added_as_they_are(accumulate):
     state = create(lambda: ScalarRecording(nnx.Rngs(0)))
     params = on_host(state.params)["linear"]
@@ -435,7 +444,7 @@ def test_a_regularizer_does_not_replace_the_loss_whatever_it_is_called():
         np.testing.assert_allclose(metrics["loss"], expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", ONE_LATER)
 def test_regularizers_are_added_once(accumulate):
     state = linear_state()
     params = on_host(state.params)
@@ -525,13 +534,17 @@ def norms_of_part(params, stats, x, y, weights, denominator):
     ("kind", "mesh_name", "options"),
     [
         ("nnx", "one device", {"accumulate": 4}),
-        ("nnx", "batch=8", {}),
-        ("nnx", "batch=8", {"accumulate": 2, "remat": "full"}),
+        pytest.param("nnx", "batch=8", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "nnx", "batch=8", {"accumulate": 2, "remat": "full"}, marks=pytest.mark.slow
+        ),
         ("nnx", "batch=2, model=4", {"accumulate": 2}),
         ("linen", "batch=8", {}),
         ("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
         ("nnx", "batch=8", {"remat": {"norm|last": None}}),
-        ("linen", "batch=8", {"remat": {"norm|last": None}}),
+        pytest.param(
+            "linen", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(
@@ -603,8 +616,7 @@ class LinenDroppedNorm(nn.Module):
         return nn.BatchNorm(use_running_average=not train, **options)(x)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_what_was_dropped_is_what_is_normalized(kind, accumulate):
     """Normalized features have a mean square of 1, whatever was dropped before."""
     if kind == "nnx":
@@ -641,8 +653,7 @@ def dropped(kind, mesh, tx=None):
     return of_linen(LinenDropped(), False, mesh=mesh, tx=tx), linen_squares
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "accumulate"), IN_TURN)
 def test_the_same_is_dropped_on_any_mesh(kind, accumulate):
     found = []
     for name in ("one device", "batch=8"):

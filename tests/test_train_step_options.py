@@ -417,11 +417,12 @@ def of_blocks(mesh, kind):
     ("kind", "remat", "num_recomputed"),
     [
         ("nnx", "blocks", 4),
-        ("nnx", {"[13]$": None}, 2),
-        ("nnx", {"blocks": None}, 4),  # the list of them matches, and is not called
+        pytest.param("nnx", {"[13]$": None}, 2, marks=pytest.mark.slow),
+        # The list of them matches, and is not called.
+        pytest.param("nnx", {"blocks": None}, 4, marks=pytest.mark.slow),
         ("nnx", {"blocks/[01]": jax.checkpoint_policies.dots_saveable}, 2),
         ("nnx", {"^$|blocks": None}, 4),  # what is inside of it is not done twice
-        ("linen", "blocks", 4),
+        pytest.param("linen", "blocks", 4, marks=pytest.mark.slow),
         ("linen", jax.checkpoint_policies.dots_saveable, 4),
     ],
 )
@@ -618,7 +619,10 @@ def test_one_zero_step_may_train_several_models(mesh, batch):
 # Meshes whose axes are Explicit.
 
 
-@pytest.mark.parametrize("option", [{}, {"accumulate": 2}, {"zero": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"zero": 1}],
+)
 def test_a_mesh_of_explicit_axes(option):
     mesh = ml.create_mesh({"batch": 8}, axis_types=AxisType.Explicit)
     state = create(mesh)

@@ -36,19 +36,22 @@ def run(body, **environment):
     return done.stdout.split("\n")[:-1]
 
 
-def test_it_makes_that_many_cpu_devices_and_threads_for_them():
+def test_importing_starts_no_backend_and_then_it_makes_that_many_devices_and_threads():
     said = run(
+        "import meshlayout\n"
+        "from jax._src.xla_bridge import backends_are_initialized\n"
+        "print(backends_are_initialized(), 'NPROC' in os.environ)\n"
         "devices = virtual_devices(5)\n"
         "print(len(devices), devices == jax.devices(), os.environ['NPROC'])\n"
-        "print(len(virtual_devices(5)))\n"
+        "print(len(virtual_devices(5)), len(meshlayout.create_mesh().local_devices))\n"
     )
-    assert said == ["5 True 10", "5"]
+    assert said == ["False False", "5 True 10", "5 5"]
 
 
 @pytest.mark.parametrize(
     ("n", "before", "after"),
     [
-        (16, "", "32"),  # two threads for each device
+        pytest.param(16, "", "32", marks=pytest.mark.slow),
         pytest.param(
             2, "100", "100", marks=pytest.mark.slow
         ),  # the user's number wins,
@@ -61,16 +64,6 @@ def test_there_are_two_threads_for_each_of_several_devices(n, before, after):
     body = f"virtual_devices({n}); print(jax.device_count(), os.environ.get('NPROC'))"
     environment = {"NPROC": before} if before else {}
     assert run(body, **environment) == [f"{n} {after}"]
-
-
-def test_importing_the_library_starts_no_backend():
-    body = (
-        "import meshlayout\n"
-        "from jax._src.xla_bridge import backends_are_initialized\n"
-        "print(backends_are_initialized(), 'NPROC' in os.environ)\n"
-        "print(len(virtual_devices(4)), len(meshlayout.create_mesh().local_devices))\n"
-    )
-    assert run(body) == ["False False", "4 4"]
 
 
 def test_it_wins_over_the_flags_of_xla_and_takes_numpys_numbers():

@@ -6,20 +6,20 @@ from meshlayout.checkpoint.difference import (
     RestoreDiff as RestoreDiff,
 )
 from meshlayout.checkpoint.foreign import (
+    load_arrays as load_arrays,
     load_msgpack as load_msgpack,
     load_orbax as load_orbax,
 )
-from meshlayout.checkpoint.loop import Loop as Loop
-from meshlayout.checkpoint.manifest import (
+from meshlayout.checkpoint.inspection import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
-from meshlayout.checkpoint.preemption import (
+from meshlayout.checkpoint.safetensors import (
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
+)
+from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
     Preemption as Preemption,
-)
-from meshlayout.checkpoint.safetensors import load_safetensors as load_safetensors
-from meshlayout.checkpoint.safetensors_writer import (
-    save_safetensors as save_safetensors,
 )

@@ -1,113 +1,96 @@
-"""`Checkpointer`: saves a state during training, and restores it on any mesh.
-
-This file is the public face; the work is elsewhere. `policy` decides when to save and
-what to keep, `snapshot` flattens the state, `step_writer` writes a step in a background
-thread, `lease` keeps other writers out, `steps` lists steps and restores the same one
-on all processes, and `restore` builds the state.
-"""
+"""`Checkpointer`: saves a state during training, and restores it on any mesh."""
 
 import contextlib
 import functools
+import hashlib
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import jax
+from jax.typing import DTypeLike
 
-from meshlayout import _checks, _jax, _render
+from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
-from meshlayout.checkpoint import attempt, files
-from meshlayout.checkpoint.data_state import (
-    Continues,
-    move_to_position,
-    positions_of,
-    read_positions,
-)
-from meshlayout.checkpoint.lease import Lease
-from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
-from meshlayout.checkpoint.pairs import Dtypes, Request
-from meshlayout.checkpoint.policy import (
-    Schedule,
-    check_best,
-    check_count,
-    metric_values,
-    steps_to_delete,
-)
-from meshlayout.checkpoint.restore import Restored, RestoreOptions, load, to_numpy
-from meshlayout.checkpoint.saved_step import SavedStep
-from meshlayout.checkpoint.snapshot import host_bytes, snapshot
-from meshlayout.checkpoint.step_writer import StepWriter
-from meshlayout.checkpoint.steps import Steps
-from meshlayout.checkpoint.store import StoreError
-from meshlayout.checkpoint.target import LeafRestore
-from meshlayout.checkpoint.waits import open_channel, progress
+from meshlayout.checkpoint import directory as steps, orbax, policy, positions
+from meshlayout.checkpoint.inspection import Inspection
+from meshlayout.checkpoint.load import to_numpy
+from meshlayout.checkpoint.match import Request
+from meshlayout.checkpoint.save import Save, failures
+from meshlayout.checkpoint.saved_step import GoneError, SavedStep
+from meshlayout.checkpoint.tree import replica_sums, saved_leaves
 from meshlayout.cluster import activity
-from meshlayout.errors import CheckpointError
+from meshlayout.cluster.agreement import difference
+from meshlayout.cluster.channel import Channel
+from meshlayout.cluster.preemption import Preempted, Preemption
+from meshlayout.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    stack_level,
+)
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.create import StateDescription
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-_T = TypeVar("_T")
+T = TypeVar("T")
+
+# Checkpointers are opened in the same order on all processes, so the numbers agree.
+_numbers = itertools.count()
+# Longer than a slow store takes for a large file, and short enough for a job that hangs
+# to end by itself. A process that does not take part at all is reported soon.
+_TIMEOUT_S, _WARN_AFTER_S = 1200.0, 10.0
+# Other runs may delete the step that is read, with `keep=1` several in a row.
+_ATTEMPTS = 20
 
 
 class Checkpointer:
     """Saves a state during training, and restores it on any mesh.
 
-    Use this in a training loop whose saves and restores you place yourself; `Loop` and
-    `Trainer` also resume the data and the metrics with it.
+    Use this in a loop of your own, as below, or in the callback `Checkpoint`.
 
-    A step is saved completely or not at all: it exists once its manifest is in place,
-    which happens last and atomically. A killed process, a full disk or an unwritable
-    directory leaves the earlier steps intact. A restore verifies every bit that it
-    reads.
+    A step is saved completely or not at all: a killed process or a full disk leaves the
+    earlier steps intact, and a step that is saved again is there at every moment. A
+    restore compares all files with what was saved. A step is a plain directory of
+    Orbax, and anyone can load its arrays without this package.
 
-    An asynchronous save returns as soon as the state may be donated to the next step.
-    Until it finishes it holds a copy of this process's shards in host memory
-    (`memory(state)` bytes) and encoded bytes that are not written yet: about two and a
-    half times `memory(state)` in total, as measured. Only one save runs at a time; the
-    next one waits for it. An error in the background is raised once, by the next call
-    of any method. Use a checkpointer in a `with` block, or close it. If the process
-    ends in any other way, even by an exception or Ctrl-C, a running save is finished
-    first.
+    `save` returns as soon as the state may be donated; a copy of this process's shards
+    stays in host memory until the files are written. The next save waits for that. An
+    error in the background is raised once, by the next call of any method. Close a
+    checkpointer, or use it in a `with` block; a process that ends in any other way
+    finishes a running save first.
 
-    Only one run at a time may save to a directory. The first save claims it until the
-    checkpointer is closed or the process ends; another run that tries to save there
-    gets an error. Any number of runs may read. In a job of several processes, all of
-    them open the checkpointer, and save and restore the same steps in the same order.
-
-    In Google Cloud Storage, too, a step appears when its manifest is written, and
-    disappears when the manifest is deleted, before any other file. Steps that other
-    machines save are visible immediately. A store that refuses or does not answer is an
-    error, never an empty directory or a damaged step.
-
-    Opening a checkpointer removes the leftovers of dead processes, and nothing that a
-    checkpointer did not write.
+    The first save locks the directory for this run until the checkpointer is closed;
+    any number of runs may read, which changes nothing on the disk. All processes of a
+    job open the checkpointer, on a directory that they share, and save and restore the
+    same steps in the same order.
 
     Args:
-        directory: Where to save: a local path, or `gs://bucket/run` in Google Cloud
-            Storage, which needs gcsfs (the extra `gcs`).
+        directory: A local path, or `gs://bucket/run` in Google Cloud Storage, which
+            needs gcsfs (the extra `gcs`) and has no locks.
         keep: How many of the latest steps to keep; None for all.
         keep_every: Also keep steps that are multiples of this number.
         every: Save only when this many steps have passed since the last save.
-        every_s: Save only when this many seconds have passed, by the clock of process
-            0, which the other processes ask at every call of `save`.
-        async_save: Whether `save` returns while the files are still being written.
         best: The name of a metric, and `"max"` or `"min"`: also keep the step with the
             best value.
 
     Raises:
-        CheckpointError: If an argument is wrong, or the directory cannot be used.
+        CheckpointError: If an argument is wrong.
 
     Example:
         >>> import tempfile
         >>> import numpy as np
-        >>> directory = tempfile.mkdtemp()
-        >>> with Checkpointer(directory, keep=2) as ck:
+        >>> with Checkpointer(tempfile.mkdtemp(), keep=2) as ck:
+        ...     state = ck.resume({"w": np.zeros(3, np.float32)})
         ...     for step in range(1, 4):
-        ...         _ = ck.save(step, {"w": np.full(3, step, np.float32)})
+        ...         state = {"w": state["w"] + 1}
+        ...         _ = ck.save(step, state)
         ...     ck.wait()
         ...     print(ck.all_steps(), ck.restore_numpy()["w"])
         [2, 3] [3. 3. 3.]
@@ -120,46 +103,34 @@ class Checkpointer:
         keep: int | None = 3,
         keep_every: int | None = None,
         every: int | None = None,
-        every_s: float | None = None,
-        async_save: bool = True,
         best: tuple[str, Literal["max", "min"]] | None = None,
     ) -> None:
-        self._saving: StepWriter | None = None
-        self._closed = False
-        self.directory = files.as_directory(directory)
-        self._keep = check_count("keep", keep)
-        self._keep_every = check_count("keep_every", keep_every)
-        self._best = check_best(best)
-        self._async = _checks.flag("async_save", async_save, error=CheckpointError)
+        self._saving: Save | None = None
+        self._unlock: Callable[[], Any] | None = None
+        self._is_shared = self._is_closed = False
+        self._preemption, self._is_preempted = contextlib.ExitStack(), lambda: False
+        self._last: int | None = None  # the step that was saved or restored last
+        self.directory = steps.as_directory(directory)
+        self.best = policy.check_best(best)
+        self._keep = policy.check_count("keep", keep)
+        self._keep_every = policy.check_count("keep_every", keep_every)
+        self._every = policy.check_count("every", every)
         # A channel pairs messages by their order, and a save in the background may end
-        # before or after any call of the main thread: each thread has its own channel.
-        self._main = open_channel("the same save or restore")
-        self._background = open_channel("the end of a save", is_patient=True)
-        self._steps = Steps(self.directory, self._best, self._main)
-        self._schedule = Schedule(every, every_s, self._steps.all, self._main)
-        self._main.on_first(self._open)
-
-    def _open(self) -> None:
-        """Creates the directory, and removes what dead processes left in it."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._clean()
-        except StoreError as error:
-            raise CheckpointError(str(error)) from error  # a class that users know
-        except OSError as error:
-            msg = (
-                f"the checkpoint directory {self.directory} cannot be used: {error}. "
-                "Give a directory that this process may write to."
-            )
-            raise CheckpointError(msg) from error
-
-    def _clean(self) -> None:
-        try:
-            attempt.clean(self.directory)
-        except OSError as error:
-            # A warning only: the directory may be read-only, and restored from.
-            what = "leftovers of unfinished saves in"
-            logger.warning("%s %s cannot be removed: %s", what, self.directory, error)
+        # before or after any call of the main thread: each thread has its own channel,
+        # and long waits are normal only there.
+        channel = functools.partial(
+            Channel,
+            hint=(
+                "All processes have to open, save and restore the same checkpoints in "
+                "the same order; process 0 alone cannot."
+            ),
+            timeout_s=_TIMEOUT_S,
+            error=CheckpointError,
+        )
+        name, what = f"checkpoint/{next(_numbers)}", "the same save or restore"
+        self._main = channel(name, what=what, warn_after_s=_WARN_AFTER_S)
+        name, what = f"{name}/save", "the end of a save"
+        self._background = channel(name, what=what, warn_after_s=_TIMEOUT_S)
 
     # Saving.
 
@@ -168,15 +139,18 @@ class Checkpointer:
         step: int,
         state: PyTree,
         *,
-        data: Continues | None = None,
+        data: positions.Continues | None = None,
         metadata: Metadata | Callable[[], Metadata] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
+        _beside: Mapping[str, PyTree] | None = None,
     ) -> bool:
-        """Saves a state, if a save is due.
+        """Saves a state if a save is due; returns whether it is.
 
         The state may be donated as soon as this returns. A step that already exists is
-        replaced once the new files are complete.
+        replaced once the new files are complete. In a loop that began with `resume`,
+        call this after each step: after SIGTERM it saves, due or not, and ends the
+        process with status 75, "start me again".
 
         Args:
             step: The number of the step.
@@ -189,83 +163,89 @@ class Checkpointer:
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
-        Returns:
-            Whether the state is being saved, or was.
-
         Raises:
-            CheckpointError: If the state cannot be saved, or an earlier save failed in
-                the background.
+            CheckpointError: If the state cannot be saved, an earlier save failed in the
+                background, or the processes save different states.
+            Preempted: After SIGTERM, once the step is saved.
         """
         self._raise_pending()
-        if self._closed:
-            msg = (
-                f"the checkpointer of {self.directory} is closed. Save inside its "
-                "'with' block, or open another one."
-            )
+        if self._is_closed:
+            msg = f"the checkpointer of {self.directory} is closed. Open another one."
             raise CheckpointError(msg)
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
         force = _checks.flag("force", force, error=CheckpointError)
-        if not force and not self._schedule.is_due(step):
+        is_preempted = self._is_preempted()
+        if not (force or is_preempted or self._is_due(step)):
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
-        positions = None if data is None else positions_of(data, self._main)
-        with _undisturbed():
-            leaves, arrays = snapshot(state)
-        if callable(metadata):
-            _checks.function("metadata", metadata, error=CheckpointError)
-            with _checks.noted("in the function that save(metadata=...) was given"):
-                metadata = metadata()
-        # Assigned before it starts: an interrupt in between must not lose the save.
-        self._saving = StepWriter(
-            directory=self.directory,
-            step=step,
-            leaves=leaves,
-            arrays=arrays,
-            data=positions,
-            metadata=encode({} if metadata is None else metadata, "metadata"),
-            metrics=metric_values(metrics, self._best),
-            hold=functools.partial(Lease.hold, self.directory, self),
-            channel=self._background,
-            after=functools.partial(self._clear_up, step),
-        )
-        with _undisturbed():
-            self._saving.start(self._main)
-        self._schedule.saved(step)
-        if not self._async:
+        self._take_lock(step)
+        facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
+        with self._main.failure_told(), orbax.undisturbed():
+            if jax.process_index() == 0:
+                with failures(step, self.directory):
+                    steps.recover(self.directory)  # what a save that failed left
+                    steps.clear(self.directory, step)
+            trees = {"state": state, **(_beside or {})}
+            saved = {name: saved_leaves(tree) for name, tree in trees.items()}
+            arrays = {name: arrays for name, (_, arrays) in saved.items()}
+            facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
+            facts["metrics"] = policy.metric_values(metrics, self.best)
+            if callable(metadata):
+                _checks.function("metadata", metadata, error=CheckpointError)
+                with _checks.noted("in the function that save(metadata=...) was given"):
+                    metadata = metadata()
+            facts["metadata"] = positions.as_json(metadata, "metadata")
+            facts["processes"] = jax.process_count()
+            paths = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
+            own = {
+                "the step": str(step),
+                "the directory": str(self.directory),
+                "the digest of paths, shapes and dtypes": paths[:8],
+                "the sum of the replicated arrays and numbers": replica_sums(arrays),
+            }
+            position = None if data is None else positions.position_of(data)
+        messages = self._main.exchange((own, position))
+        unlike = difference({p: other for p, (other, _) in messages.items()})
+        if unlike:
+            msg = (
+                f"nothing is saved, as the processes differ: {unlike}. All of them "
+                "have to save the same state as the same step."
+            )
+            raise CheckpointError(msg)
+        all_positions = [other for _, other in messages.values()]
+        facts["data"] = None if data is None else positions.joined(all_positions)
+        after = functools.partial(self._delete_old, step)
+        channel, self._last = self._background, step
+        self._saving = Save(self.directory, step, arrays, facts, channel, after)
+        self._saving.start()
+        if is_preempted:
             self.wait()
+            self._preemption.close()
+            self._is_preempted = lambda: False
+            raise Preempted(step)
         return True
 
     def wait(self) -> None:
-        """Waits until the last save has finished.
-
-        Raises:
-            CheckpointError: If it failed.
-        """
-        saving = self._saving
-        if saving is None:
-            return
-        if not saving.is_done:
-            size = _render.bytes_text(saving.nbytes)
-            with progress(f"saving step {saving.step}, {size}"):
-                saving.wait()
-        # Only now: after Ctrl-C during the wait, it can be waited for again.
-        self._saving = None
-        saving.settle()
+        """Waits until the last save has finished; raises its error."""
+        if self._saving is not None:
+            error = self._saving.wait()
+            # Only now: after Ctrl-C during the wait, it can be waited for again.
+            self._saving = None
+            if error is not None:
+                raise error
 
     def close(self) -> None:
-        """Waits for the running save, and refuses further ones.
-
-        Raises:
-            CheckpointError: If the running save failed.
-        """
-        self._closed = True
+        """Waits as `wait`, and lets other runs save in the directory."""
+        self._is_closed = True
+        self._preemption.close()
         try:
             self.wait()
         finally:
-            # If the wait was interrupted, the save still runs and needs the lease.
-            if self._saving is None:
-                Lease.release(self.directory, self)
+            # If the wait was interrupted, the save still runs and needs the lock.
+            if self._saving is None and self._unlock is not None:
+                self._unlock()
+                self._unlock = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -281,80 +261,114 @@ class Checkpointer:
             # The error of the block came first, and is the one to look at.
             error.add_note(f"Moreover, {problem}")
 
-    def memory(self, state: PyTree) -> int:
-        """Returns the bytes of the copy that a save holds on this host.
+    def _is_due(self, step: int) -> bool:
+        if self._every is not None and self._last is None:
+            # A run that continues without a restore. Later steps are of a run that
+            # this one replaces: they would suppress saves until it reaches them. Asked
+            # of process 0, as elsewhere a listing may lag behind.
+            earlier = (saved for saved in self._paths() if saved < step)
+            self._last = self._main.on_first(lambda: max(earlier, default=0))
+        return policy.is_due(step, self._every, self._last or 0)
 
-        Use this before a run, to see whether asynchronous saves fit into host memory.
-        Encoding and writing the copy takes up to one and a half times as many bytes
-        again, measured with `benchmarks/checkpoint.py`.
+    def _take_lock(self, step: int) -> None:
+        """Locks the directory at the first save, and finds out whether it is shared."""
+        if self._is_shared:
+            return
+        with self._main.failure_told(), failures(step, self.directory):
+            if jax.process_index() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._unlock = self._unlock or steps.lock(self.directory, self)
+        self._main.exchange(None)
+        steps.check_shared(self.directory, self._main)
+        self._is_shared = True
 
-        Args:
-            state: The state, or its shapes with shardings (from `ml.describe`).
-
-        Example:
-            >>> import tempfile, jax.numpy as jnp
-            >>> Checkpointer(tempfile.mkdtemp()).memory({"w": jnp.zeros((8, 4))})
-            128
-        """
-        return host_bytes(state)
+    def _delete_old(self, step: int) -> None:
+        """Deletes the steps that are not kept; on process 0, after a save."""
+        paths = {n: p for n, p in self._paths().items() if steps.is_whole(p)}
+        best = None if self.best is None else self._best_of(paths)
+        for old in policy.steps_to_delete(
+            list(paths), self._keep, self._keep_every, kept={best, step}
+        ):
+            try:
+                steps.delete(paths[old])
+            except OSError as error:
+                msg = (
+                    f"step {step} is saved, but step {old}, which is not kept, could "
+                    f"not be deleted: {orbax.reason(error)}."
+                )
+                raise CheckpointError(msg) from error
 
     # Queries.
-
-    @property
-    def best(self) -> tuple[str, str] | None:
-        """The metric that selects the best step, and `"max"` or `"min"`; or None."""
-        return self._best
 
     def all_steps(self) -> list[int]:
         """Returns the saved steps in ascending order; a running save is not one yet."""
         self._raise_pending()
-        return self._steps.all()
+        return list(self._paths())
 
     def latest_step(self) -> int | None:
         """Returns the highest saved step, or None."""
-        self._raise_pending()
-        return max(self._steps.all(), default=None)
+        return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best value of a metric, or None if none has it.
-
-        Raises:
-            CheckpointError: If the checkpointer was opened without `best=`.
-        """
+        """Returns the step with the best value of a metric, or None if none has it."""
         self._raise_pending()
-        return self._steps.best()
+        return self._best_of(self._paths())
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
-        """Returns a table of a checkpoint's contents, without loading any array.
-
-        Use this to see what a checkpoint holds, and on which mesh it was saved. It
-        waits for a running save.
-
-        Args:
-            step: The step.
-
-        Raises:
-            CheckpointError: If the step does not exist.
-        """
+        """Returns a table of a step's contents, without loading any array."""
         self.wait()
-        return Inspection.of(self._steps.manifest(self._steps.chosen(step)))
+        path = self._paths()[self._candidate(step, {})]
+        return Inspection.of(steps.read_facts(path), steps.num_bytes(path))
+
+    def _raise_pending(self) -> None:
+        """Raises the error of a save that has finished, without waiting for others."""
+        if self._saving is not None and self._saving.is_done:
+            self.wait()
+
+    def _paths(self) -> dict[int, Path]:
+        return steps.step_paths(self.directory)
+
+    def _best_of(self, paths: Mapping[int, Path]) -> int | None:
+        if self.best is None:
+            msg = (
+                "there is no best step without a metric. Write "
+                "Checkpointer(directory, best=('val_accuracy', 'max'))."
+            )
+            raise CheckpointError(msg)
+        metrics: dict[int, Mapping[str, float]] = {}
+        for step, path in paths.items():
+            with contextlib.suppress(CheckpointError):  # a damaged one is never best
+                metrics[step] = steps.read_facts(path)["metrics"]
+        return policy.best_of(self.best, metrics)
+
+    def _candidate(self, step: int | str, damaged: Mapping[int, str]) -> int:
+        """Returns the step to try next, which is older than the damaged ones."""
+        paths, number = self._paths(), None
+        listed = ", ".join(map(str, list(paths)[-10:]))
+        problem = f"has no step {step}; it has {listed}"
+        if not paths:
+            problem = "has no checkpoints: nothing was saved there yet"
+            if not self.directory.exists():
+                problem = "does not exist, at least not on this machine"
+        elif damaged:
+            number = max((x for x in paths if x < min(damaged)), default=None)
+            facts = " ".join(damaged.values()).removesuffix(".")
+            problem = f"has no intact step that is older. Damaged: {facts}"
+        elif step == "latest":
+            number = max(paths)
+        elif step == "best":
+            number = self._best_of(paths)
+            problem = "has no step whose metrics hold the one of best="
+        else:
+            hint = f"{self.directory} has the steps {listed}."
+            _checks.count("step", step, at_least=0, error=CheckpointError, hint=hint)
+            number = step if step in paths else None
+        if number is None:
+            kind = DamagedCheckpointError if damaged else CheckpointError
+            raise kind(f"{self.directory} {problem}.")
+        return int(number)
 
     # Restoring.
-
-    @overload
-    def restore(
-        self,
-        like: LayoutMap | None = None,
-        **options: Unpack[RestoreOptions],
-    ) -> Any: ...
-
-    @overload
-    def restore(
-        self, like: StateDescription[_T], **options: Unpack[RestoreOptions]
-    ) -> _T: ...
-
-    @overload
-    def restore(self, like: _T, **options: Unpack[RestoreOptions]) -> _T: ...
 
     def restore(
         self,
@@ -362,76 +376,48 @@ class Checkpointer:
         *,
         step: int | Literal["latest", "best"] = "latest",
         layouts: LayoutMap | None = None,
-        data: Any = None,
-        partial: bool = False,
+        data: positions.Continues | None = None,
+        partial: bool | str | Sequence[str] = False,
         rename: Mapping[str, str] | None = None,
-        only: str | None = None,
-        allow: str | Sequence[str] = (),
-        dtype: Dtypes = None,
+        dtype: DTypeLike | None = None,
         verify: bool = True,
         fallback: bool = False,
     ) -> Any:
-        r"""Returns a state with the values that were saved.
+        r"""Returns a new state, or a new model, with the values that were saved.
 
-        Every device reads only its own slices, whatever mesh, layouts and number of
-        processes the state was saved on. Every bit that is read is verified.
+        `like` stays as it is: write `model = checkpointer.restore(model)`. Every device
+        reads only its own slices, whatever mesh, layouts and number of processes the
+        state was saved on. All files of the step are compared with what was saved.
 
         Args:
-            like: The state to restore into: a concrete one, whose values are ignored
-                and whose arrays set shape, dtype and layout; or an abstract one
-                (`ml.describe`, `jax.eval_shape`), on one device where it has no
-                sharding; or a layout map, for nested dicts of all saved arrays.
-                None for nested dicts on one device, without any mesh.
+            like: The state to restore into, concrete or abstract (`ml.describe`,
+                `jax.eval_shape`), which sets shapes, dtypes and layouts; or a layout
+                map, for nested dicts of all saved arrays. None for nested dicts on one
+                device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
             data: The input iterator, which is moved to its saved position. One that
                 cannot go there directly is read up to it.
             partial: Whether arrays of `like` may be missing, and keep their values, and
-                extra saved arrays are ignored.
+                extra saved arrays are ignored; or patterns of the paths to leave as
+                they are.
             rename: `{pattern: replacement}`, applied to the saved paths as by
                 `re.sub`, for example `{r"^encoder/": "model/encoder/"}`.
-            only: A pattern of the paths to restore, for example `r"^params/"`; all
-                other arrays of `like` keep their values.
-            allow: Patterns of paths that may differ in any way, and keep their values.
-            dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All
-                others must have been saved in the dtype of `like`.
-            verify: Whether to verify what is read against the saved fingerprints.
+            dtype: A dtype for every array of its kind, if not that of `like`.
+            verify: Whether to compare the hashes of all files, and not only the sizes.
             fallback: Whether to restore the newest intact step if this one is damaged,
-                with a warning.
-
-        Returns:
-            A tree of the same type as `like`.
+                with a CheckpointWarning.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
-            DamagedCheckpointError: If files or arrays are damaged; it names them.
+            DamagedCheckpointError: If files are damaged; it names one.
             CheckpointError: If the step does not exist.
-
-        Warns:
-            CheckpointWarning: If `fallback` restored another step.
         """
-        self._raise_pending()
         request = Request(
-            like=like,
-            layouts=layouts,
-            rename=rename,
-            partial=partial,
-            only=only,
-            allow=allow,
-            dtype=dtype,
+            like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
         )
-
-        def read(
-            source: SavedStep, manifest: Manifest
-        ) -> tuple[tuple[Any, list[Any]], Sequence[LeafRestore]]:
-            positions = [] if data is None else self._positions(manifest)
-            restored = self._loaded(source, request)
-            return (restored.state, positions), restored.restores
-
-        state, positions = self._restored(step, read, verify=verify, fallback=fallback)
-        if data is not None:
-            move_to_position(data, positions)
-        return state
+        read = functools.partial(_load, request=request, data=data)
+        return _moved(self._read(step, read, verify=verify, fallback=fallback), data)
 
     def restore_numpy(
         self,
@@ -440,112 +426,116 @@ class Checkpointer:
         verify: bool = True,
         fallback: bool = False,
     ) -> Any:
-        """Returns all saved values as nested dicts of NumPy arrays.
+        """Returns nested dicts of NumPy arrays; PRNG keys as the words they consist of.
 
-        Use this to look into a checkpoint, or to convert it. No device is used; PRNG
-        keys are returned as the uint32 words they consist of.
-
-        Args:
-            step: As for `restore`.
-            verify: As for `restore`.
-            fallback: As for `restore`.
-
-        Raises:
-            DamagedCheckpointError: If files or arrays are damaged.
-            CheckpointError: If the step does not exist.
+        Use this to look into a checkpoint, or to convert it. No device is used; the
+        arguments are those of `restore`.
         """
-        self._raise_pending()
 
-        def read(source: SavedStep, manifest: Manifest) -> tuple[Any, list[Any]]:
-            with _undisturbed():
-                return to_numpy(source), []
+        def read(saved: SavedStep) -> Any:
+            return to_numpy(saved.source())
 
-        return self._restored(step, read, verify=verify, fallback=fallback)
+        return self._read(step, read, verify=verify, fallback=fallback)
 
-    def _restored(
+    def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
+        """Returns the newest intact state, or `state` itself if nothing was saved.
+
+        Use this at the beginning of a training loop that calls `save` after each step.
+        From then on, until the checkpointer is closed, SIGTERM has the next `save`
+        save, and end the process with status 75: started again, it resumes there. The
+        iterator `data` is moved to its saved position. A damaged newest step is skipped
+        with a CheckpointWarning.
+        """
+        read = functools.partial(_load, request=Request(like=state), data=data)
+        restored = self.read_newest(read)
+        self._preemption.close()
+        self._is_preempted = self._preemption.enter_context(Preemption()).is_due
+        return state if restored is None else _moved(restored, data)
+
+    def read_newest(self, read: Callable[[SavedStep], T]) -> T | None:
+        """Reads the newest intact step; None if nothing was saved. For `Trainer`.
+
+        `read` is called again for an older step if arrays are damaged.
+        """
+        self.wait()
+        if not self._main.on_first(lambda: bool(self._paths())):
+            return None
+        return self._read("latest", read, verify=True, fallback=True)
+
+    def _read(
         self,
         step: int | str,
-        read: Callable[[SavedStep, Manifest], tuple[_T, Sequence[LeafRestore]]],
+        read: Callable[[SavedStep], T],
         *,
         verify: bool,
         fallback: bool,
-    ) -> _T:
+    ) -> T:
+        """Reads the first step that is intact, the same on all processes."""
         self.wait()
-        activity.now.name = f"restoring step {step} of {self.directory}"
-        activity.now.moves += 1
-        result, number = self._steps.restored(
-            step, read, verify=verify, fallback=fallback
-        )
-        activity.now.moves += 1
-        newest = f"step {number} in {self.directory}"
-        activity.now.checkpoint = activity.now.checkpoint or newest
-        # The next save is due `every` steps after the one that the run goes on from.
-        self._schedule.last_step = number
-        return result
-
-    def _loaded(self, source: SavedStep, request: Request) -> Restored:
-        with _undisturbed():
-            restored = load(source, request)
-        if restored.diff:
-            logger.info("%s differs: %s", source.name, restored.diff)
-        return restored
-
-    def _positions(self, manifest: Manifest) -> list[Any]:
-        if manifest.data is None:
-            msg = (
-                f"step {manifest.step} holds no state of an input iterator: it was "
-                "saved without data=. Restore without data=, and move the iterator "
-                "yourself."
+        _checks.flag("verify", verify, where="restore", error=CheckpointError)
+        _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
+        damaged: dict[int, str] = {}
+        num_gone = 0
+        while True:
+            number = self._main.on_first(
+                functools.partial(self._candidate, step, damaged)
             )
-            raise CheckpointError(msg)
-        return read_positions(self._steps.folder(manifest.step) / manifest.data)
+            result, damage = self._read_step(number, read, verify=verify)
+            if damage is None:
+                break
+            is_gone = isinstance(damage, GoneError)
+            num_gone += is_gone
+            if num_gone == _ATTEMPTS:
+                raise CheckpointError(str(damage))
+            if not (fallback or is_gone):
+                raise damage
+            if not is_gone:
+                logger.warning("step %d is damaged: %s", number, damage)
+                damaged[number] = str(damage)
+        if damaged:
+            msg = (
+                f"restored step {number}, the newest that is intact. Damaged: "
+                f"{' '.join(damaged.values())}"
+            )
+            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+        self._last = number  # the next save is due `every` steps after it
+        activity.now.checkpoint = f"step {number} in {self.directory}"
+        logger.info("restored step %d of %s", number, self.directory)
+        return cast("T", result)
 
-    def _has_steps(self) -> bool:
-        """Returns whether there is a step, as process 0 sees it."""
-        self.wait()
-        return self._main.on_first(lambda: bool(self._steps.with_manifest()))
+    def _read_step(
+        self, number: int, read: Callable[[SavedStep], T], *, verify: bool
+    ) -> tuple[T | None, Exception | None]:
+        confirm = functools.partial(self._main.exchange, None)
+        saved, damage = self._agreed(
+            lambda: SavedStep.open(self.directory, number, confirm, verify=verify)
+        )
+        return (
+            (None, damage) if saved is None else self._agreed(lambda: saved.read(read))
+        )
 
-    # Inside.
-
-    def _raise_pending(self) -> None:
-        """Raises the error of a save that has finished, without waiting for others."""
-        if self._saving is not None and self._saving.is_done:
-            self.wait()
-
-    def _clear_up(self, step: int) -> None:
-        """Deletes the steps that retention does not keep; on process 0, after a save.
-
-        Args:
-            step: The step that was just saved, which stays in any case.
-        """
-        steps = self._steps.all()
-        for old in steps_to_delete(
-            steps,
-            keep=self._keep,
-            keep_every=self._keep_every,
-            best=self._best,
-            metrics=self._steps.metrics(steps),
-            newest=step,
-        ):
+    def _agreed(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Returns what `work` returns, or the damage that any process has found."""
+        result, damage = None, None
+        name = f"restoring from {self.directory}"
+        with self._main.failure_told(), activity.during(name):
             try:
-                lease = Lease.hold(self.directory, self)
-                attempt.delete(self._steps.folder(old), lease)
-            except (OSError, StoreError) as error:
-                why = error.fact if isinstance(error, StoreError) else error
-                msg = (
-                    f"step {old}, which retention does not keep, could not be deleted: "
-                    f"{why}."
-                )
-                raise CheckpointError(msg) from error
-            logger.info("deleted step %d", old)
+                result = work()
+            except DamagedCheckpointError as error:
+                damage = error
+        damages = self._main.exchange(damage).values()
+        first = next((other for other in damages if other is not None), None)
+        return (result, None) if first is None else (None, first)
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Suspends the caller's active mesh and transfer guards.
+def _load(saved: SavedStep, request: Request, data: object) -> tuple[Any, list[Any]]:
+    """Returns a state, and the positions of the input iterators."""
+    places = [] if data is None else saved.positions(data)
+    return saved.load(request), places
 
-    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
-    JAX would refuse programs on the arrays of the state.
-    """
-    with _jax.no_mesh(), jax.transfer_guard("allow"):
-        yield
+
+def _moved(restored: tuple[Any, list[Any]], data: object) -> Any:
+    state, places = restored
+    if data is not None:
+        positions.move_to_position(data, places)
+    return state

@@ -1,97 +1,91 @@
-"""`RestoreDiff`: how a saved state differs from the state to restore into."""
+"""`RestoreDiff`: how saved arrays differ from those of the state to restore into."""
 
 import difflib
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import DType
 from meshlayout.errors import CheckpointError
 
 
-# How many names are compared with a missing one: difflib is slow.
-_CANDIDATES = 200
+# For how many missing names a near one is looked for, and among how many: difflib is
+# slow.
+_MISSING, _CANDIDATES = 40, 200
 
 _COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """The spec of a saved array, known before it is read, or of an array to restore.
+    """What is known of an array before it is read.
 
     Attributes:
         path: Its path, or its name in the files.
-        parts: The keys of the path; empty if only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-        is_numpy: Whether it was saved from a NumPy array, and is restored as one if no
-            target is given.
+        is_numpy: Whether it becomes a NumPy array if no target is given.
         dims: The permutation of the saved dims that gives `shape`; None for none.
+        parts: The keys of the path in a step of ours; they may hold slashes.
     """
 
     path: str
-    parts: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     is_numpy: bool = False
     dims: tuple[int, ...] | None = None
-
-    @property
-    def array(self) -> str:
-        """Its dtype and shape, as `f32[784, 128]`."""
-        return _render.array_text(self.dtype, self.shape)
+    parts: tuple[str, ...] = ()
 
     @property
     def is_key(self) -> bool:
-        """Whether it is an array of PRNG keys, whose generator is known."""
+        """Whether it is an array of PRNG keys, which the host holds as words."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """Its shape on the host; for PRNG keys, that of the words they are made of."""
+        """Its shape on the host; of PRNG keys, with that of the words in the end."""
         return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
 
     @property
     def host_dtype(self) -> np.dtype[Any]:
-        """Its dtype on the host; for PRNG keys, that of the words."""
+        """Its dtype on the host; of PRNG keys, that of the words."""
         return np.dtype("uint32" if self.is_key else self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; none for a number, which is not in the array files."""
+        itemsize = 0 if is_number(self.dtype) else self.host_dtype.itemsize
+        return math.prod(self.host_shape) * itemsize
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
         """Returns the array with its dims permuted, as by `np.transpose`."""
         if dims is None:
             return self
-        if len(dims) != len(self.shape):
-            msg = (
-                f"{self}: transpose= gives it {dims}, which permutes arrays of "
-                f"{len(dims)} dims. Make the pattern narrower."
-            )
+        if sorted(dims) != [*range(len(self.shape))]:
+            msg = f"{self}: transpose= gives it {dims}, which permutes other dims."
             raise CheckpointError(msg)
         return replace(self, shape=tuple(self.shape[dim] for dim in dims), dims=dims)
 
     def __str__(self) -> str:
-        return f"{self.path} {self.array}".lstrip()
+        return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
 
 
-def is_number(dtype: DTypeLike | None) -> bool:
+def is_number(dtype: object) -> bool:
     """Returns whether this is the type of a Python number instead of a dtype."""
     # By identity: NumPy's float64 equals float.
     return any(dtype is kind for kind in (bool, int, float, complex))
 
 
 @functools.lru_cache(maxsize=16)
-def key_dtype(impl: str | None) -> Any:
-    """Returns the dtype of a generator's PRNG keys; None if JAX does not know it."""
-    try:
-        # Abstract: reading a manifest must not run a program on a device.
-        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-    except (TypeError, ValueError):
-        return None
+def key_dtype(impl: str) -> Any:
+    """Returns the dtype of a generator's PRNG keys, without running a program."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 @functools.lru_cache(maxsize=16)
@@ -102,13 +96,7 @@ def _word_shape(dtype: DType) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An array whose saved shape or dtype differs from that of the state.
-
-    Attributes:
-        path: Its path in the state to restore.
-        saved: The saved array, under its saved name.
-        wanted: The array in the state to restore.
-    """
+    """A path whose saved array has another shape or dtype than the one in the state."""
 
     path: str
     saved: ArraySpec
@@ -130,17 +118,14 @@ class RestoreDiff:
     extra: tuple[str, ...] = ()
     shapes: tuple[Change, ...] = ()
     dtypes: tuple[Change, ...] = ()
-    arrays: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    # By path, what stands in the table for a missing or extra array.
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)
 
     def near(self, path: str) -> str | None:
-        """Returns the extra path that is most similar to a missing one, or None.
-
-        Args:
-            path: The missing path.
-        """
+        """Returns the extra path that is most similar to a missing one, or None."""
         last = path.rpartition("/")[2]
         # Paths with the same last key (`kernel`) first, as only some are compared.
         paths = sorted(self.extra, key=lambda extra: extra.rpartition("/")[2] != last)
@@ -149,52 +134,31 @@ class RestoreDiff:
 
     def summary(self) -> str:
         """Returns the counts, as `1 missing, 2 extra`."""
-        counts = {
-            "missing": self.missing,
-            "extra": self.extra,
-            "of another shape": self.shapes,
-            "of another dtype": self.dtypes,
-        }
-        texts = [f"{len(rows)} {what}" for what, rows in counts.items() if rows]
+        rows = self.missing, self.extra, self.shapes, self.dtypes
+        kinds = "missing", "extra", "of another shape", "of another dtype"
+        texts = [f"{len(x)} {kind}" for x, kind in zip(rows, kinds, strict=True) if x]
         return ", ".join(texts) or "nothing differs"
 
     def table(self, most: int | None = None) -> str:
-        """Returns the differences side by side, for a terminal.
-
-        Args:
-            most: The most rows to show; None for all.
-        """
-        rows = self._rows(most)
-        sections = (self.missing, self.extra, self.shapes, self.dtypes)
-        left = sum(map(len, sections)) - len(rows)
+        """Returns the differences side by side, at most so many of them."""
+        rows = self._rows()
+        left = len(rows[most:]) if most else 0
         notes = [f"... and {left:,} more"] if left else []
-        return _render.text_table(_COLUMNS, rows, notes=notes)
+        return _render.text_table(_COLUMNS, rows[:most], notes=notes)
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.table()}" if self else self.summary()
 
     def _repr_html_(self) -> str:
-        rows = self._rows(None)
-        return _render.html_table(_COLUMNS, rows, caption=self.summary())
+        return _render.html_table(_COLUMNS, self._rows(), caption=self.summary())
 
-    def _rows(self, most: int | None) -> list[list[str]]:
-        rows = [
-            *(("missing", path, None) for path in self.missing),
+    def _rows(self) -> list[tuple[str, str, str]]:
+        text = {path: str(replace(x, path=path)) for path, x in self.specs.items()}
+        near = {path: self.near(path) for path in self.missing[:_MISSING]}
+        hints = {path: f"(near: {text.get(x, x)})" for path, x in near.items() if x}
+        return [
+            *(("missing", text.get(x, x), hints.get(x, "")) for x in self.missing),
             *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
             *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
-            *(("extra", "", self._named(path)) for path in self.extra),
+            *(("extra", "", text.get(x, x)) for x in self.extra),
         ]
-        # Near names only for the rows that are shown: thousands may be missing.
-        return [
-            [what, self._named(wanted), self._nearest(wanted)]
-            if saved is None
-            else [what, wanted, saved]
-            for what, wanted, saved in rows[:most]
-        ]
-
-    def _named(self, path: str) -> str:
-        return f"{path} {self.arrays.get(path, '')}".strip()
-
-    def _nearest(self, path: str) -> str:
-        near = self.near(path)
-        return "" if near is None else f"(near: {self._named(near)})"

@@ -1,339 +1,293 @@
-"""States that other libraries wrote: Flax's msgpack, and directories of plain Orbax.
+"""Arrays of other libraries: any mapping, Flax's msgpack, directories of plain Orbax.
 
-Each is a `SavedArrays` for the restore engine. Neither format has checksums of arrays,
-so that damage is found only where a file is cut off or contradicts itself.
+Each is a `Source` of names and things that can be sliced. None of the formats has
+checksums of arrays: damage is found only where a file is cut off or contradicts itself.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-import msgpack
+import jax
 import numpy as np
 from flax import serialization
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import ArraySpec, key_dtype
-from meshlayout.checkpoint.files import path_text
-from meshlayout.checkpoint.orbax_arrays import (
-    TREE,
-    ArrayReadError,
-    Format,
-    OrbaxArrays,
-    read_json,
-)
-from meshlayout.checkpoint.pairs import Dtypes, Request
-from meshlayout.checkpoint.restore import MOST_KEYS, READ_AHEAD_BYTES, load_foreign
-from meshlayout.checkpoint.target import HostArray, Index
+from meshlayout.checkpoint import orbax
+from meshlayout.checkpoint.difference import ArraySpec
+from meshlayout.checkpoint.directory import path_text
+from meshlayout.checkpoint.load import load
+from meshlayout.checkpoint.match import Request
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
 
-# `msgpack_restore` and `msgpack` raise all of these for bytes of another kind.
-_UNPACK_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AssertionError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-    MemoryError,
-)
+# Orbax's file with the metadata of all leaves of a tree.
+_TREE = "_METADATA"
 
 
-def load_msgpack(
-    path: str | os.PathLike[str] | bytes,
+class LoadOptions(TypedDict, total=False):
+    """The options of all functions that load, as `load_arrays` documents them."""
+
+    layouts: LayoutMap | None
+    rename: Mapping[str, str] | None
+    transpose: Mapping[str, Sequence[int]] | None
+    partial: bool | str | Sequence[str]
+    dtype: DTypeLike | None
+
+
+def load_arrays(
+    arrays: Mapping[str, Any],
     like: PyTree,
     *,
-    layouts: LayoutMap | None = None,
-    rename: Mapping[str, str] | None = None,
-    transpose: Mapping[str, Sequence[int]] | None = None,
-    partial: bool = False,
-    allow: str | Sequence[str] = (),
-    dtype: Dtypes = None,
+    separator: str = ".",
+    **options: Unpack[LoadOptions],
 ) -> PyTree:
-    """Loads a state that Flax wrote as msgpack, each array in its layout.
+    """Loads a state from arrays by name, each array in its layout.
 
-    Use this for the output of `flax.serialization.to_bytes`. Msgpack can only be read
-    from beginning to end: the host holds all arrays during the call, and those that
-    Flax wrote in chunks twice. Each device gets only its own slices. A changed bit
-    inside an array goes unnoticed, since the format has no checksums.
+    Use this for what is in memory or in a format of its own: `np.load` of an `.npz`
+    file, a `state_dict` of PyTorch, memory maps, HDF5. Every process takes only the
+    slices that its devices hold.
 
-    `path` is the file, or its bytes: the output of `flax.serialization.to_bytes` or
-    `msgpack_serialize`. All other arguments are those of `load_safetensors`; in saved
-    paths, `/` separates the keys.
+    Args:
+        arrays: Numbers, and anything with a shape, a dtype, and slices that NumPy can
+            convert, by name; in nested dicts and lists, too.
+        like: The state to restore: arrays, whose values are ignored, or abstract
+            arrays (from `ml.describe`), in any tree. Or just a layout map, to get
+            nested dicts of all arrays.
+        separator: The separator between the keys in the names, after renaming.
+        **options: `layouts`, a layout map, if the layouts are not those of `like`.
+            `rename`, `{pattern: replacement}`, as by `re.sub`; the first pattern that
+            matches a saved name changes it.
+            `transpose`, `{pattern: permutation}` by path in the state, as by
+            `np.transpose`: PyTorch's dense weights need `(1, 0)`, and those of its
+            convolutions `(2, 3, 1, 0)`.
+            `partial`: True if arrays of the state may be missing, and keep their
+            values, and extra saved arrays are ignored; or patterns of paths that are
+            left as they are in `like`, whatever was saved there.
+            `dtype`, for every array of its kind; all others must have been saved in
+            the dtype of the state.
+
+    Returns:
+        A new tree of the type of `like`.
 
     Raises:
-        DamagedCheckpointError: If the file is truncated or is not Flax's msgpack.
         RestoreDiffError: If the arrays differ in ways that are not allowed.
-        CheckpointError: If the file does not exist, or an option does not fit.
+        CheckpointError: If an option does not fit.
 
     Example:
         >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 8})
-        >>> written = serialization.to_bytes({"w": np.arange(8, dtype="int32")})
-        >>> loaded = load_msgpack(written, ml.LayoutMap(mesh, {"w": ("batch",)}))
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {"w": ("batch",)})
+        >>> published = {"net.weight": np.arange(8, dtype="float32")}
+        >>> loaded = load_arrays(published, layouts, rename={"net.weight": "w"})
         >>> str(ml.fetch_layout(loaded["w"]))
         '[batch]'
     """
-    request = Request(like, layouts, rename, transpose, partial, allow, dtype)
-    return load_foreign(_MsgpackFile(path), request)
+    request = Request(like, separator=separator, **options)
+    return load(Arrays("the mapping", arrays, separator), request)
+
+
+def load_msgpack(
+    path: str | os.PathLike[str] | bytes, like: PyTree, **options: Unpack[LoadOptions]
+) -> PyTree:
+    """Loads a state that Flax wrote as msgpack, each array in its layout.
+
+    Use this for the output of `flax.serialization.to_bytes`: a file, or the bytes. All
+    other arguments are those of `load_arrays`; `/` separates keys. The host holds all
+    arrays during the call. A changed bit in an array goes unnoticed.
+
+    Raises:
+        DamagedCheckpointError: If it is truncated or is not a state in msgpack.
+        CheckpointError: If it does not exist; or as `load_arrays`.
+
+    Example:
+        >>> written = serialization.to_bytes({"w": np.arange(3, dtype="float32")})
+        >>> load_msgpack(written, {"w": np.zeros(3, "float32")})["w"].tolist()
+        [0.0, 1.0, 2.0]
+    """
+    request, name = Request(like, **options), "the msgpack data"
+    if not isinstance(path, bytes):
+        name = path_text("path", path)
+        try:
+            path = Path(name).expanduser().read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {error}.") from None
+    try:
+        source = Arrays(name, serialization.msgpack_restore(path))
+    except Exception as error:  # of many kinds
+        msg = f"{name} is truncated or is not a state in Flax's msgpack: {error}"
+        raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
+    return load(source, request)
 
 
 def load_orbax(
     directory: str | os.PathLike[str],
     like: PyTree,
     *,
-    layouts: LayoutMap | None = None,
     item: str | None = None,
-    rename: Mapping[str, str] | None = None,
-    transpose: Mapping[str, Sequence[int]] | None = None,
-    partial: bool = False,
-    allow: str | Sequence[str] = (),
-    dtype: Dtypes = None,
+    **options: Unpack[LoadOptions],
 ) -> PyTree:
     """Loads a state that plain Orbax wrote, each array in its layout.
 
-    Use this for checkpoints of `StandardCheckpointer`, `PyTreeCheckpointer`, a
-    `CheckpointManager` or Orbax's newer functions, saved on any mesh. Every device
-    reads only the slices that it holds. Orbax writes no checksums of arrays: a changed
-    bit inside one is not always found.
-
-    `directory` is the directory that was saved to; for a `CheckpointManager`, that of
-    one step. `item` names the tree in it, if it holds several. All other arguments are
-    those of `load_msgpack`. A leading `params/`, and the `/value` that NNX once wrote,
-    need no renaming.
+    Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
+    a `CheckpointManager` or Orbax's version 1. `item` names a tree in it, if it holds
+    several. All other arguments are those of `load_arrays`; `/` separates keys. A
+    leading `params/`, and the `/value` that NNX once wrote, need no renaming. Every
+    device reads only the slices that it holds. A changed bit is not always found.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
             shows it.
-        RestoreDiffError: If the arrays differ in ways that are not allowed.
-        CheckpointError: If Orbax wrote nothing there, or an option does not fit.
+        CheckpointError: If Orbax wrote nothing there; or as `load_arrays`.
     """
-    request = Request(like, layouts, rename, transpose, partial, allow, dtype)
-    return load_foreign(_OrbaxDirectory(directory, item), request)
+    request = Request(like, **options)
+    return load(_OrbaxTree(_find_tree(directory, item)), request)
 
 
-# Msgpack.
-
-
-class _MsgpackFile:
-    """The arrays of one file, all of them in memory; see `SavedArrays`."""
+class Arrays:
+    """Arrays and numbers by name, in nested dicts and lists, too; a `Source`."""
 
     is_foreign = True
-    read_ahead_bytes = 0
+
+    def __init__(self, name: str, arrays: Any, separator: str = "/") -> None:
+        _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
+        if not isinstance(arrays, Mapping) or not arrays:
+            msg = f"{name} holds no arrays by name: it is {_checks.shown(arrays)}."
+            raise CheckpointError(msg)
+        self.name, self._arrays = name, dict[str, Any]()
+        for keys, value in jax.tree_util.tree_leaves_with_path(dict(arrays)):
+            path = separator.join(map(_paths.key_name, keys))
+            if path in self._arrays:  # keys 1 and "1", or one that holds the separator
+                raise CheckpointError(f"{name}: two arrays have the path {path!r}.")
+            if not isinstance(value, (str, bytes)):
+                self._arrays[path] = _sliceable(f"{name}: {path}", value)
+        self.leaves = [
+            ArraySpec(path, np.shape(value), _dtype_of(value))
+            for path, value in self._arrays.items()
+        ]
+
+    def read(
+        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
+    ) -> Iterable[Any]:
+        """As for `Source`."""
+        return (self._arrays[spec.path] for spec, _ in wanted)
+
+
+def _dtype_of(value: Any) -> Any:
+    """Returns the type of a number, or a dtype in the byte order of this machine."""
+    dtype = getattr(value, "dtype", type(value))
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+
+
+def _sliceable(where: str, value: Any) -> Any:
+    """Returns a number or anything whose slices NumPy can convert."""
+    if hasattr(value, "detach"):  # a tensor of PyTorch
+        value = value.detach().cpu()
+        is_narrow = "bfloat16" in str(value.dtype)  # which NumPy itself lacks
+        value = np.asarray(jax.dlpack.from_dlpack(value) if is_narrow else value)
+    is_array = hasattr(value, "shape") and _jax.is_array_dtype(value.dtype)
+    if not is_array and type(value) not in (bool, int, float, complex):
+        what = _checks.shown(value)
+        msg = f"{where} is {what}, which is neither an array of numbers nor a number."
+        raise CheckpointError(msg)
+    is_key = is_array and _jax.is_extended(value.dtype)
+    return jax.random.key_data(value) if is_key else value
+
+
+class _OrbaxTree:
+    """The arrays of one tree that Orbax wrote, PRNG keys as their words; a `Source`.
+
+    Read by the handler of Orbax's first API, which knows the trees of both, and has no
+    barrier at which processes would wait for one that has raised.
+    """
+
+    is_foreign = True
 
     def __init__(self, path: Any) -> None:
-        self.name = "the msgpack data"
-        content = path
-        if not isinstance(path, (bytes, bytearray, memoryview)):
-            self.name = path_text("path", path)
-            try:
-                content = Path(self.name).expanduser().read_bytes()
-            except OSError as error:
-                msg = f"{path} cannot be read: {error}."
-                raise CheckpointError(msg) from None
-        self._values: dict[str, Any] = {}
-        for keys, value in _values_in(_unpacked(bytes(content), self.name), self.name):
-            path = "/".join(keys)
-            if path in self._values:
-                # Keys `1` and `"1"`, or a key that contains a slash.
-                msg = f"{self.name}: two arrays have the path {path!r}."
-                raise CheckpointError(msg)
-            self._values[path] = value
-        self.leaves = [
-            ArraySpec(path, (), np.shape(value), getattr(value, "dtype", type(value)))
-            for path, value in self._values.items()
-        ]
+        orbax.quiet()
+        self._api = require("orbax.checkpoint", extra="checkpoint", purpose="Loading")
+        self._handler = self._api.PyTreeCheckpointHandler()
+        self._path, self.name = path, str(path)
+        with self._unreadable():
+            self._tree = self._handler.metadata(path).tree
+            entries = jax.tree_util.tree_leaves_with_path(self._tree)
+            specs = [_spec(*entry) for entry in entries]
+        self._specs, self.leaves = specs, [spec for spec in specs if spec is not None]
+        names = [spec.path.replace("/", ".") for spec in self.leaves]
+        if len({*names}) < len(names):  # dots separate keys in Orbax's files
+            name = max(names, key=names.count)
+            msg = f"{path}: two arrays have the name {name!r}; one may be lost."
+            raise DamagedCheckpointError(msg)
 
-    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `SavedArrays`."""
-        value = np.asarray(self._values[leaf.path])
-        return lambda: np.array(value[index])
-
-
-def _unpacked(content: bytes, name: str) -> Mapping[Any, Any]:
-    try:
-        tree = serialization.msgpack_restore(content)
-    except _UNPACK_ERRORS as error:
-        msg = f"{name} is truncated or is not Flax's msgpack: {error}"
-        raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
-    if not isinstance(tree, Mapping) or not tree:
-        is_empty = isinstance(tree, Mapping)
-        what = "an empty dict" if is_empty else _checks.shown(tree)
-        msg = f"{name} is not msgpack of a state: it holds {what}."
-        raise DamagedCheckpointError(msg)
-    return tree
-
-
-def _values_in(
-    node: PyTree, name: str, keys: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the keys and the value of all arrays and numbers."""
-    if len(keys) > MOST_KEYS:
-        msg = (
-            f"{name}: {'/'.join(keys)[:40]}... is nested more than {MOST_KEYS} deep, "
-            "which no state is."
+    def read(
+        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
+    ) -> Iterable[Any]:
+        """As for `Source`."""
+        api, shardings = self._api, {spec.path: x for spec, x in wanted}
+        on_host = api.RestoreArgs(restore_type=np.ndarray)
+        items: list[Any] = []
+        options: list[Any] = []
+        for spec in self._specs:
+            path = "" if spec is None else spec.path
+            sharding = shardings.get(path)
+            items.append(0 if path in shardings else api.PLACEHOLDER)
+            is_on_host = sharding is None
+            options.append(
+                on_host if is_on_host else api.ArrayRestoreArgs(sharding=sharding)
+            )
+        treedef = jax.tree.structure(self._tree)
+        arguments = api.args.PyTreeRestore(
+            item=treedef.unflatten(items), restore_args=treedef.unflatten(options)
         )
-        raise CheckpointError(msg)
-    if isinstance(node, msgpack.ExtType):  # which `msgpack_restore` leaves as it comes
-        msg = (
-            f"{name}: {'/'.join(keys)} has the msgpack extension type {node.code}, "
-            "which Flax does not write."
-        )
-        raise DamagedCheckpointError(msg)
-    if isinstance(node, (np.ndarray, np.generic, bool, int, float, complex)):
-        yield keys, node
-        return
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        children = node.items()
-    elif isinstance(node, (list, tuple)):
-        children = enumerate(node)
-    for key, child in children:
-        yield from _values_in(child, name, (*keys, str(key)))
-
-
-# Plain Orbax.
-
-
-class _OrbaxDirectory:
-    """The arrays of one tree that Orbax wrote; see `SavedArrays`."""
-
-    is_foreign = True
-    read_ahead_bytes = READ_AHEAD_BYTES
-
-    def __init__(self, directory: Any, item: str | None) -> None:
-        # A dependency of Orbax, which also reads paths in cloud storage.
-        epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
-        path = epath.Path(path_text("directory", directory))
-        if "://" not in str(path):
-            path = epath.Path(Path(path).expanduser().absolute())
-        path = _find_tree(path, item)
-        self.name = str(path)
-        layout = Format.read(path)
-        # The type of each leaf, by its keys; strings and empty nodes are not in the
-        # array files.
-        kinds: dict[tuple[str, ...], str] = {}
-        try:
-            for entry in layout.tree.values():
-                value = entry["value_metadata"]
-                kind = value.get("value_type")
-                if not value.get("skip_deserialize") and kind not in _NOT_VALUES:
-                    keys = tuple(str(key["key"]) for key in entry["key_metadata"])
-                    kinds[keys] = kind
-        except (AttributeError, KeyError, TypeError) as error:
-            msg = f"{path / TREE} is not in Orbax's format: {error!r}."
-            raise DamagedCheckpointError(msg) from None
-        self._check_distinct(kinds)
-        self._arrays = OrbaxArrays(self.name, layout, map(".".join, kinds))
-        impls = _key_impls(path)
-        self.leaves = [
-            self._leaf(keys, kind, impls.get(".".join(keys)))
-            for keys, kind in kinds.items()
-        ]
-
-    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `SavedArrays`."""
-
-        def finish() -> HostArray:
-            with self._unreadable(leaf.path):
-                return read()
-
-        with self._unreadable(leaf.path):
-            read = self._arrays.start(".".join(leaf.parts), index)
-        return finish
-
-    def _leaf(self, keys: tuple[str, ...], kind: str, impl: str | None) -> ArraySpec:
-        path = "/".join(keys)
-        with self._unreadable(path):
-            shape, dtype = self._arrays.shape_and_dtype(".".join(keys))
-        if kind == "scalar" and not shape:
-            return ArraySpec(path, keys, (), type(dtype.type(0).item()))
-        array = ArraySpec(path, keys, shape, dtype)
-        if impl is None or key_dtype(impl) is None:
-            return array
-        # Orbax stores keys as their words, in trailing dims. If the file does not fit
-        # the generator, the array is what the file says: plain words.
-        key = replace(array, shape=(), dtype=key_dtype(impl))
-        rank = len(shape) - len(key.host_shape)
-        is_key = (shape[rank:], dtype) == (key.host_shape, key.host_dtype)
-        return replace(key, shape=shape[:rank]) if is_key else array
+        with self._unreadable():
+            tree = self._handler.restore(self._path, args=arguments)
+        values = zip(self._specs, treedef.flatten_up_to(tree), strict=True)
+        arrays = {spec.path: value for spec, value in values if spec is not None}
+        for spec, _ in wanted:
+            value = arrays[spec.path]
+            is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
+            yield jax.random.key_data(value) if is_key else value
 
     @contextlib.contextmanager
-    def _unreadable(self, path: str) -> Iterator[None]:
+    def _unreadable(self) -> Iterator[None]:
         try:
             yield
-        except ArrayReadError as error:
-            msg = f"{self.name}: {path} cannot be read: {error}."
-            raise DamagedCheckpointError(msg) from None
-
-    def _check_distinct(self, leaves: Iterable[tuple[str, ...]]) -> None:
-        """Raises if two arrays share a name in Orbax's files, or a path."""
-        lost = "name in Orbax's files, which hold only one of them"
-        unclear = "path. Read them with Orbax, and rename one"
-        for separator, problem, kind in (
-            (".", lost, DamagedCheckpointError),
-            ("/", unclear, CheckpointError),
-        ):
-            by_name: dict[str, tuple[str, ...]] = {}
-            for keys in leaves:
-                other = by_name.setdefault(separator.join(keys), keys)
-                if other != keys:
-                    msg = f"{self.name}: {other} and {keys} have the same {problem}."
-                    raise kind(msg)
+        except Exception as error:
+            msg = f"{self.name} cannot be read: {orbax.reason(error)}."
+            raise DamagedCheckpointError(msg) from error
 
 
-# Orbax's types of strings, and of nodes without leaves.
-_NOT_VALUES = ("string", "None", "Dict", "List")
+def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec | None:
+    """Returns the spec of a leaf from Orbax's metadata; None for text."""
+    if not hasattr(entry, "dtype"):
+        return None
+    path, dtype = "/".join(map(_paths.key_name, keys)), np.dtype(entry.dtype)
+    is_number = type(entry).__name__ == "ScalarMetadata"
+    kind = type(dtype.type(0).item()) if is_number else dtype
+    return ArraySpec(path, tuple(entry.shape), kind)
 
 
-def _find_tree(path: Any, item: str | None) -> Any:
+def _find_tree(directory: Any, item: str | None) -> Any:
     """Returns the directory of the requested tree."""
-    if not path.is_dir():
-        msg = f"{path} does not exist, or is not a directory."
-        raise CheckpointError(msg)
-    if item is None and (path / TREE).exists():
-        return path
-    inside = sorted(child.name for child in path.iterdir() if child.is_dir())
-    trees = [name for name in inside if (path / name / TREE).exists()]
-    if item in trees:
-        return path / str(item)
-    if item is None and len(trees) == 1:
-        return path / trees[0]
-    names = ", ".join(map(repr, trees))
-    steps = sorted((name for name in inside if name.isdecimal()), key=int)
-    if trees and item is None:
-        why = f"holds several trees: {names}. Choose one with item=."
-    elif trees:
-        why = f"has no tree {item!r}, only {names}."
-    elif steps:
-        why = (
-            f"holds the steps {', '.join(steps[-5:])}. Give the directory of one of "
-            f"them, such as {path / steps[-1]}."
-        )
-    else:
-        why = "holds nothing that Orbax finished writing."
-    raise CheckpointError(f"{path} {why}")
-
-
-def _key_impls(path: Any) -> dict[str, str]:
-    """Returns the generator of each array of PRNG keys, by Orbax's name."""
-    impls: dict[str, str] = {}
-    for file in path.glob("array_metadatas/process_*"):
-        try:
-            for entry in read_json(file)["array_metadatas"]:
-                array = entry["array_metadata"]
-                impl = (array["ext_metadata"] or {}).get("random_key_impl")
-                if isinstance(impl, str):
-                    impls[array["param_name"]] = impl
-        except (AttributeError, KeyError, TypeError) as error:
-            msg = f"{file} is not in Orbax's format: {error!r}."
-            raise DamagedCheckpointError(msg) from None
-    return impls
+    # A dependency of Orbax, which also reads paths in cloud storage.
+    epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
+    path = epath.Path(path_text("directory", directory)).expanduser()
+    path = path if "://" in str(path) else epath.Path(Path(path).absolute())
+    names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
+    trees = [path / name for name in names if (path / name / _TREE).exists()]
+    trees += [path] if _TREE in names else []
+    chosen = [tree for tree in trees if item in (None, tree.name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    msg = (
+        f"{path} holds {len(chosen)} trees that Orbax finished writing, and one is "
+        f"needed. Give the directory of one step, and item= if it holds several. In it "
+        f"are: {', '.join(names) or 'nothing'}."
+    )
+    raise CheckpointError(msg)

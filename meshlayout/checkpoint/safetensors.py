@@ -1,300 +1,313 @@
-"""Published weights: reads safetensors, one file or indexed shards.
+"""Safetensors: published weights in and out.
 
-A file is mapped into memory, and the slices that devices hold are copied. The library
-`safetensors` checks the header; the bytes are read here, since its NumPy interface
-lacks bfloat16 and float8.
+Files are mapped into memory. A load copies the slices that its devices hold; in a save
+every process writes its own shards into a file on a shared disk, on which process 0 has
+reserved the room: no host ever holds more than one shard. The library checks headers;
+the bytes are read here, as its NumPy interface lacks float8.
 """
 
+import itertools
 import json
-import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.files import path_text
-from meshlayout.checkpoint.pairs import Dtypes, Request
-from meshlayout.checkpoint.restore import load_foreign
-from meshlayout.checkpoint.target import HostArray, Index
+from meshlayout.checkpoint.directory import path_text
+from meshlayout.checkpoint.foreign import Arrays, LoadOptions
+from meshlayout.checkpoint.load import HostArray, load
+from meshlayout.checkpoint.match import Request, permutations, renamed
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
-from meshlayout.layout_map import LayoutMap
 
 
-INDEX = ".index.json"
-SUFFIX = ".safetensors"
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 
-# Separators between the keys in the name of an array.
-SEPARATORS = (".", "/")
+# Dtypes by their codes in the files.
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+_CODES = {jax.numpy.dtype(name): code for code, name in _DTYPES.items()}
 
-# Dtypes by their names in the files.
-DTYPES = {
-    code: jnp.dtype(name)
-    for code, name in {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F16": "float16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    }.items()
-}
+# Saves are started in the same order on all processes, so the numbers agree.
+_numbers = itertools.count()
 
 
 def load_safetensors(
     path: str | os.PathLike[str],
     like: PyTree,
     *,
-    layouts: LayoutMap | None = None,
-    rename: Mapping[str, str] | None = None,
-    transpose: Mapping[str, Sequence[int]] | None = None,
-    partial: bool = False,
-    allow: str | Sequence[str] = (),
-    dtype: Dtypes = None,
     separator: str = ".",
+    **options: Unpack[LoadOptions],
 ) -> PyTree:
-    r"""Loads a state from safetensors files, each array in its layout.
+    """Loads a state from safetensors files, each array in its layout.
 
-    Use this for published weights. Every device reads only the slices that it holds;
-    the host never holds more than one slice.
-
-    Args:
-        path: A `.safetensors` file, an index of shards (`.safetensors.index.json`),
-            or a directory that contains one of them. Every process reads it.
-        like: The state to restore: arrays, whose values are ignored, or abstract
-            arrays (from `ml.describe`), in any tree. Or just a layout map, to get
-            nested dicts of all arrays.
-        layouts: The layouts of the arrays, if not those of `like`.
-        rename: `{pattern: replacement}`, applied to the names in the files as by
-            `re.sub`. Only one pattern may change a name.
-        transpose: `{pattern: permutation}`, by path in the state: the array in the
-            state is `np.transpose(saved, permutation)`. The weights of PyTorch's dense
-            layers are `(out, in)` and need `(1, 0)`; those of its convolutions are
-            `(out, in, h, w)` and need `(2, 3, 1, 0)`.
-        partial: Whether arrays of the state may be missing in the files, and keep
-            their values, and extra arrays in the files are ignored.
-        allow: Patterns of paths that may differ in any way, even in shape, and keep
-            their values.
-        dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
-            must have been saved in the dtype of the state.
-        separator: The separator between the keys in the names, after renaming.
+    Use this for published weights: a `.safetensors` file, an index of several
+    (`.safetensors.index.json`), or a directory with one of them. All other arguments
+    are those of `load_arrays`. Every device reads only the slices that it holds.
 
     Raises:
         DamagedCheckpointError: If a file is truncated or contradicts its header.
-        RestoreDiffError: If the arrays differ in ways that are not allowed.
-        CheckpointError: If a file does not exist, or an option does not fit.
+        CheckpointError: If a file does not exist; or as `load_arrays`.
 
     Example:
         >>> import tempfile
         >>> import meshlayout as ml
-        >>> from meshlayout import checkpoint
-        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
-        >>> state = {
-        ...     "dense": {"kernel": ml.arrays.ones((2, 8), mesh.layout(None, None))}
-        ... }
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {"w": (None, "model")})
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     _ = checkpoint.save_safetensors(directory, state)
-        ...     loaded = load_safetensors(directory, layouts)
-        >>> loaded["dense"]["kernel"].addressable_shards[0].data.shape
-        (2, 2)
+        ...     file = save_safetensors(directory, {"w": np.ones((2, 8), "float32")})
+        ...     loaded = load_safetensors(file, layouts)
+        >>> loaded["w"].addressable_shards[0].data.shape
+        (2, 1)
     """
-    _checks.choice("separator", separator, SEPARATORS, error=CheckpointError)
-    request = Request(
-        like, layouts, rename, transpose, partial, allow, dtype, separator
+    request = Request(like, separator=separator, **options)
+    path = _local(path)
+    try:
+        arrays = _mapped(_chosen(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    return load(Arrays(str(path), arrays, separator), request)
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    rename: Mapping[str, str] | None = None,
+    transpose: Mapping[str, Sequence[int]] | None = None,
+    separator: str = ".",
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the arrays of a state to a safetensors file.
+
+    Use this to publish weights, or to hand them to another library. All processes call
+    this, with a path that they share, and each writes its own shards: no array is ever
+    whole on a device or in memory. The file is complete before it takes its name.
+
+    Args:
+        path: A file name that ends in `.safetensors`, or a directory for a
+            `model.safetensors`.
+        state: Any tree of arrays.
+        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state.
+        transpose: `{pattern: permutation}`, by path in the state: the saved array is
+            `np.transpose(array, permutation)`.
+        separator: The separator between the keys in the names.
+        metadata: Strings to write into the header, by name.
+        overwrite: Whether an existing file may be replaced.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: If a leaf cannot be written, a name is ambiguous, or the file
+            cannot be written. An existing file is then unchanged.
+    """
+    _checks.flag("overwrite", overwrite, error=CheckpointError)
+    _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
+    arrays = _named_arrays(state, rename, transpose, separator)
+    path = _local(path)
+    path = path if path.suffix and not path.is_dir() else path / f"model{_SUFFIX}"
+    if path.suffix != _SUFFIX:
+        raise CheckpointError(f"{path}: the file name must end in {_SUFFIX}.")
+    header = _header(arrays, metadata)
+    temporary = path.with_name(f".{path.name}.incomplete")
+    channel = Channel(
+        f"safetensors/{next(_numbers)}",
+        what="the same save_safetensors",
+        hint="All processes have to call it, as each writes its own shards.",
+        error=CheckpointError,
     )
-    return load_foreign(_Files(path), request)
+
+    def allocate() -> None:
+        if path.exists() and not overwrite:
+            msg = f"{path} exists. Give another name, or overwrite=True."
+            raise CheckpointError(msg)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(header)
+            file.flush()
+            # A full disk is noticed here, as an error: a write to mapped memory would
+            # kill the process with SIGBUS.
+            num_bytes = sum(spec.nbytes for spec, _ in arrays)
+            if num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), len(header), num_bytes)
+            file.truncate(len(header) + num_bytes)
+
+    def publish() -> None:
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    try:
+        channel.on_first(allocate)
+        with channel.failure_told():
+            _write(temporary, len(header), arrays)
+        channel.exchange(None)
+        channel.on_first(publish)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}.") from error
+    finally:
+        if jax.process_index() == 0 and temporary.exists():
+            temporary.unlink()
+    return path
 
 
-def local_path(path: Any) -> Path:
-    """Returns a local path, or raises CheckpointError for a URL."""
+def _local(path: object) -> Path:
     text = path_text("path", path)
     if "://" in text:
-        msg = (
-            f"{path}: safetensors files are read and written by mapping them into "
-            "memory, which needs a local path. Copy them to a disk."
-        )
+        msg = f"{text}: safetensors files are mapped into memory: give a local path."
         raise CheckpointError(msg)
     return Path(text).expanduser()
 
 
-class _Files:
-    """The arrays of one file, or of all files of an index; see `SavedArrays`."""
-
-    is_foreign = True
-    read_ahead_bytes = 0
-
-    def __init__(self, path: Any) -> None:
-        path = local_path(path)
-        self.name = str(path)
-        try:
-            self._arrays = _arrays(_resolved(path))
-        except OSError as error:
-            msg = f"{path} cannot be read: {error}."
-            raise CheckpointError(msg) from None
-        self.leaves = [array.leaf for array in self._arrays.values()]
-
-    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `SavedArrays`; reads when the returned function is called."""
-        return lambda: self.read(leaf, index)
-
-    def read(self, leaf: ArraySpec, index: Index) -> HostArray:
-        """Reads a slice; touches only its pages of the file."""
-        array = self._arrays[leaf.path]
-        shape, dtype = array.leaf.shape, array.leaf.dtype
-        try:
-            if not math.prod(shape):
-                return np.empty(shape, dtype)[index]
-            whole = np.memmap(array.file, dtype, "r", array.offset, shape)
-        except (OSError, ValueError) as error:
-            msg = f"{array.file}: {leaf.path} cannot be read: {error}."
-            raise DamagedCheckpointError(msg) from None
-        # NumPy maps an array without dims as one of shape (1,).
-        return np.array(whole.reshape(shape)[index])
+# Reading.
 
 
-@dataclass(frozen=True)
-class _FileArray:
-    """One array of a file, and its first byte."""
-
-    leaf: ArraySpec
-    file: Path
-    offset: int
-
-
-def _resolved(path: Path) -> Path:
+def _chosen(path: Path) -> Path:
     """Returns the file or index of a path."""
     if not path.is_dir():
-        if not path.exists():
-            msg = f"{path} does not exist."
-            raise CheckpointError(msg)
         return path
-    indices = sorted(path.glob(f"*{SUFFIX}{INDEX}"))
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    # `model.safetensors` next to `model.safetensors.index.json`: nobody knows which of
-    # them is the newer one.
-    if len(indices) == 1 and path / indices[0].name.removesuffix(INDEX) not in files:
+    files = sorted([*path.glob(f"*{_INDEX}"), *path.glob(f"*{_SUFFIX}")])
+    indices = [file for file in files if file.name.endswith(_INDEX)]
+    shards = [file for file in files if "-of-" in file.name]
+    # Beside an index only its shards: of others, either may be the newer one.
+    if len(indices) == 1 and len(indices) + len(shards) == len(files):
         return indices[0]
-    if not indices and len(files) == 1 and "-of-" not in files[0].name:
+    if len(files) == 1 and not shards:
         return files[0]
-    names = [file.name for file in [*indices, *files]]
-    why = "holds no safetensors file."
-    if not indices and any("-of-" in name for name in names):
-        why = (
-            f"holds shards, such as {names[0]}, and no index *{SUFFIX}{INDEX}, without "
-            "which nobody knows whether they are complete."
-        )
-    elif names:
-        listed = ", ".join(names[:6])
-        why = f"holds several: {listed}. Give the path of one file or index."
-    raise CheckpointError(f"{path} {why}")
+    listed = ", ".join(file.name for file in files[:6]) or "none"
+    msg = (
+        f"{path}: it is unclear which safetensors file to read of these: {listed}. "
+        "Give one file, or the index of shards, which says whether they are complete."
+    )
+    raise CheckpointError(msg)
 
 
-def _arrays(path: Path) -> dict[str, _FileArray]:
-    """Returns the arrays of a file or index, by name."""
-    if not path.name.endswith(INDEX):
-        return _file_arrays(path)
-    names: dict[str, list[str]] = {}
-    for name, file in _weight_map(path).items():
-        names.setdefault(file, []).append(name)
-    arrays: dict[str, _FileArray] = {}
-    for file, listed in names.items():
-        file_arrays = _file_arrays(path.parent / file, index=path)
-        for name in listed:
-            if name not in file_arrays:
-                msg = (
-                    f"{path.parent / file} does not hold the array {name!r}, which "
-                    f"{path.name} lists for it. They are from different saves."
-                )
-                raise DamagedCheckpointError(msg)
-            arrays[name] = file_arrays[name]
-    return arrays
-
-
-def _weight_map(path: Path) -> dict[str, str]:
+def _mapped(path: Path) -> dict[str, HostArray]:
+    """Returns the arrays of a file or index, mapped into memory, by name."""
+    if not path.name.endswith(_INDEX):
+        return _mapped_file(path)
     try:
-        files = _json(path.read_bytes())["weight_map"]
-        is_map = all(map(_is_plain_name, files.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_map, files = False, {}
-    if not is_map:
-        msg = (
-            f"{path} is not an index of safetensors files: it has no 'weight_map' from "
-            "the names of arrays, each once, to the names of files next to it."
-        )
-        raise DamagedCheckpointError(msg)
-    return files
+        file_by_name = dict(json.loads(path.read_bytes())["weight_map"])
+        names = {Path(file).name for file in file_by_name.values()}  # only beside it
+        files = {name: _mapped_file(path.parent / name) for name in names}
+        return {name: files[file][name] for name, file in file_by_name.items()}
+    except (LookupError, TypeError, RecursionError, json.JSONDecodeError) as error:
+        msg = f"{path} is not an index of the files beside it: {error}."
+        raise DamagedCheckpointError(msg) from None
 
 
-def _json(content: bytes) -> Any:
-    """Parses JSON, and raises ValueError if a key is repeated."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            msg = f"{repeated!r} is repeated"
-            raise ValueError(msg)
-        return entries
-
-    return json.loads(content, object_pairs_hook=unique)
-
-
-def _is_plain_name(file: object) -> bool:
-    return isinstance(file, str) and Path(file).name == file and file not in ("", "..")
-
-
-def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]:
-    if not path.is_file():
-        if index is None:
-            msg = f"{path} is not a regular file."
-            raise CheckpointError(msg)
-        msg = f"{path}, which {index.name} names, does not exist."
-        raise DamagedCheckpointError(msg)
+def _mapped_file(path: Path) -> dict[str, HostArray]:
     library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
     try:
-        # The library checks that arrays cover the file without gaps or overlaps, but
-        # accepts repeated names, of which it takes the last.
+        # The library checks that arrays cover the file without gaps or overlaps.
         with library.safe_open(path, framework="np"):
-            pass
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = _json(file.read(size))
+            content = np.memmap(path, np.uint8, "r")
+        (size,) = struct.unpack("<Q", content[:8].tobytes())
+        header = json.loads(content[8 : 8 + size].tobytes())
+        header.pop("__metadata__", None)
+        arrays: dict[str, HostArray] = {}
+        for name, entry in header.items():
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            dtype = jax.numpy.dtype(_DTYPES[entry["dtype"]])
+            arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
+    except KeyError as error:
+        msg = f"{path} holds arrays of the dtype {error}, which JAX lacks."
+        raise CheckpointError(msg) from None
     except (library.SafetensorError, ValueError, RecursionError) as error:
         msg = f"{path} is truncated or is not a safetensors file: {error}."
         raise DamagedCheckpointError(msg) from None
-    header.pop("__metadata__", None)
-    arrays: dict[str, _FileArray] = {}
-    for name, entry in header.items():
-        code = entry["dtype"]
-        if code not in DTYPES:
+    return arrays
+
+
+# Writing.
+
+
+def _named_arrays(
+    state: PyTree, rename: Any, transpose: Any, separator: str
+) -> list[tuple[ArraySpec, Any]]:
+    """Returns all arrays of a state with their specs in the file, in their order."""
+    leaves = _paths.flatten(state).leaves
+    paths = [leaf.path for leaf in leaves]
+    if not any(paths):
+        msg = f"state must hold arrays by name, got {_checks.shown(state)}."
+        raise CheckpointError(msg)
+    dims = permutations(transpose, paths)
+    arrays: list[tuple[ArraySpec, Any]] = []
+    names = renamed(paths, rename, "/", separator)
+    for (path, value, _), name in zip(leaves, names, strict=True):
+        dtype = getattr(value, "dtype", None)
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+        if not is_array or _jax.is_extended(dtype) or np.dtype(dtype) not in _CODES:
+            what = f"dtype {dtype}" if is_array else _checks.shown(value)
             msg = (
-                f"{path}: {name} has the dtype {code}, which cannot be loaded. "
-                f"Supported dtypes: {', '.join(DTYPES)}."
+                f"{path}: safetensors files hold arrays of common dtypes, and this is "
+                f"{what}. Save the parameters alone, as state.params or "
+                "nnx.state(model, nnx.Param), and of PRNG keys jax.random.key_data."
             )
             raise CheckpointError(msg)
-        leaf = ArraySpec(name, (), tuple(entry["shape"]), DTYPES[code])
-        arrays[name] = _FileArray(leaf, path, 8 + size + entry["data_offsets"][0])
-    return arrays
+        spec = ArraySpec(path, tuple(value.shape), np.dtype(dtype))
+        arrays.append((replace(spec.transposed(dims.get(path)), path=name), value))
+    # Large elements first: then each array begins at a multiple of its itemsize, which
+    # readers that map files rely on.
+    return sorted(arrays, key=lambda array: (-array[0].dtype.itemsize, array[0].path))
+
+
+def _header(arrays: Sequence[tuple[ArraySpec, Any]], metadata: Any) -> bytes:
+    """Returns the bytes before the arrays, which follow one after the other."""
+    if not isinstance(metadata, Mapping | None):
+        msg = f"metadata= must be strings by name, got {_checks.shown(metadata)}."
+        raise CheckpointError(msg)
+    texts = {str(key): str(text) for key, text in (metadata or {}).items()}
+    entries: dict[str, Any] = {"__metadata__": texts} if texts else {}
+    begin = 0
+    for spec, _ in arrays:
+        entries[spec.path] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (begin, begin := begin + spec.nbytes),
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> None:
+    """Writes this process's shards into a file."""
+    if not file.exists():
+        msg = (
+            f"process {jax.process_index()} does not see {file}, which process 0 has "
+            "created. All processes need a directory that they share."
+        )
+        raise CheckpointError(msg)
+    content = np.memmap(file, np.uint8, "r+")
+    for spec, value in arrays:
+        part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
+        whole = part.view(spec.dtype).reshape(spec.shape)
+        dims = spec.dims or range(len(spec.shape))
+        shards = [((slice(None),) * np.ndim(value), value)]
+        if isinstance(value, jax.Array):
+            pieces = _jax.with_shards(value).addressable_shards
+            shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
+        is_shared = isinstance(value, jax.Array) and not value.is_fully_addressable
+        if jax.process_index() and not is_shared:
+            shards = []  # each process has its own: that of process 0 is written
+        for index, shard in shards:
+            in_file = tuple(index[dim] for dim in dims)
+            whole[in_file] = np.asarray(shard).transpose(dims)
+    content.flush()

@@ -209,11 +209,15 @@ class Channel:
 
     @contextlib.contextmanager
     def failure_told(self, topic: str | None = None) -> Iterator[None]:
-        """Tells the others of an error inside, at the exchange that comes next."""
+        """Tells the others of an error inside, at the exchange that comes next.
+
+        One that came from another process inside is known to all.
+        """
         try:
             yield
         except Exception as error:
-            self.fail(error, topic)
+            if not isinstance(error.__cause__, OtherProcessError):
+                self.fail(error, topic)
             raise
 
     def fail(
@@ -233,6 +237,17 @@ class Channel:
         # This process raises its own error, whatever the others say.
         with contextlib.suppress(self._error):
             self.exchange(_FailureMessage(text), topic, what=what, timeout_s=timeout_s)
+
+    def failure(self) -> str:
+        """Returns the error that another process sent to the next exchange, or ``.
+
+        For a process that waits for the others in another way, and would wait for one
+        that has failed.
+        """
+        if len(self.processes) == 1:
+            return ""
+        come = self._come(str(self._turn)).values()
+        return next((x.text for x in come if isinstance(x, _FailureMessage)), "")
 
     def leave(self, topic: str) -> None:
         """Releases processes that wait for this one in an exchange."""

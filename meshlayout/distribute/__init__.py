@@ -13,26 +13,19 @@ from meshlayout.collectives import (
 from meshlayout.data import InputContext as InputContext
 from meshlayout.distribute.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
-    StorageReport as StorageReport,
-    VariableStorage as VariableStorage,
 )
-from meshlayout.distribute.datasets import ReplicaDataset as ReplicaDataset
+from meshlayout.distribute.datasets import (
+    ReplicaDataset as ReplicaDataset,
+    ValueContext as ValueContext,
+)
 from meshlayout.distribute.default_strategy import (
     get_strategy as get_strategy,
     has_strategy as has_strategy,
 )
-from meshlayout.distribute.distributions import (
-    DataParallel as DataParallel,
-    Distribution as Distribution,
-    ModelParallel as ModelParallel,
-)
+from meshlayout.distribute.extended import StrategyExtended as StrategyExtended
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
-    FixedShardsPartitioner as FixedShardsPartitioner,
-    MaxSizePartitioner as MaxSizePartitioner,
-    MinSizePartitioner as MinSizePartitioner,
     ParameterServerStrategy as ParameterServerStrategy,
-    Partitioner as Partitioner,
     PerWorkerDataset as PerWorkerDataset,
     PerWorkerIterator as PerWorkerIterator,
     RemoteValue as RemoteValue,
@@ -45,5 +38,4 @@ from meshlayout.distribute.strategies import (
     TPUStrategy as TPUStrategy,
 )
 from meshlayout.distribute.strategy import Strategy as Strategy
-from meshlayout.distribute.value_function import ValueContext as ValueContext
 from meshlayout.distribute.values import PerReplica as PerReplica

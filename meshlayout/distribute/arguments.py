@@ -1,22 +1,22 @@
 """The arguments of a function that runs on replicas, taken apart."""
 
 import contextlib
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
-from meshlayout.distribute.variables import is_on
+from meshlayout.distribute.captured import is_nnx
+from meshlayout.distribute.values import PerReplica, check_replicas
 from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
@@ -27,83 +27,101 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_LEAF_TYPES: dict[type, bool] = {}
 
 
-@dataclasses.dataclass(frozen=True)
+def is_leaf(value: object) -> bool:
+    """Returns whether this is an NNX object, a state, or a value of replicas."""
+    kind = type(value)
+    known = _LEAF_TYPES.get(kind)
+    if known is None:  # Flax's classes are slow to ask
+        known = isinstance(value, PerReplica | nnx.State) or is_nnx(value)
+        _LEAF_TYPES[kind] = known
+    return known
+
+
 class Arguments:
     """The arguments of one call of `run`, taken apart.
 
+    Args:
+        fn: The function, for messages.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        mesh: The mesh of replicas.
+
     Attributes:
-        treedef: The structure of `(args, kwargs)`, with objects and `PerReplica` as
-            leaves.
-        leaves: The leaves, with None in place of objects.
+        leaves: Arrays, numbers and values of replicas; None for what is no array.
         objects: The NNX objects, with their names.
         signature: What a program depends on: structure, kinds, shapes and dtypes.
         mask: Which rows are real, if rows are padded.
+
+    Raises:
+        StrategyError: If one is not an array, a number, a `PerReplica` of the mesh's
+            replicas or an NNX object, or two are padded differently.
     """
 
-    treedef: Any
-    leaves: list[Any]
-    objects: tuple[tuple[str, Any], ...]
-    signature: Any
-    mask: jax.Array | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         fn: Callable[..., PyTree],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         mesh: Mesh,
-    ) -> "Arguments":
-        """Takes arguments apart.
-
-        Raises:
-            StrategyError: If one is not an array, a number, a `PerReplica` of the
-                mesh's replicas or an NNX object, or two are padded differently.
-        """
-        args, kwargs = _without_states((args, kwargs))
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
-        arrays, kinds, objects, mask = [], [], [], None
+    ) -> None:
+        self._call = fn, args, kwargs
+        leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
+        # The values of states, whose Variables are not objects of the user's.
+        self._states: dict[int, Any] = {}
+        self.objects: list[tuple[str, Any]] = []
+        self.leaves: list[Any] = []
+        self.mask: Any = None
+        kinds: list[Any] = []
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, PerReplica):
-                check_replicas(leaf, mesh, "run")
-                shape, dtype = leaf.array.shape, leaf.array.dtype
-                kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
-                if leaf.mask is not None:
-                    if mask is not None and leaf.mask is not mask:
-                        _refuse_masks(mask, leaf.mask)
-                    if leaf.mask is not mask:
-                        leaf.check_mask()
-                    mask = leaf.mask
-            elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
-                if not isinstance(leaf, jax.Array):
-                    leaf = _host_argument(leaf, fn, args, kwargs, index)
-                leaf = _moved(leaf, mesh)
-                kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
-            elif isinstance(leaf, bool):  # like `training`: for Python to decide on
-                kinds.append(leaf)
-                leaf = None
-            elif isinstance(leaf, int | float | complex):
-                _host_argument(leaf, fn, args, kwargs, index)
-                kinds.append(type(leaf))
-            elif is_object(leaf):
-                kinds.append(None)
-                objects.append((_name(fn, args, kwargs, index), leaf))
-                leaf = None
+            if isinstance(leaf, nnx.State):
+                values, treedef = jax.tree.flatten(
+                    leaf, is_leaf=lambda x: isinstance(x, PerReplica)
+                )
+                self._states[index] = treedef
+                kinds.append(treedef)
+                for value in values:
+                    self._add(index, value, kinds, mesh)
             else:
-                _refuse_argument(_name(fn, args, kwargs, index), leaf)
-            arrays.append(leaf)
-        return cls(treedef, arrays, tuple(objects), (treedef, tuple(kinds)), mask)
+                self._add(index, leaf, kinds, mesh)
+        self._kinds = kinds
+        self.signature = self._treedef, tuple(kinds)
 
-    def call(self, fn: Callable[..., PyTree], leaves: Sequence[Any]) -> PyTree:
+    def _add(self, index: int, leaf: Any, kinds: list[Any], mesh: Mesh) -> None:
+        if isinstance(leaf, jax.Array):
+            leaf = _moved(leaf, mesh)
+            kinds.append((leaf.shape, leaf.dtype, leaf.weak_type))
+        elif isinstance(leaf, PerReplica):
+            check_replicas(leaf, mesh, "run")
+            shape, dtype = leaf.array.shape, leaf.array.dtype
+            kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
+            if leaf.mask is not None:
+                if self.mask is not None and leaf.mask is not self.mask:
+                    _check_masks(self.mask, leaf.mask)
+                self.mask = leaf.mask
+        elif isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = self._on_host(index, leaf)
+            kinds.append((leaf.shape, leaf.dtype, False))
+        elif isinstance(leaf, bool):  # like `training`: for Python to decide on
+            kinds.append(leaf)
+            leaf = None
+        elif isinstance(leaf, int | float | complex):
+            self._on_host(index, leaf)
+            kinds.append(type(leaf))
+        elif is_leaf(leaf):
+            kinds.append(None)
+            self.objects.append((self._name(index), leaf))
+            leaf = None
+        else:
+            self._refuse(index, leaf)
+        self.leaves.append(leaf)
+
+    def call(self, fn: Callable[..., PyTree], leaves: list[Any]) -> PyTree:
         """Calls the function with one replica's arrays, and with the objects."""
-        nodes = iter(self.objects)
-        whole = [
-            next(nodes)[1] if kind is None else kind if isinstance(kind, bool) else leaf
-            for leaf, kind in zip(leaves, self.signature[1], strict=True)
-        ]
-        args, kwargs = _with_states(self.treedef.unflatten(whole))
+        args, kwargs = self.unflatten(leaves)
         try:
             return fn(*args, **kwargs)
         except _NEEDS_A_VALUE as error:
@@ -114,73 +132,65 @@ class Arguments:
             )
             raise
 
-    def without_arrays(self) -> "Arguments":
-        """Returns what is needed to trace another call of the same signature."""
-        return dataclasses.replace(self, leaves=[], mask=None)
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """Returns `(args, kwargs)` with other arrays."""
+        own, objects = iter(leaves), iter(self.objects)
+        whole: list[Any] = []
+        kinds = iter(self._kinds)
+        for index in range(self._treedef.num_leaves):
+            kind = next(kinds)
+            if index in self._states:
+                count = kind.num_leaves
+                values = [next(own) for _ in range(count)]
+                for _ in range(count):
+                    next(kinds)
+                whole.append(kind.unflatten(values))
+                continue
+            leaf = next(own)
+            if kind is None:
+                leaf = next(objects)[1]
+            elif isinstance(kind, bool):
+                leaf = kind
+            whole.append(leaf)
+        return self._treedef.unflatten(whole)
 
-    @property
-    def rows(self) -> int:
-        """The rows of one replica's part of a padded batch."""
-        masked = (x for x in self.leaves if is_per_replica(x) and x.mask is not None)
-        return next(masked).shape[0]
+    def forget(self) -> None:
+        """Lets go of arrays, which would live as long as a program."""
+        self.leaves, self.mask, self._call = [], None, (self._call[0], (), {})
 
-    def with_twice_the_rows(self) -> list[Any]:
-        """Returns abstract leaves, those that are padded with twice as many rows.
+    def _name(self, index: int) -> str:
+        """Returns the name of a leaf of the arguments, by the function's parameters."""
+        fn, args, kwargs = self._call
+        paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)
+        (side, first, *rest), _ = paths[index]
+        name = str(getattr(first, "key", getattr(first, "idx", first)))
+        if side.idx == 0:
+            with contextlib.suppress(TypeError, ValueError, IndexError):
+                name = list(inspect.signature(fn).parameters)[first.idx]
+        return name + jax.tree_util.keystr(tuple(rest))
 
-        Twice, since functions that split their rows into microbatches take those, too.
+    def _on_host(self, index: int, leaf: Any) -> Any:
+        """Returns an array or number of the host, which devices hold unchanged.
+
+        Raises:
+            StrategyError: If they cannot, as integers beyond 32 bits.
         """
+        try:
+            return host_array(leaf)
+        except LayoutError:  # named only now, since finding the name takes longer
+            pass
+        try:
+            return host_array(leaf, f"run: the argument {self._name(index)}")
+        except LayoutError as error:
+            raise StrategyError(str(error)) from None
 
-        def longer(leaf: Any) -> Any:
-            if not isinstance(leaf, PerReplica) or leaf.mask is None:
-                return leaf
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype),
-                leaf,
-            )
-
-        return [longer(leaf) for leaf in self.leaves]
-
-
-@jax.tree_util.register_pytree_node_class
-class _StateValues:
-    """The values of an `nnx.State`.
-
-    Its Variables are not objects that a function may change, but new ones at each call,
-    such as those of gradients.
-    """
-
-    def __init__(self, leaves: Sequence[Any], treedef: Any) -> None:
-        self.leaves = leaves
-        self.treedef = treedef
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        return self.leaves, self.treedef
-
-    @classmethod
-    def tree_unflatten(cls, treedef: Any, leaves: Sequence[Any]) -> "_StateValues":
-        return cls(leaves, treedef)
-
-
-def _without_states(tree: PyTree) -> Any:
-    def values(leaf: Any) -> Any:
-        if not isinstance(leaf, nnx.State):
-            return leaf
-        return _StateValues(*jax.tree.flatten(leaf, is_leaf=is_per_replica))
-
-    return jax.tree.map(
-        values, tree, is_leaf=lambda x: isinstance(x, nnx.State) or is_leaf(x)
-    )
-
-
-def _with_states(tree: PyTree) -> Any:
-    def state(leaf: Any) -> Any:
-        if not isinstance(leaf, _StateValues):
-            return leaf
-        return leaf.treedef.unflatten(leaf.leaves)
-
-    return jax.tree.map(
-        state, tree, is_leaf=lambda x: isinstance(x, _StateValues) or is_leaf(x)
-    )
+    def _refuse(self, index: int, leaf: object) -> NoReturn:
+        msg = (
+            f"run: the argument {self._name(index)} is {_checks.shown(leaf)}. A "
+            "replica's function takes arrays, numbers, values of replicas and NNX "
+            "objects; fix anything else with functools.partial or a closure."
+        )
+        raise StrategyError(msg)
 
 
 def _moved(x: Any, mesh: Mesh) -> Any:
@@ -190,64 +200,48 @@ def _moved(x: Any, mesh: Mesh) -> Any:
     return _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
 
 
-def is_object(leaf: object) -> bool:
-    """Returns whether this is an NNX object, whose variables a function may use."""
-    return isinstance(leaf, nnx.Pytree | nnx.Variable)
+# Shardings that are whole on the devices of a mesh, as those of a state's 600 arrays.
+_whole: dict[Any, jax.sharding.Mesh] = {}
 
 
-def is_leaf(leaf: object) -> bool:
-    """Returns whether this is an NNX object or a value of replicas."""
-    return is_per_replica(leaf) or is_object(leaf)
+def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
+    """Returns whether a value is replicated over the devices of a mesh.
 
+    Returns:
+        True if it is; None if it may be moved there freely, as NumPy arrays, numbers
+        and JAX arrays that were never placed; False if it was placed elsewhere.
 
-def _name(
-    fn: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    index: int,
-) -> str:
-    """Returns the name of a leaf of the arguments, by the function's parameters."""
-    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)
-    (side, first, *rest), _ = paths[index]
-    name = str(getattr(first, "key", getattr(first, "idx", first)))
-    if side.idx == 0:
-        with contextlib.suppress(TypeError, ValueError, IndexError):
-            name = list(inspect.signature(fn).parameters)[first.idx]
-    return name + jax.tree_util.keystr(tuple(rest))
-
-
-def _host_argument(
-    leaf: Any,
-    fn: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    index: int,
-) -> np.ndarray[Any, Any]:
-    """Returns an array or number of the host, which devices hold unchanged.
-
-    Raises:
-        StrategyError: If they cannot, as integers beyond 32 bits.
+    Example:
+        >>> mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])
+        >>> whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
+        >>> is_on(jax.device_put(1.0, whole), mesh)
+        True
+        >>> is_on(jax.device_put(1.0, jax.devices()[1]), mesh)
+        False
+        >>> is_on(jax.numpy.ones(2), mesh) is None
+        True
     """
-    try:
-        return host_array(leaf)
-    except LayoutError:  # named only now, since finding the name takes longer
-        name = _name(fn, args, kwargs, index)
-    try:
-        return host_array(leaf, f"run: the argument {name}")
-    except LayoutError as error:
-        raise StrategyError(str(error)) from None
+    if isinstance(x, Tracer):
+        return True  # the program that is traced is for devices of the mesh, or fails
+    if not _jax.is_committed(x):
+        return None
+    sharding = x.sharding
+    if _whole.get(sharding) is mesh:
+        return True
+    if not sharding.is_fully_replicated or _jax.is_in_other_memory(sharding):
+        return False
+    if isinstance(sharding, NamedSharding):
+        # In the same order: jit refuses arrays on the same devices in another one.
+        devices: Any = sharding.mesh.devices
+        is_here = list(mesh.devices.flat) == list(devices.flat)
+    else:
+        is_here = mesh.size == 1 and sharding.device_set == set(mesh.devices.flat)
+    if is_here and isinstance(sharding, NamedSharding):
+        _whole[sharding] = mesh
+    return is_here
 
 
-def _refuse_argument(name: str, leaf: object) -> None:
-    msg = (
-        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function "
-        "takes arrays, numbers, values of replicas and NNX objects; fix anything else "
-        "with functools.partial or a closure."
-    )
-    raise StrategyError(msg)
-
-
-def _refuse_masks(first: jax.Array, second: jax.Array) -> None:
+def _check_masks(first: jax.Array, second: jax.Array) -> None:
     if isinstance(first, Tracer) or isinstance(second, Tracer):
         same = False
     else:

@@ -12,16 +12,6 @@ from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.mesh_creation import create_mesh
 
 
-def has_strategy() -> bool:
-    """Returns whether this code runs in a strategy's scope, or in its `run`.
-
-    Example:
-        >>> has_strategy()
-        False
-    """
-    return current_strategy.get() is not None
-
-
 class DefaultStrategy(Strategy):
     """What is current outside of any scope: one replica, and nothing is changed.
 
@@ -29,17 +19,12 @@ class DefaultStrategy(Strategy):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
-        )
+        devices = jax.local_devices()[:1]
+        super().__init__(create_mesh({REPLICA_AXIS: 1}, devices=devices))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Changes nothing.
-
-        Yields:
-            This strategy.
-        """
+        """Changes nothing."""
         yield self
 
     def run(
@@ -47,15 +32,10 @@ class DefaultStrategy(Strategy):
         fn: Callable[..., PyTree],
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
-        """Calls the function, as if without a strategy.
-
-        Args:
-            fn: The function.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-        """
-        args, kwargs = self._checked_call(fn, args, kwargs)
+        """Calls the function, as if without a strategy."""
+        args, kwargs = self._checked_call(fn, args, kwargs, options)
         return fn(*args, **kwargs)
 
 
@@ -72,3 +52,13 @@ def get_strategy() -> Strategy:
         1
     """
     return current_strategy.get() or _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Returns whether this code runs in a strategy's scope, or in its `run`.
+
+    Example:
+        >>> has_strategy()
+        False
+    """
+    return current_strategy.get() is not None

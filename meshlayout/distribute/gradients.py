@@ -1,122 +1,124 @@
 """Gradients that optimizers add up over replicas, as those of tf.distribute do.
 
 While a replica's function is traced, `nnx.Optimizer.update` first adds up the gradients
-of all replicas, except those that the function has combined itself; which they are is
-known after a first trace. Gradients may be the same on all replicas for another reason:
-those of a regularization loss, of which each replica has its part, do not depend on the
-batch. They are added up like all others, for which nothing has to be sent.
+of all replicas, except what the function has combined itself. The first trace, under
+`jax.vmap`, tells which those are: what differs between replicas has not been combined.
+What is the same may not depend on the batch, as the gradients of a regularization loss,
+of which each replica has its part. So what a sum over replicas returns is marked there,
+by a second, otherwise unused `vmap`: JAX carries the mark along.
 """
 
-import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
+from meshlayout import _jax
 from meshlayout._annotations import PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
-from meshlayout.distribute.sameness import OWN_SUM, Sameness, mark
 
 
-class GradientSums:
-    """Which gradients a function's optimizers have to add up.
-
-    Before the first trace has been read, all of them.
-    """
+class Decisions:
+    """What a first trace decided at each of its steps, for later ones to repeat."""
 
     def __init__(self) -> None:
-        self._combined: set[str] = set()  # by the function
-        self._equal: set[str] = set()  # on all replicas, without having been combined
-        self._is_read = False
-        self._num_updates = 0
+        self._all: list[Any] = []
+        self._next: int | None = None
 
-    def read(self, same: Sameness, analyze: Callable[..., Sameness]) -> None:
-        """Finds the gradients that are not to be sent.
+    def replay(self) -> None:
+        """Repeats all decisions, from the first one on."""
+        self._next = 0
 
-        Args:
-            same: What is the same on all replicas.
-            analyze: Returns that for other assumptions about collectives; its keyword
-                arguments are those of `same_values`.
-        """
-        self._is_read = True
-        names = {name for name, is_same in same.marks.items() if is_same}
-        if not names:
-            return
-        # Is it the same also if collectives did not make it so?
-        without = analyze(of_differing=False).marks
-        untouched = analyze(of_differing=False, of_same=False).marks
-        for members in _grouped(same.marks).values():
-            # A tree that is the same as a whole was combined as a whole, as by
-            # all_reduce: also what was equal before.
-            of_same = without if not names.issuperset(members) else untouched
-            equal = {name for name in members if name in names and of_same[name]}
-            self._equal |= equal
-            self._combined |= names.intersection(members) - equal
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """Adds up gradients in a block in which the function is traced once."""
-        self._num_updates = 0
-        with _updates:
-            token = _current.set(self)
-            try:
-                yield
-            finally:
-                _current.reset(token)
-
-    def __call__(self, grads: PyTree) -> PyTree:
-        """Returns gradients added up over replicas, where they differ."""
-        context = get_replica_context()
-        update, self._num_updates = self._num_updates, self._num_updates + 1
-        if context is None or context.axis_name is None:
-            return grads
-        leaves, treedef = jax.tree.flatten(grads)
-        names = [f"gradients/{update}/{index}" for index in range(len(leaves))]
-        known = self._combined | self._equal
-        differ = [index for index, name in enumerate(names) if name not in known]
-        marked = [mark(leaves[index], names[index]) for index in differ]
-        for index, leaf in zip(
-            differ, context.combine_all(ReduceOp.SUM, marked), strict=True
-        ):
-            leaves[index] = leaf if self._is_read else mark(leaf, OWN_SUM)
-        for index, name in enumerate(names):
-            if name in self._equal:
-                leaves[index] = leaves[index] * context.num_replicas_in_sync
-        return treedef.unflatten(leaves)
+    def of(self, decide: Callable[[], Any]) -> Any:
+        """Decides, or repeats what was decided here."""
+        if self._next is None:
+            self._all.append(decide())
+            return self._all[-1]
+        self._next += 1
+        return self._all[self._next - 1]
 
 
-def _grouped(marks: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the marks of gradients by the update that they are of."""
-    groups: dict[str, list[str]] = {}
-    for name in marks:
-        groups.setdefault(name.rpartition("/")[0], []).append(name)
-    return groups
+# The mapped axis of what has been combined, in a first trace.
+MARKED = "combined"
 
 
-_current: ContextVar[GradientSums | None] = ContextVar("gradient_sums", default=None)
+@dataclasses.dataclass
+class ReplicaTrace:
+    """A trace of a replica's function that is under way.
+
+    Attributes:
+        decisions: What the first trace decides, and later ones repeat.
+        mark: In a first trace, a bool that is mapped over the axis of marks; or None.
+        increments: In a first trace, what follows values of Variables; or None.
+    """
+
+    decisions: Decisions
+    mark: jax.Array | None = None
+    increments: Any = None
 
 
-def _adding_up(update: Callable[..., Any]) -> Callable[..., Any]:
+current: ContextVar[ReplicaTrace | None] = ContextVar("replica_trace", default=None)
+
+
+def summed(grads: PyTree) -> PyTree:
+    """Returns gradients added up over replicas, where the function has not done that.
+
+    Outside of a strategy's `run`, they are returned as they are.
+    """
+    context, trace = get_replica_context(), current.get()
+    if trace is None or context is None or context.axis_name is None:
+        return grads
+    axis, (leaves, treedef) = context.axis_name, jax.tree.flatten(grads)
+
+    def missing() -> list[bool]:
+        return [
+            _jax.is_mapped(x, axis) or not _jax.is_mapped(x, MARKED) for x in leaves
+        ]
+
+    is_missing = trace.decisions.of(missing)
+    mark, trace.mark = trace.mark, None  # these sums are ours
+    pairs = zip(leaves, is_missing, strict=True)
+    sums = [context.combine(ReduceOp.SUM, x) if m else x for x, m in pairs]
+    trace.mark = mark
+    return treedef.unflatten(sums)
+
+
+def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        result, trace = reduce(*args, **kwargs), current.get()
+        if trace is None or trace.mark is None:
+            return result
+        mark = trace.mark
+        return jax.tree.map(lambda x: jax.lax.select_n(mark, x, x), result)
+
+    return replacement
+
+
+def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sums = _current.get()
-        if sums is None:
-            return update(self, *args, **kwargs)
-        if "grads" in kwargs:
-            kwargs["grads"] = sums(kwargs["grads"])
-        else:
-            *first, grads = args
-            args = (*first, sums(grads))
-        return update(self, *args, **kwargs)
+    def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
+        if current.get() is not None:
+            grads = jax.tree.map(_jax.in_device_memory, summed(grads))
+            state = nnx.state(model)
+            if any(map(_jax.is_on_host, jax.tree.leaves(state))):
+                nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
+        return update(self, model, grads, **kwargs)
 
     return replacement
 
 
 # Optimizers have no hook between gradients and update. If Flax renames the method,
 # variables differ between replicas, which is an error, and nearly every test in
-# tests/test_distribute.py fails.
-_updates = SharedPatches((nnx.Optimizer, "update", _adding_up))
+# tests/test_distribute.py fails. jax.lax's sums are what all_reduce calls, and what a
+# function may call itself.
+patches = SharedPatches(
+    (nnx.Optimizer, "update", _summing),
+    (cast("type", jax.lax), "psum", _marking),
+    (cast("type", jax.lax), "pmean", _marking),
+)

@@ -1,77 +1,51 @@
 """A function per replica, compiled as one program for all of them.
 
-The function is traced under `jax.shard_map`, with the NNX variables that it uses bound
-to this replica's values. A first trace tells which variables change, whether every
-replica computes the same new values, and whether gradients still have to be added up;
-the program is then compiled by `compile_step`, with the variables that change as its
-state. JAX itself could track what differs between replicas, in the types of values; but
-then it refuses scans whose carry starts as a constant, as in every recurrent layer.
+The function is traced twice. The first trace is under `jax.vmap` over the replicas,
+whose batching rules know of every operation what differs between them: which Variables
+would, which gradients still have to be added up, which results are the same everywhere.
+The second one is compiled, under `jax.shard_map`, with the Variables that change as the
+state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
+`shard_map`'s own types, which know what differs, refuse scans whose carry starts as a
+constant, as in every recurrent layer.)
 """
 
-import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
+from meshlayout.collectives import ReplicaContext, array_of, entered
+from meshlayout.distribute import captured, gradients, sums
+from meshlayout.distribute.aggregation import Combination
 from meshlayout.distribute.arguments import Arguments, is_leaf
-from meshlayout.distribute.bindings import Bindings
-from meshlayout.distribute.gradients import GradientSums
-from meshlayout.distribute.host_step import HostStep, Transfers
-from meshlayout.distribute.host_variables import (
-    find_hosted,
-    hosted_specs,
-    without_host,
-)
-from meshlayout.distribute.nnx_graph import belongs_here
+from meshlayout.distribute.forgotten import find_forgotten
+from meshlayout.distribute.gradients import MARKED, Decisions, ReplicaTrace
 from meshlayout.distribute.padded_statistics import padding_left_out
-from meshlayout.distribute.padding_check import check_padding
-from meshlayout.distribute.sameness import same_values
-from meshlayout.distribute.values import (
-    REPLICA_AXIS,
-    PerReplica,
-    is_per_replica,
-    map_per_replica,
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
+from meshlayout.distribute.variables import (
+    Modes,
+    Variable,
+    Watch,
+    aggregation,
+    belongs_here,
+    raw_value,
+    set_raw_value,
 )
-from meshlayout.distribute.variables import Aggregation, Variables
 from meshlayout.errors import StrategyError
-from meshlayout.hlo import Communication
-from meshlayout.step import StepMemory, compile_step
 
 
 if TYPE_CHECKING:
     from meshlayout.distribute.strategy import Strategy
 
-
-def _is_abstract(value: PyTree) -> bool:
-    leaves = jax.tree.leaves(value)
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-
-
-@dataclasses.dataclass
-class _Trace:
-    """What a trace of a replica's function found out.
-
-    Attributes:
-        changed: The indices of the variables that it changed.
-        treedef: The structure of what it returned.
-        mask_was_read: Whether it asked which rows are real.
-        with_old: Whether the old values of variables follow the new ones.
-    """
-
-    changed: list[int] = dataclasses.field(default_factory=list)
-    treedef: Any = None
-    mask_was_read: bool = False
-    with_old: bool = False
+_phases = itertools.count()
 
 
 class ReplicaProgram:
@@ -80,15 +54,8 @@ class ReplicaProgram:
     Args:
         strategy: The strategy.
         fn: The function.
-        found: What it uses besides its arguments.
-        variables: The NNX variables that it may use.
         arguments: Its arguments.
-
-    Attributes:
-        step: The compiled step of `inputs`.
-        variables: The NNX variables that it may use.
-        hosted: Those in host memory, by index among the leaves of all.
-        transfers: What of these it moves to the devices; known once it was traced.
+        gone: Called when an object that the program is for is gone.
 
     Raises:
         StrategyError: See `Strategy.run`.
@@ -98,390 +65,198 @@ class ReplicaProgram:
         self,
         strategy: "Strategy",
         fn: Callable[..., PyTree],
-        found: Bindings,
-        variables: Variables,
         arguments: Arguments,
+        gone: Callable[[], None],
     ) -> None:
-        self._strategy = strategy
-        self._fn = fn
-        self._found = found
-        self.variables = variables
-        self._axis = REPLICA_AXIS if strategy.num_replicas_in_sync > 1 else None
+        self._strategy, self._count = strategy, strategy.num_replicas_in_sync
+        self._axis = REPLICA_AXIS if self._count > 1 else None
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._sums = GradientSums()
-        self._changed: list[int] = []
-        # Variables that functions under nnx.jit return as they were.
-        self._passed_on: set[int] = set()
-        # How the new values of variables that differ become one.
-        self._aggregations: dict[int, Aggregation] = {}
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # a constant of the trace under way, if any
-            variables.set(strategy._place_all(variables))
-        self.hosted = find_hosted(variables.get())
-        self.transfers = Transfers()
-        trace = self._examine(arguments)
-        self._treedef = trace.treedef
-        self._is_abstract = any(map(_is_abstract, variables.get()))
-        # Results with one row for each row of a padded batch, by index.
-        self._aligned: list[int] = []
-        # Whether padding counts in its results; None if that is not known yet.
-        self._counts_padding = None if arguments.mask is not None else False
-        if arguments.mask is not None:
-            self._aligned = self._find_aligned(arguments)
-            self._check_padding(trace)
-
-        whole = arguments.without_arrays()  # which would live as long as the program
+        self._fn, self._arguments = fn, arguments
+        mask = arguments.mask
+        self._rows = None if mask is None else mask.shape[0] // self._count
+        entries = captured.walk(fn, arguments.objects)
+        self._path = captured.namer(entries)
+        with captured.refuse_appends(fn, self._name, entries):
+            nodes = self._examine(arguments)
+        touched = {*map(id, self.variables), *nodes}
+        self.roots = captured.Roots(entries, touched, gone)
+        self.modes = Modes([x.node for x in nodes.values()], gone)
+        self._place()
+        paths = {id(x): self._path(x) for x in self._changed_variables}
+        self._path = lambda variable: paths.get(id(variable), "")
 
         def step(state: Any, rest: Any, leaves: Any) -> Any:
-            return self._traced_step(whole, state, rest, leaves)
+            return self._traced_step(state, rest, leaves)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self.step = strategy._compile(step)
 
-    def is_current(self) -> bool:
-        """Returns whether the objects still have the attributes that were traced."""
-        return self.variables.is_current()
+    # The first trace.
 
-    def __call__(self, arguments: Arguments) -> PyTree:
-        """Runs the program, and sets the variables that changed."""
-        if self._is_abstract:
-            self._refuse_abstract()
-        self._check_trace()
-        values = self.variables.get_for_reuse(self._changed)
-        state, rest, leaves = self._inputs(values, arguments)
-        if self._counts_padding is None and not _jax.is_tracing():
-            check_padding(
-                self._name,
-                lambda leaves: self.step(_copied(state), rest, leaves),
-                leaves,
-                self._aligned,
+    def _examine(self, arguments: Arguments) -> dict[int, Any]:
+        """Traces the function for what it changes and returns; gives the modules.
+
+        A padded batch is traced with twice its rows, so that the results that have one
+        row for each of them are seen in the second trace.
+        """
+        if self._rows is not None:
+            try:
+                return self._trace_first(arguments, 2)
+            except Exception:  # a text has numbers, and those were others
+                pass
+        return self._trace_first(arguments, 1)
+
+    def _trace_first(self, arguments: Arguments, factor: int) -> dict[int, Any]:
+        self._factor, self._decisions = factor, Decisions()
+        nodes: dict[int, Any] = {}
+
+        def examined(leaves: list[Any], mark: Any) -> jax.Array:
+            trace = ReplicaTrace(self._decisions, mark, sums.Increments())
+            watch, asked, result = self._traced(arguments, leaves, trace, self._enter)
+            self._read(watch, result, asked=asked)
+            forgotten = find_forgotten(
+                self._name, arguments, leaves, result, self._differs
             )
-            self._counts_padding = False
-        new, leaves = self.step(state, rest, leaves)
-        for index in self._changed:  # not in the dict's order: JAX sorts keys
-            values[index] = new[self.variables.paths[index]]
-        self.variables.set(values)
-        for index in self._aligned:
-            leaves[index] = self._with_mask(leaves[index], arguments.mask)
-        return self._treedef.unflatten(leaves)
+            self._forgotten = forgotten
+            nodes.update(watch.nodes)
+            return jnp.zeros(())
 
-    def _check_trace(self) -> None:
-        """Refuses to change variables from outside of the trace under way, if any."""
-        if not _jax.is_tracing():
-            return
-        for index in self._changed:
-            if not belongs_here(self.variables.variables[index]):
+        leaves = [self._parts(leaf) for leaf in arguments.leaves]
+        if self._axis is None:
+            jax.eval_shape(lambda leaves: examined(leaves, None), leaves)
+            return nodes
+
+        def marked(leaves: list[Any]) -> jax.Array:
+            mark = jnp.zeros(1, bool)
+            return jax.vmap(lambda mark: examined(leaves, mark), axis_name=MARKED)(mark)
+
+        axes = ([0 if isinstance(x, PerReplica) else None for x in leaves],)
+        sizes = {"axis_name": self._axis, "axis_size": self._count}
+        try:
+            jax.eval_shape(jax.vmap(marked, axes, **sizes), leaves)
+        except NotImplementedError as error:
+            error.add_note(
+                "run: what differs between replicas is read from a trace under "
+                "jax.vmap, which has no rule for this operation. Give a callback a "
+                "vmap_method, and sum over all replicas instead of groups."
+            )
+            raise
+        return nodes
+
+    def _parts(self, leaf: Any) -> Any:
+        """Returns the shapes of the replicas' own values, one after another."""
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        factor = 1 if leaf.mask is None else self._factor
+        count = () if self._axis is None else (self._count,)
+
+        def part(x: Any) -> Any:
+            rows = () if leaf.is_scalar else (x.shape[0] // self._count * factor,)
+            return jax.ShapeDtypeStruct((*count, *rows, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(part, leaf)
+
+    def _enter(self, variable: Variable) -> Any:
+        """Returns what a replica sees of a Variable, when the first trace meets it."""
+
+        def value(x: Any) -> Any:
+            if isinstance(x, PerReplica):
+                own = x.array.reshape(self._count, *x.shape)
+                return (
+                    own[0]
+                    if self._axis is None
+                    else own[jax.lax.axis_index(self._axis)]
+                )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                x = jnp.zeros(x.shape, x.dtype)
+            elif _jax.is_ref(x) or (array_of(x) is None and not _jax.is_key(x)):
                 msg = (
-                    f"{self._name} changes the variable {self.variables.paths[index]} "
-                    "from outside of the function that is being compiled. run compiles "
-                    "by itself: call it without jit, or pass the objects through "
-                    "nnx.jit as arguments."
+                    f"{self._path(variable)} is a variable that holds "
+                    f"{_checks.type_text(x)}; the state of a compiled program consists "
+                    "of arrays. Make it a plain attribute."
                 )
                 raise StrategyError(msg)
+            return jax.lax.optimization_barrier(jnp.asarray(x))
 
-    def _refuse_abstract(self) -> None:
-        values = zip(self.variables.paths, self.variables.get(), strict=True)
-        path = next(path for path, value in values if _is_abstract(value))
-        msg = (
-            f"run: the variable {path} has a shape and no values, as nnx.eval_shape "
-            "makes it. That is enough to look at a program, not to run it: create the "
-            "object in the strategy's scope."
-        )
-        raise StrategyError(msg)
+        whole = jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
+        own, trace = self._own(variable, whole), gradients.current.get()
+        if trace is not None and aggregation(variable) in ("sum", "increments"):
+            trace.increments.start(variable, own)
+        return own
 
-    def communication(self, arguments: Arguments) -> Communication:
-        """Returns what the program sends between devices."""
-        return self.step.communication(*self._inputs(self.variables.get(), arguments))
+    def _own(self, variable: Variable, value: Any) -> Any:
+        """Returns a replica's own keys of a Variable, and other values as they are."""
+        value = self._strategy._entered(variable, value)
 
-    def memory(self, arguments: Arguments) -> StepMemory:
-        """Returns the bytes that the program takes on each device."""
-        return self.step.memory(*self._inputs(self.variables.get(), arguments))
-
-    def _with_mask(self, leaf: Any, mask: jax.Array | None) -> PerReplica:
-        array = leaf.array if isinstance(leaf, PerReplica) else leaf
-        count = self._strategy.num_replicas_in_sync
-        return PerReplica(array, mask, num_replicas=count)
-
-    def _inputs(self, values: list[Any], arguments: Arguments) -> tuple[Any, ...]:
-        """Returns what the compiled step takes: state, other variables, arguments."""
-        paths = self.variables.paths
-        state = {paths[index]: values[index] for index in self._changed}
-        changed = set(self._changed)
-        rest = [value for i, value in enumerate(values) if i not in changed]
-        return state, rest, arguments.leaves
-
-    def _traced_step(
-        self, arguments: Arguments, state: Any, rest: Any, leaves: Any
-    ) -> tuple[Any, Any]:
-        remaining = iter(rest)
-        paths = self.variables.paths
-        values = [state[path] if path in state else next(remaining) for path in paths]
-        specs = hosted_specs(_specs(values), self.hosted)
-        trace = _Trace()
-        outputs = ([specs[index] for index in self._changed], PartitionSpec(self._axis))
-        on_replicas = self._on_replicas(trace, arguments, outputs, specs)
-        new, out = on_replicas(values, leaves)
-        if trace.changed != self._changed:
-            msg = (
-                f"{self._name} changed other variables when it was traced again: it "
-                "depends on something that changes in Python. Pass that as an argument."
-            )
-            raise StrategyError(msg)
-        changed = [paths[index] for index in self._changed]
-        return dict(zip(changed, new, strict=True)), out
-
-    def _on_replicas(
-        self,
-        trace: _Trace,
-        arguments: Arguments,
-        outputs: Any,
-        specs: list[Any] | None = None,
-    ) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
-        """Returns a function of all values and leaves that runs on all replicas.
-
-        Args:
-            trace: What is found out while it is traced.
-            arguments: The arguments.
-            outputs: The specs of the results.
-            specs: The specs of the values, if they are where they are stored; None for
-                whole values on the devices.
-        """
-
-        def replica(
-            values: list[Any], leaves: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            replica = functools.partial(self._replica, trace, arguments)
-            if specs is None or not self.hosted:
-                return replica(values, leaves)
-            step = HostStep(replica, self.hosted, lambda: trace.changed)
-            self.transfers = step.transfers
-            return step(values, leaves)
-
-        def on_replicas(
-            values: list[Any], leaves: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            # Functions that are jitted inside are traced anew: what they ask of the
-            # context belongs to this trace.
-            with _jax.trace_phase(id(trace)):
-                if self._axis is None:
-                    return replica(values, leaves)
-                return jax.shard_map(
-                    replica,
-                    mesh=self._strategy.mesh.jax_mesh,
-                    in_specs=(specs or _specs(values), _specs(leaves)),
-                    out_specs=outputs,
-                    check_vma=False,
-                )(values, leaves)
-
-        return on_replicas
-
-    def _replica(
-        self, trace: _Trace, arguments: Arguments, values: list[Any], leaves: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Runs the function on one replica: returns new values, and results."""
-        strategy = self._strategy
-        masks = [leaf.mask for leaf in leaves if is_per_replica(leaf)]
-        mask = next((mask for mask in masks if mask is not None), None)
-        context = ReplicaContext(
-            strategy, self._axis, strategy.num_replicas_in_sync, mask
-        )
-        own = [
-            self._own_value(variable, value, context)
-            for variable, value in zip(self.variables.variables, values, strict=True)
-        ]
-        with (
-            entered(context),
-            self._sums.traced(),
-            self._found.watch(),
-            self.variables.bound(own) as bound,
-            padding_left_out(),
-        ):
-            result = arguments.call(
-                self._fn, [map_per_replica(_own, x) for x in leaves]
-            )
-        trace.mask_was_read = context.mask_was_read
-        changed = {i for i, is_changed in enumerate(bound.changed) if is_changed}
-        trace.changed = sorted(changed - self._passed_on)
-        with entered(context):
-            new = [
-                self._combined(index, own[index], bound.new_values[index], context)
-                for index in trace.changed
-            ]
-        if trace.with_old:
-            new += [own[index] for index in trace.changed]
-        out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_refused)
-        return new, [self._result(leaf) for leaf in out]
-
-    def _own_value(self, variable: object, value: Any, context: ReplicaContext) -> Any:
-        """Returns what a replica sees of a variable."""
-
-        def own(leaf: Any) -> Any:
-            is_typed = _jax.is_extended(jax.typeof(leaf).dtype)
-            is_key = is_typed or isinstance(variable, nnx.RngKey)
-            if self._axis is None or not is_key:
-                return leaf
+        def own(x: Any) -> Any:
+            is_typed = _jax.is_extended(jax.typeof(x).dtype)
+            if self._axis is None or not (is_typed or isinstance(variable, nnx.RngKey)):
+                return x
             # Otherwise all replicas would drop the same features. The layers of a scan
             # have an array of keys.
             fold_in = jax.random.fold_in
-            for _ in range(leaf.ndim if is_typed else leaf.ndim - 1):
+            for _ in range(x.ndim if is_typed else x.ndim - 1):
                 fold_in = jax.vmap(fold_in, in_axes=(0, None))
-            return fold_in(leaf, context.replica_id_in_sync_group)
+            return fold_in(x, jax.lax.axis_index(self._axis))
 
-        return jax.tree.map(own, map_per_replica(_own, value))
+        return jax.tree.map(own, value)
 
-    def _combined(self, index: int, old: Any, new: Any, context: ReplicaContext) -> Any:
-        """Returns the new value of a variable for all replicas."""
-        kind = self._aggregations.get(index)
-        if kind is None:
-            return new
-        path = self.variables.paths[index]
-
-        def combined(before: Any, after: Any) -> Any:
-            after = jnp.asarray(after)
-            if kind == "per_replica":
-                return _whole(after, context.num_replicas_in_sync)
-            if kind == "mean":
-                return context.mean_of_real(after).astype(after.dtype)
-            if kind == "first":
-                is_first = context.replica_id_in_sync_group == 0
-                chosen = jnp.where(is_first, after, jnp.zeros_like(after))
-                return context.combine(ReduceOp.SUM, chosen).astype(after.dtype)
-            if after.dtype == jnp.bool_:
-                msg = f"{path} is a variable of booleans, which cannot be summed."
-                raise StrategyError(msg)
-            change = context.combine(ReduceOp.SUM, after - before)
-            return before + change.astype(after.dtype)
-
-        return jax.tree.map(combined, old, new)
-
-    def _result(self, leaf: object) -> jax.Array | PerReplica:
-        if _is_refused(leaf):
-            msg = (
-                f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
-                "function returns arrays. What it sets in NNX objects is kept anyway."
-            )
-            raise StrategyError(msg)
-        x = array_of(leaf)
-        if x is None:
-            msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg)
-        x = _jax.with_weak_type(x, weak_type=False)
-        if self._axis is None:
-            return x  # of one replica, a plain array
-        return _whole(x, self._strategy.num_replicas_in_sync)
-
-    # What is found out before it is compiled.
-
-    def _examine(self, arguments: Arguments) -> _Trace:
-        """Traces the function once, and plans how its results are combined.
-
-        Raises:
-            StrategyError: If a variable would differ between replicas.
-        """
-        values = without_host(self.variables.get())
-
-        def traced(trace: _Trace) -> Any:
-            on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
-            return jax.make_jaxpr(on_replicas)(values, arguments.leaves)
-
-        trace = _Trace(with_old=True)
-        closed = traced(trace)
-        self._passed_on = self._find_passed_on(closed, trace, values)
-        if self._passed_on:
-            trace = _Trace()
-            closed = traced(trace)
-        self._changed = trace.changed
-        if self._axis is None:
-            return trace
-        inputs = jax.tree.leaves(
-            map_per_replica(
-                lambda leaf: jax.tree.map(lambda _: not is_per_replica(leaf), leaf),
-                (values, arguments.leaves),
-            )
-        )
-        analyze = functools.partial(same_values, closed, self._axis, inputs)
-        same = analyze()
-        self._sums.read(same, analyze)
-        if same.unmatched:
-            msg = (
-                f"{self._name} combines values of all replicas ({same.unmatched[0]}) "
-                "where only some of them may come, as in a branch of jax.lax.cond "
-                "whose condition differs: these would wait for the others for ever. "
-                "Combine them outside, or make the condition the same on all replicas."
-            )
-            raise StrategyError(msg)
-        self._plan_aggregations(trace, same.outputs, values)
-        return trace
-
-    def _find_passed_on(
-        self, closed: Any, trace: _Trace, values: list[Any]
-    ) -> set[int]:
-        """Returns the indices of variables whose new values are the old ones."""
-        counts = [len(jax.tree.leaves(values[index])) for index in trace.changed]
-        outputs = iter(_jax.sources(closed.jaxpr))
-        new = [list(itertools.islice(outputs, count)) for count in counts]
-        old = [list(itertools.islice(outputs, count)) for count in counts]
-        triples = zip(trace.changed, new, old, strict=True)
-        return {
-            index
-            for index, after, before in triples
-            if all(map(operator.is_, after, before))
-        }
-
-    def _plan_aggregations(
-        self, trace: _Trace, same: list[bool], values: list[Any]
-    ) -> None:
-        paths = self.variables.paths
-        outputs = iter(same)
+    def _read(self, watch: Watch, result: Any, *, asked: bool) -> None:
+        """Reads a first trace, inside of it."""
+        self.variables, self._changed = watch.variables, []
+        self._is_own = [aggregation(x) == "per_replica" for x in self.variables]
         differing = []
-        for index in trace.changed:
-            count = len(jax.tree.leaves(values[index]))
-            is_same = all(list(itertools.islice(outputs, count)))
-            kind = self.variables.aggregations[index]
-            if kind in ("sum", "per_replica") or (kind and not is_same):
-                self._aggregations[index] = kind
-            elif not is_same:
-                differing.append(paths[index])
+        rows = zip(
+            self.variables, watch.entered, watch.values, self._is_own, strict=True
+        )
+        for index, (variable, before, after, is_own) in enumerate(rows):
+            differs = self._differs(after)
+            # nnx.scan hands keys back as new arrays.
+            is_key = isinstance(variable, nnx.RngKey) and differs
+            if not _is_changed(before, after) or is_key:
+                continue
+            self._changed.append(index)
+            if _kinds(before) != _kinds(after):
+                msg = (
+                    f"{self._name} sets the variable {self._path(variable)}, which "
+                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state keeps "
+                    "its shapes and dtypes: convert the value, or create the variable so."
+                )
+                raise StrategyError(msg)
+            if differs and not is_own:
+                differing.append(self._path(variable))
         if differing:
-            listed = ", ".join(differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             msg = (
-                f"{self._name} would leave different values of {listed}{more} on the "
-                "replicas: the new values are computed from what differs between them. "
-                "Combine that first, as get_replica_context().all_reduce('MEAN', x) "
-                "does, or say how the variable's values become one: "
-                "nnx.Variable(x, aggregation='mean'), or 'sum', 'first', 'per_replica'."
+                f"{self._name} would leave different values of "
+                f"{', '.join(differing[:3])}{more} on the replicas: the new values are "
+                "computed from what differs between them. Combine that first, as "
+                "get_replica_context().all_reduce('MEAN', x) does, or say how the "
+                "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
+                "'sum', 'first', 'per_replica'."
             )
             raise StrategyError(msg)
+        flat, self._treedef = self._flattened(result)
+        self._results = [(x.shape, self._differs(x)) for x in flat]
+        if self._rows is not None and not asked:
+            self._check_mask()
 
-    def _find_aligned(self, arguments: Arguments) -> list[int]:
-        """Returns the results that have one row for each row of the batch, by index.
+    def _differs(self, value: Any) -> bool:
+        axis = self._axis
+        if axis is None:
+            return False
+        return any(_jax.is_mapped(x, axis) for x in jax.tree.leaves(value))
 
-        Those are the ones that get longer if the batch does.
-        """
-
-        def shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
-            on_replicas = self._on_replicas(_Trace(), arguments, PartitionSpec())
-            values = without_host(self.variables.get())
-            _, out = jax.eval_shape(on_replicas, values, leaves)
-            return [x.array.shape if is_per_replica(x) else x.shape for x in out]
-
-        now = shapes(arguments.leaves)
-        try:
-            later = shapes(arguments.with_twice_the_rows())
-        except Exception:  # a function for this number of rows alone
-            rows = arguments.rows
-            return [i for i, shape in enumerate(now) if shape[:1] == (rows,)]
-        pairs = enumerate(zip(now, later, strict=True))
-        return [i for i, (a, b) in pairs if a[:1] != b[:1]]
-
-    def _check_padding(self, trace: _Trace) -> None:
-        if trace.mask_was_read:
-            return
-        num_leaves = trace.treedef.num_leaves
-        changes_statistics_alone = all(map(self._is_statistic, trace.changed))
-        if changes_statistics_alone and len(self._aligned) == num_leaves:
+    def _check_mask(self) -> None:
+        """Refuses a function that did not ask for the mask and may count padding."""
+        assert self._rows is not None
+        rows = self._rows * self._factor
+        statistics = (nnx.BatchStat, nnx.metrics.MetricState)
+        changed = [self.variables[index] for index in self._changed]
+        if all(shape[:1] == (rows,) for shape, _ in self._results) and all(
+            isinstance(x, statistics) and "aggregation" not in x.get_metadata()
+            for x in changed
+        ):
             return
         msg = (
             f"{self._name} got a short batch, which is padded to the shape of the "
@@ -493,40 +268,255 @@ class ReplicaProgram:
         )
         raise StrategyError(msg)
 
-    def _is_statistic(self, index: int) -> bool:
-        """Returns whether a variable is one that `padding_left_out` looks after."""
-        metadata = self.variables.variables[index].get_metadata()
-        is_combined = self.variables.aggregations[index] is not None
-        return is_combined and "aggregation" not in metadata
+    def _flattened(self, result: Any) -> tuple[list[jax.Array], Any]:
+        """Returns what the function returned as arrays, and its structure."""
+        out, treedef = jax.tree.flatten(result, is_leaf=_is_refused)
+        arrays = [None if _is_refused(leaf) else array_of(leaf) for leaf in out]
+        for leaf, x in zip(out, arrays, strict=True):
+            if x is None:
+                what = f"{_checks.shown(leaf)}, which is not an array."
+                if _is_refused(leaf):
+                    what = (
+                        f"{_checks.type_text(leaf)}; a replica's function returns "
+                        "arrays. What it sets in NNX objects is kept anyway."
+                    )
+                msg = f"{self._name} returned {what}"
+                raise StrategyError(msg)
+        return [_plain(x) for x in arrays], treedef
+
+    # Both traces.
+
+    def _traced(
+        self, arguments: Arguments, leaves: list[Any], trace: ReplicaTrace, enter: Any
+    ) -> tuple[Watch, bool, Any]:
+        """Runs the function on one replica; tells whether it asked for the mask."""
+        masks = [x.mask for x in leaves if isinstance(x, PerReplica)]
+        mask = next((x for x in masks if x is not None), None)
+        context = ReplicaContext(self._strategy, self._axis, self._count, mask)
+        own = [x.array if isinstance(x, PerReplica) else x for x in leaves]
+        combination = Combination(context, trace)
+        token = gradients.current.set(trace)
+        try:
+            # Functions that are jitted inside are traced anew: what they ask of the
+            # context belongs to this trace.
+            with (
+                _jax.trace_phase(next(_phases)),
+                entered(context),
+                gradients.patches,
+                sums.patches,
+                padding_left_out(),
+                Watch(enter, combination) as watch,
+            ):
+                combination.watch = watch
+                result = arguments.call(self._fn, own)
+                watch.check_attributes(self._name)
+        finally:
+            gradients.current.reset(token)
+        return watch, context.mask_was_read, result
+
+    # The second trace.
+
+    def _traced_step(self, state: Any, rest: Any, leaves: Any) -> tuple[Any, Any]:
+        sources = iter(state), iter(rest)
+        values = [next(sources[not is_changed]) for is_changed in self._is_changed]
+        if self._axis is None:
+            return self._replica(values, leaves)
+        rows, whole = PartitionSpec(self._axis), PartitionSpec()
+        specs = [rows if is_own else whole for is_own in self._is_own]
+        results = [rows if differs else whole for _, differs in self._results]
+        return jax.shard_map(
+            self._replica,
+            mesh=self._strategy.mesh.jax_mesh,
+            in_specs=(specs, [rows if _is_per_replica(x) else whole for x in leaves]),
+            out_specs=(tuple(specs[i] for i in self._changed), results),
+            check_vma=False,
+        )(values, leaves)
+
+    def _replica(self, values: list[Any], leaves: list[Any]) -> tuple[Any, Any]:
+        self._decisions.replay()
+        self._aligned: set[int] = set()
+        bound = {id(x): value for x, value in zip(self.variables, values, strict=True)}
+
+        def enter(variable: Variable) -> Any:
+            if id(variable) not in bound:
+                self._refuse_second()
+            value = jax.tree.map(
+                _own_part, bound[id(variable)], is_leaf=_is_per_replica
+            )
+            return self._own(variable, value)
+
+        own = [
+            PerReplica(_own_part(x), x.mask, num_replicas=1, is_scalar=x.is_scalar)
+            if isinstance(x, PerReplica)
+            else x
+            for x in leaves
+        ]
+        trace = ReplicaTrace(self._decisions)
+        watch, _, result = self._traced(self._arguments, own, trace, enter)
+        new = dict(zip(map(id, watch.variables), watch.values, strict=True))
+        plan = {id(self.variables[index]) for index in self._changed}
+        pairs = zip(watch.variables, watch.entered, strict=True)
+        flat, treedef = self._flattened(result)
+        if treedef != self._treedef or any(
+            _is_changed(before, new[id(x)])
+            and id(x) not in plan
+            and not isinstance(x, nnx.RngKey)
+            for x, before in pairs
+        ):
+            self._refuse_second()
+        state = []
+        for index in self._changed:
+            value = new.get(id(self.variables[index]), values[index])
+            form = self._whole if self._is_own[index] else _plain
+            state.append(jax.tree.map(form, value))
+        return tuple(state), [self._result(i, x) for i, x in enumerate(flat)]
+
+    def _refuse_second(self) -> NoReturn:
+        msg = (
+            f"{self._name} did something else when it was traced again: it depends on "
+            "something that changes in Python. Pass that as an argument."
+        )
+        raise StrategyError(msg)
+
+    def _result(self, index: int, x: jax.Array) -> Any:
+        shape, differs = self._results[index]
+        if self._rows is not None:
+            first = (self._rows * self._factor, *x.shape[1:])
+            if differs and x.shape[:1] == (self._rows,) and shape == first:
+                self._aligned.add(index)
+            elif x.shape != shape:
+                msg = (
+                    f"{self._name} got a short batch, of which each replica has "
+                    f"{self._rows} rows, padding included, and returned an array of "
+                    f"shape {x.shape}, which is not one value per row: which of its "
+                    "values are padding is unknown. Return one value per row, or "
+                    "combine rows with get_replica_context().example_mask, or leave "
+                    "such batches out with distribute_dataset(..., remainder='drop')."
+                )
+                raise StrategyError(msg)
+        return self._whole(x) if differs else x
+
+    def _whole(self, x: Any) -> Any:
+        """Returns a replica's own value as its part of the values of all."""
+        x = _plain(x)
+        if self._axis is None:
+            return x
+        is_scalar, rows = x.ndim == 0, x if x.ndim else x[None]
+        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
+
+    # Calls.
+
+    def _place(self) -> None:
+        """Places the Variables on the devices of all replicas, and sorts them."""
+        with jax.ensure_compile_time_eval():
+            values = [
+                self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)
+            ]
+        self._is_changed = [i in self._changed for i in range(len(self.variables))]
+        self._is_rest = [not is_changed for is_changed in self._is_changed]
+        self._changed_variables = [self.variables[i] for i in self._changed]
+        # Two Variables with one array, as after nnx.clone: the program uses it up.
+        seen = {
+            id(x) for x in jax.tree.leaves([*itertools.compress(values, self._is_rest)])
+        }
+        for index in self._changed if not _jax.is_tracing() else ():
+            ids = {id(x) for x in jax.tree.leaves(values[index])}
+            if not seen.isdisjoint(ids):
+                values[index] = jax.tree.map(jnp.copy, values[index])
+            seen |= ids
+        for variable, value in zip(self.variables, values, strict=True):
+            set_raw_value(variable, value)
+        self._values = values
+
+    def _placed(self, index: int, value: Any) -> Any:
+        path, is_own = self._path(self.variables[index]), self._is_own[index]
+
+        def place(x: Any) -> Any:
+            return self._strategy._place(path, x, is_own=is_own)
+
+        return jax.tree.map(place, value, is_leaf=_is_per_replica)
+
+    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
+        """Returns what the compiled step takes: state, other variables, arguments."""
+        values = list(map(raw_value, self.variables))
+        if not all(map(operator.is_, values, self._values)):
+            for i, (value, old) in enumerate(zip(values, self._values, strict=True)):
+                if value is not old:
+                    with jax.ensure_compile_time_eval():
+                        values[i] = self._placed(i, value)
+            self._values = values
+        state = tuple(itertools.compress(values, self._is_changed))
+        return state, list(itertools.compress(values, self._is_rest)), arguments.leaves
+
+    def held(self, fn: Callable[..., PyTree], arguments: Arguments) -> Any:
+        """Returns the compiled step, for a look at the program alone."""
+        self._fn, self._arguments = fn, arguments
+        return self.step
+
+    def __call__(self, fn: Callable[..., PyTree], arguments: Arguments) -> PyTree:
+        """Runs the program, and sets the variables that changed."""
+        inputs = self.inputs(arguments)
+        if _jax.is_tracing():
+            self._check_trace()
+        # A program does not keep its function alive; JAX may have to trace it anew.
+        self._fn, self._arguments = fn, arguments
+        try:
+            state, out = self.step(*inputs)
+        finally:
+            self._fn = self._arguments = None  # pyright: ignore[reportAttributeAccessIssue]
+        rows = zip(self._changed, self._changed_variables, state, strict=True)
+        for index, variable, value in rows:
+            set_raw_value(variable, value)
+            self._values[index] = value
+        for index in self._aligned:
+            value = out[index].array if self._axis is not None else out[index]
+            out[index] = PerReplica(value, arguments.mask, num_replicas=self._count)
+        for index, path in self._forgotten.items():
+            out[index].forgotten = captured.function_key(fn), path
+        return self._treedef.unflatten(out)
+
+    def _check_trace(self) -> None:
+        """Refuses to change variables from outside of the trace under way, if any."""
+        for variable in self._changed_variables:
+            if not belongs_here(variable):
+                msg = (
+                    f"{self._name} changes the variable {self._path(variable)} from "
+                    "outside of the function that is being compiled. run compiles by "
+                    "itself: call it without jit, or pass the objects through nnx.jit "
+                    "as arguments."
+                )
+                raise StrategyError(msg)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state that may be used up, in the same memory."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, _jax.sharding_of(x), may_alias=False), state
-    )
+def _is_per_replica(leaf: object) -> bool:
+    return isinstance(leaf, PerReplica)
 
 
 def _is_refused(result: object) -> bool:
     """Returns whether this is no result; a Variable, as in gradients, is its value."""
-    return is_leaf(result) and not isinstance(result, nnx.Variable)
+    return is_leaf(result) and not isinstance(result, nnx.Variable | nnx.State)
 
 
-def _specs(tree: PyTree) -> PyTree:
-    """Returns how arguments are divided among the replicas."""
-    rows, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
-    return map_per_replica(lambda leaf: rows if is_per_replica(leaf) else whole, tree)
+def _is_changed(before: Any, after: Any) -> bool:
+    if before is after:
+        return False
+    old, old_structure = jax.tree.flatten(before)
+    new, new_structure = jax.tree.flatten(after)
+    return old_structure != new_structure or not all(map(operator.is_, old, new))
 
 
-def _own(leaf: Any) -> Any:
-    """Returns a replica's own value, inside of shard_map."""
-    if not isinstance(leaf, PerReplica):
-        return leaf
-    return leaf.array[0] if leaf.is_scalar else leaf.array
+def _kinds(value: Any) -> str:
+    leaves, treedef = jax.tree.flatten(value)
+    texts = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in leaves]
+    is_leaf_alone = jax.tree_util.treedef_is_leaf(treedef)
+    return texts[0] if is_leaf_alone else str(treedef.unflatten(texts))
 
 
-def _whole(x: jax.Array, num_replicas: int) -> PerReplica:
-    """Returns a replica's own value as a part of the values of all, in shard_map."""
-    is_scalar = x.ndim == 0
-    array = x[None] if is_scalar else x
-    return PerReplica(array, num_replicas=num_replicas, is_scalar=is_scalar)
+def _own_part(x: Any) -> Any:
+    if not isinstance(x, PerReplica):
+        return x
+    return x.array[0] if x.is_scalar else x.array
+
+
+def _plain(x: Any) -> jax.Array:
+    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)

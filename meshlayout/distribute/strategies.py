@@ -85,8 +85,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(self) -> None:
         initialize()
-        self._resolver = _resolver()
         super().__init__(create_mesh({REPLICA_AXIS: -1}))
+        task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
+        kind, index = task.get("type", "worker"), process_index()
+        number = int(task.get("index", index))
+        self._resolver = ClusterResolver(kind, number, index, process_count())
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -115,17 +118,6 @@ class TPUStrategy(Strategy):
                 stacklevel=stack_level(),
             )
         super().__init__(mesh)
-
-
-def _resolver() -> ClusterResolver:
-    task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
-    index = process_index()
-    return ClusterResolver(
-        task.get("type", "worker"),
-        int(task.get("index", index)),
-        index,
-        process_count(),
-    )
 
 
 def _parsed(devices: Iterable[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
 """
 
 import contextlib
-import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -19,35 +19,28 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
-from meshlayout.collectives import (
-    ReduceOp,
-    entered,
-    in_cross_replica_context,
-)
+from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
-from meshlayout.distribute.datasets import ReplicaDataset
-from meshlayout.distribute.extension import StrategyExtended
-from meshlayout.distribute.replica_run import ReplicaRuns
-from meshlayout.distribute.value_function import (
-    ValueContext,
-    distribute_values_from_function,
-)
-from meshlayout.distribute.values import (
-    PerReplica,
-    map_per_replica,
-    per_replica,
-)
-from meshlayout.distribute.variables import Aggregation, Variables, is_on
+from meshlayout.distribute.arguments import Arguments, is_on
+from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
+from meshlayout.distribute.extended import StrategyExtended
+from meshlayout.distribute.program_cache import ProgramCache
+from meshlayout.distribute.values import PerReplica, per_replica
+from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
+from meshlayout.step import compile_step
 
 
 # The strategy whose scope is open, or whose `run` is under way.
 current_strategy: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
+
+# Threads that train one model come one after another, or updates would be lost.
+_lock = threading.RLock()
 
 
 class Strategy:
@@ -65,7 +58,7 @@ class Strategy:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._runs = ReplicaRuns(self)
+        self._programs = ProgramCache(self)
 
     if not TYPE_CHECKING:  # to a type checker, any attribute would exist
 
@@ -89,7 +82,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for authors of libraries."""
+        """Extra methods for library authors."""
         return StrategyExtended(self)
 
     @property
@@ -107,9 +100,6 @@ class Strategy:
         the strategy's mesh is the default one: a state that `TrainState.create` makes
         here without layouts can be trained by `make_train_step` and `Trainer`.
 
-        Yields:
-            This strategy.
-
         Raises:
             StrategyError: If a strategy's scope is open already, or this is called in a
                 function that runs on a replica.
@@ -123,38 +113,25 @@ class Strategy:
             >>> model.kernel.sharding.is_fully_replicated
             True
         """
-        self._check_scope()
-        with self.layouts.scope(), _variables, self._current():
-            yield self
-
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """Makes this the current strategy, in cross-replica context."""
-        token = current_strategy.set(self)
-        try:
-            with default_mesh(self.mesh), entered(None):
-                yield
-        finally:
-            current_strategy.reset(token)
-
-    def _check_scope(self) -> None:
         outer = current_strategy.get()
-        if outer is None:
-            return
-        where = "a strategy's scope"
-        if not in_cross_replica_context():
-            where = "a function that run calls on each replica"
-        msg = (
-            f"{self!r}: its scope was opened inside {where} ({outer!r}). Scopes cannot "
-            "be nested: leave the outer one first."
-        )
-        raise StrategyError(msg)
+        if outer is not None:
+            where = "a strategy's scope"
+            if not in_cross_replica_context():
+                where = "a function that run calls on each replica"
+            msg = (
+                f"{self!r}: its scope was opened inside {where} ({outer!r}). Scopes "
+                "cannot be nested: leave the outer one first."
+            )
+            raise StrategyError(msg)
+        with self.layouts.scope(), _variables, _Current(self):
+            yield self
 
     def run(
         self,
         fn: Callable[..., PyTree],
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
         """Calls a function once on each replica.
 
@@ -162,12 +139,12 @@ class Strategy:
         Python code in it runs while it is compiled. NNX modules, optimizers and metrics
         may be passed or used from outside; what it changes in them must be the same on
         all replicas, which is proven when it is compiled, unless the Variable says how
-        the replicas' values become one: `nnx.Variable(x, aggregation="sum")` adds up
-        the replicas' changes, `"mean"` averages their values, `"first"` takes replica
-        0's, and `"per_replica"` keeps one value for each. NNX metrics are summed and
-        batch statistics averaged by themselves. `nnx.Optimizer.update` adds up the
-        replicas' gradients, unless the function has combined them itself. Random
-        streams differ between replicas.
+        the replicas' values become one: with `nnx.Variable(x, aggregation="sum")`, what
+        is added to it on each replica is added, and what is assigned is added up;
+        `"mean"` averages, `"first"` takes replica 0's, and `"per_replica"` keeps one
+        value for each. Sums of metrics are added and batch statistics averaged by
+        themselves. `nnx.Optimizer.update` adds up the replicas' gradients, unless the
+        function has combined them itself. Random streams differ between replicas.
 
         Args:
             fn: The function. In it, `get_replica_context()` says which replica this is.
@@ -175,28 +152,32 @@ class Strategy:
                 other array or number is the same for all. A bool stays one of Python's,
                 and of an `nnx.State` the values are passed.
             kwargs: Its arguments by name.
+            options: None; TensorFlow's RunOptions have no meaning here.
 
         Returns:
-            What the function returns, with a `PerReplica` for each array; with one
-            replica, plain arrays.
+            What the function returns: plain arrays where all replicas have the same,
+            and a `PerReplica` where they differ.
 
         Raises:
-            StrategyError: If an argument or result is not an array, a variable would
-                differ between replicas, the function does something in Python that
-                would happen only once, ignores padding, or belongs to another strategy.
+            StrategyError: If an argument or result is not an array, a variable or a
+                state would differ between replicas, the function appends to a list or
+                dict, ignores padding, or uses variables of another strategy.
 
         Example:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> strategy.run(lambda x: 2 * x, args=(3.0,))
+            >>> strategy.run(
+            ...     lambda: ml.distribute.get_replica_context().replica_id_in_sync_group
+            ... )
             PerReplica:{
-              0: Array(6., dtype=float32),
-              1: Array(6., dtype=float32)
+              0: Array(0, dtype=int32),
+              1: Array(1, dtype=int32)
             }
         """
-        args, kwargs = self._checked_call(fn, args, kwargs)
-        with self._inside():
-            return self._runs.call(fn, args, kwargs)
+        args, kwargs = self._checked_call(fn, args, kwargs, options)
+        with self._inside(), _lock:
+            arguments = Arguments(fn, args, kwargs, self.mesh)
+            return self._programs.find(fn, arguments)(fn, arguments)
 
     def communication(
         self,
@@ -204,40 +185,46 @@ class Strategy:
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> Communication:
-        """Returns what `run` of these arguments sends between devices.
+        """Returns what `run` of these arguments sends between devices."""
+        step, inputs = self._compiled_for(fn, args, kwargs)
+        return step.communication(*inputs)
 
-        Args:
-            fn: As for `run`.
-            args: As for `run`.
-            kwargs: As for `run`.
+    def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
+        """Returns the compiled step of a call, and its inputs."""
+        args, kwargs = self._checked_call(fn, args, kwargs, None)
+        with self._inside(), _lock:
+            arguments = Arguments(fn, args, kwargs, self.mesh)
+            program = self._programs.find(fn, arguments)
+            return program.held(fn, arguments), program.inputs(arguments)
 
-        Raises:
-            StrategyError: As `run`.
-        """
-        args, kwargs = self._checked_call(fn, args, kwargs)
-        with self._inside():
-            return self._runs.communication(fn, args, kwargs)
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        """Compiles `step(state, other variables, arguments)`; the state is used up."""
+        return compile_step(step, on_recompile="ignore")
 
     def _checked_call(
-        self, fn: object, args: Any, kwargs: Any
+        self, fn: object, args: Any, kwargs: Any, options: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        msg = ""
         if not callable(fn):
             msg = f"run: fn must be a function, got {_checks.shown(fn)}."
-            raise StrategyError(msg)
-        if not isinstance(args, (tuple, list)):
+        elif not isinstance(args, (tuple, list)):
             msg = (
                 f"run: args must be a tuple of fn's arguments, got "
                 f"{_checks.shown(args)}. For one argument, write args=(x,)."
             )
-            raise StrategyError(msg)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
+        elif kwargs is not None and not isinstance(kwargs, Mapping):
             msg = f"run: kwargs must be a dict, got {_checks.shown(kwargs)}."
+        elif options is not None:
+            msg = (
+                f"run: options must be None, got {_checks.shown(options)}: RunOptions "
+                "have no counterpart."
+            )
+        if msg:
             raise StrategyError(msg)
         return tuple(args), dict(kwargs or {})
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Makes this the current strategy, if it is not, and refuses another one."""
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes this the current strategy, and refuses another one."""
         outer = current_strategy.get()
         if outer is not None and not in_cross_replica_context():
             msg = (
@@ -248,46 +235,25 @@ class Strategy:
         if outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
             raise StrategyError(msg)
-        with self._current():
-            yield
+        return _Current(self)
 
     def distribute_dataset(
-        self,
-        dataset: object,
-        global_batch_size: int | None = None,
-        *,
-        remainder: str = "pad",
-        shuffle: int | None = None,
-        epochs: int | None = 1,
-        prefetch: int = 2,
-        per_process: bool = False,
-        strings: str = "error",
-        batched: bool | None = None,
+        self, dataset: object, global_batch_size: int | None = None, **options: Any
     ) -> ReplicaDataset:
         """Divides the batches of a source among the replicas.
 
         Iterating yields trees of the source's structure whose leaves are `PerReplica`,
-        for `run`. If the last batch is too short, some replicas have fewer rows than
-        others, or none; each of its leaves then says so. With one replica, leaves are
-        plain arrays. A dataset can be iterated over again, and its iterators save and
-        restore their position, as those of `ml.distribute_dataset`.
+        for `run`. A last batch that is short is divided evenly if its rows divide among
+        the replicas. If not, some replicas have fewer rows than others, or none, and
+        each leaf then says so. With one replica, leaves are plain arrays. A dataset can
+        be iterated over again, and its iterators save and restore their position.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
                 like any other key.
             global_batch_size: Rows of a batch, on all replicas together; None for a
                 source of batches, which keep their size: that of the first one.
-            remainder: As for `ml.distribute_dataset`, like those that follow: `"pad"`
-                (the last batch is short), `"drop"`, `"repeat"` or `"error"`.
-            shuffle: A seed for a source with random access.
-            epochs: Passes over the source in one iteration.
-            prefetch: How many batches are prepared ahead.
-            per_process: Whether each process has a source of its own rows.
-            strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays
-                of this process's rows.
-            batched: Whether the elements of an iterable are batches; None decides by
-                the first element, and takes it for a batch without a
-                `global_batch_size`.
+            **options: Other options of `ml.distribute_dataset`.
 
         Raises:
             StrategyError: If the batch size cannot be inferred or does not divide.
@@ -298,36 +264,17 @@ class Strategy:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> data = strategy.distribute_dataset(np.arange(6, dtype="int32"), 4)
-            >>> [
-            ...     strategy.local_results(x) for x in data
-            ... ]  # doctest: +NORMALIZE_WHITESPACE
-            [(Array([0, 1], dtype=int32), Array([2, 3], dtype=int32)),
-             (Array([4, 5], dtype=int32), Array([], shape=(0,), dtype=int32))]
+            >>> [[x.tolist() for x in strategy.local_results(batch)] for batch in data]
+            [[[0, 1], [2, 3]], [[4], [5]]]
         """
-        return datasets.distribute_dataset(
-            dataset,
-            self.mesh,
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            shuffle=shuffle,
-            epochs=epochs,
-            prefetch=prefetch,
-            per_process=per_process,
-            strings=strings,
-            batched=batched,
-        )
+        size = global_batch_size
+        return datasets.distribute_dataset(dataset, self.mesh, size, options)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         global_batch_size: int | None = None,
-        *,
-        remainder: str = "pad",
-        shuffle: int | None = None,
-        epochs: int | None = 1,
-        prefetch: int = 2,
-        strings: str = "error",
-        batched: bool | None = None,
+        **options: Any,
     ) -> ReplicaDataset:
         """Feeds the replicas from sources that a function makes on each process.
 
@@ -341,19 +288,7 @@ class Strategy:
                 input to make; returns any source that `ml.distribute_dataset` takes.
             global_batch_size: Rows of a batch, on all replicas together; None for the
                 size of the source's first batch on each replica.
-            remainder: As for `distribute_dataset`, like those that follow.
-            shuffle: A seed for a source with random access.
-            epochs: Passes over the source in one iteration.
-            prefetch: How many batches are prepared ahead.
-            strings: `"error"` or `"host"`.
-            batched: Whether the elements of an iterable are batches; None takes
-                elements that could be either as batches.
-
-        Returns:
-            What `distribute_dataset` returns.
-
-        Raises:
-            DataError: If the function returns no source, or as `ml.distribute_dataset`.
+            **options: As for `distribute_dataset`.
 
         Example:
             >>> import numpy as np
@@ -366,17 +301,9 @@ class Strategy:
             >>> strategy.local_results(x)
             (Array([0, 0], dtype=int32), Array([1, 1], dtype=int32))
         """
-        return datasets.distribute_datasets_from_function(
-            dataset_fn,
-            self.mesh,
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            shuffle=shuffle,
-            epochs=epochs,
-            prefetch=prefetch,
-            strings=strings,
-            batched=batched,
-        )
+        size = global_batch_size
+        make = datasets.distribute_datasets_from_function
+        return make(dataset_fn, self.mesh, size, options)
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
@@ -385,11 +312,8 @@ class Strategy:
 
         Args:
             value_fn: Called once for each replica of this process, with a
-                `ValueContext`; returns an array or a tree of arrays. The replicas'
-                arrays may differ in their numbers of rows.
-
-        Returns:
-            The same tree, with a `PerReplica` for each array; with one replica, arrays.
+                `ValueContext`; returns an array or a tree of arrays. The arrays of one
+                process may differ in their numbers of rows.
 
         Raises:
             StrategyError: If it returns anything else, or the replicas' trees differ.
@@ -405,27 +329,24 @@ class Strategy:
               1: Array(2., dtype=float32)
             }
         """
-        return distribute_values_from_function(value_fn, self.mesh)
+        return datasets.distribute_values_from_function(value_fn, self.mesh)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
     ) -> PyTree:
-        """Combines the values of all replicas into one.
+        """Combines the values of all replicas into arrays that are whole on each.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            value: What `run` returned, or a tree of that. A plain array stands for one
+                equal value on each replica.
             axis: A dim of each replica's value to combine along as well, such as 0 for
                 examples: a mean then divides by the number of all examples, also if
-                some replicas have fewer. None combines replicas alone; their values
-                must then have the same shape.
-
-        Returns:
-            Arrays that are whole on every device. Means of integers are float32.
+                some replicas have fewer. None combines replicas alone.
 
         Raises:
-            StrategyError: If the operation or the axis does not exist, the value is
-                plain and there are several replicas, or shapes differ.
+            StrategyError: If the operation or the axis does not exist, the value is not
+                on the replicas, or shapes differ.
 
         Example:
             >>> import jax.numpy as jnp
@@ -445,18 +366,15 @@ class Strategy:
         return reduction.reduce_tree(op, value, axis, self.mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the values of all replicas along a dim.
+        """Concatenates the values of all replicas along a dim, without padding.
 
         Args:
-            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            value: As for `reduce`.
             axis: The dim.
 
-        Returns:
-            Arrays that are whole on every device, without padding.
-
         Raises:
-            StrategyError: If a value has no such dim, is plain and there are several
-                replicas, or shapes differ in another dim.
+            StrategyError: If a value has no such dim or is not on the replicas, or
+                shapes differ in another dim.
 
         Example:
             >>> import jax.numpy as jnp
@@ -475,9 +393,6 @@ class Strategy:
         Args:
             value: What `run` returned, a Variable made in the scope, or an array.
 
-        Returns:
-            One tree for each replica, without padding; of a plain value, one alone.
-
         Raises:
             StrategyError: Inside a compiled function, if rows are padded.
         """
@@ -493,52 +408,73 @@ class Strategy:
 
     # Where variables are.
 
-    def _place_all(self, variables: Variables) -> list[Any]:
-        """Returns the values of variables, on the devices of all replicas.
+    def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
+        """Returns how a variable is stored: whole on each replica."""
+        del dtype
+        return self.mesh.layout(...).with_rank(len(shape))
+
+    def _place(self, path: str, x: Any, *, is_own: bool) -> Any:
+        """Returns an array of a variable where this strategy keeps it.
 
         Raises:
-            StrategyError: If one was placed elsewhere, as those of another strategy.
+            StrategyError: If it was placed elsewhere, as those of another strategy.
         """
-        return [
-            map_per_replica(functools.partial(self._place, path, kind), value)
-            for path, kind, value in zip(
-                variables.paths, variables.aggregations, variables.get(), strict=True
-            )
-        ]
-
-    def _place(self, path: str, kind: Aggregation | None, value: Any) -> Any:
-        if isinstance(value, PerReplica):
-            if value.num_replicas == self.num_replicas_in_sync:
-                return value
-            place = f"{value.num_replicas} replicas"
-        elif kind == "per_replica":
-            copies = [value] * len(self.mesh.local_devices)
-            return per_replica(copies, self.mesh)
-        else:
-            if isinstance(value, jax.ShapeDtypeStruct):
-                whole = self.mesh.layout(...).with_rank(len(value.shape)).sharding
-                return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole)
-            is_here = is_on(value, self.mesh.jax_mesh)
-            if is_here:
-                return value
-            if is_here is None:
-                x = jnp.asarray(value)
-                return _jax.put(x, self.mesh.layout(...).with_rank(x.ndim).sharding)
-            place = str(Layout.of(value))
+        is_values = isinstance(x, PerReplica)
+        if is_values and x.num_replicas == self.num_replicas_in_sync:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            sharding = self._layout(x.shape, x.dtype).sharding
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if is_own and not is_values:
+            return per_replica([x] * len(self.mesh.local_devices), self.mesh)
+        is_here = False if is_values else is_on(x, self.mesh.jax_mesh)
+        if is_here is None:
+            x = jnp.asarray(x)
+            return _jax.put(x, self._layout(x.shape, x.dtype).sharding)
+        if is_here:
+            return x
+        place = f"{x.num_replicas} replicas" if is_values else str(Layout.of(x))
         msg = (
             f"the variable {path} is on {place}, and {self!r} needs it whole on each "
             "of its replicas. Create it in this strategy's scope."
         )
         raise StrategyError(msg)
 
+    def _entered(self, variable: "nnx.Variable[Any]", value: Any) -> Any:
+        """Returns a Variable's value as a program computes with it."""
+        del variable
+        return value
+
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Mirrors a Variable that was made in the scope."""
-        variables = Variables((("variable", variable),))
-        variables.set(self._place_all(variables))
+        is_own = aggregation(variable) == "per_replica"
+
+        def place(x: Any) -> Any:
+            return self._place("variable", x, is_own=is_own)
+
+        set_raw_value(variable, jax.tree.map(place, raw_value(variable)))
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
+
+
+class _Current(contextlib.AbstractContextManager[None]):
+    """Makes a strategy the current one, in cross-replica context."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._contexts = default_mesh(strategy.mesh), entered(None)
+
+    def __enter__(self) -> None:
+        self._token = current_strategy.set(self._strategy)
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+        current_strategy.reset(self._token)
 
 
 # Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are

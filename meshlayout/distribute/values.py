@@ -6,7 +6,9 @@ of rows become an array again. Values with fewer rows than others are padded to 
 same shape, and a mask says which rows are real.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -14,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshlayout import _batches, _checks
-from meshlayout._annotations import PyTree
+from meshlayout import _batches
 from meshlayout.collectives import DistributedValues
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
@@ -26,7 +27,12 @@ from meshlayout.mesh import Mesh
 REPLICA_AXIS = "batch"
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "mask"],
+    meta_fields=["num_replicas", "is_scalar"],
+)
+@dataclass(eq=False, repr=False)
 class PerReplica(DistributedValues):
     """A value of each replica, as `Strategy.run` takes and returns them.
 
@@ -34,7 +40,7 @@ class PerReplica(DistributedValues):
     compute with values in `run`. As a pytree it is its `array` and `mask`, so it passes
     through jit; `jax.tree.map` would change the mask as well.
 
-    Args:
+    Attributes:
         array: The replicas' values one after another along dim 0, sharded over the
             replicas: shape (replicas * n, ...) for values of shape (n, ...), and
             (replicas,) for scalars.
@@ -43,9 +49,6 @@ class PerReplica(DistributedValues):
             no padding.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
-
-    Raises:
-        StrategyError: If the shapes do not fit together.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,68 +59,16 @@ class PerReplica(DistributedValues):
         }
     """
 
-    def __init__(
-        self,
-        array: jax.Array,
-        mask: jax.Array | None = None,
-        *,
-        num_replicas: int,
-        is_scalar: bool = False,
-    ) -> None:
-        self.array = array
-        self.mask = mask
-        self.num_replicas = num_replicas
-        self.is_scalar = is_scalar
-        self._check()
-
-    def _check(self) -> None:
-        if isinstance(self.array, Tracer):
-            return  # also one replica's own part, while a function is traced for it
-        replicas = _checks.count(
-            "num_replicas", self.num_replicas, where="PerReplica", error=StrategyError
-        )
-        shape = getattr(self.array, "shape", None)
-        if (
-            not shape
-            or shape[0] % replicas
-            or (self.is_scalar and shape != (replicas,))
-        ):
-            what = "one number" if self.is_scalar else "equally many rows in dim 0"
-            msg = (
-                f"PerReplica: array must have {what} for each of {replicas} replicas, "
-                f"got {_checks.shown(self.array)}."
-            )
-            raise StrategyError(msg)
-        if self.mask is not None and getattr(self.mask, "shape", None) != shape[:1]:
-            msg = (
-                f"PerReplica: mask must have one number for each of {shape[0]} rows, "
-                f"got {_checks.shown(self.mask)}."
-            )
-            raise StrategyError(msg)
-
-    def check_mask(self) -> None:
-        """Raises StrategyError if somebody computed with the mask.
-
-        Inside of a compiled function, nothing is known of its values.
-        """
-        if self.mask is None or isinstance(self.mask, Tracer):
-            return
-        for part in _local_parts(self.mask, self.num_replicas):
-            if not np.isin(np.asarray(part), (0, 1)).all():
-                msg = (
-                    "the mask of a value of replicas must be 1 for real rows and 0 for "
-                    "padding, and is something else, as if jax.tree.map had changed "
-                    "it. Compute in a function that strategy.run calls."
-                )
-                raise StrategyError(msg)
+    array: jax.Array
+    mask: jax.Array | None = None
+    num_replicas: int = field(kw_only=True)
+    is_scalar: bool = field(default=False, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one replica's value, padding included."""
-        if self.is_scalar:
-            return ()
         rows, *rest = self.array.shape
-        return (rows // self.num_replicas, *rest)
+        return () if self.is_scalar else (rows // self.num_replicas, *rest)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -132,49 +83,29 @@ class PerReplica(DistributedValues):
             StrategyError: If rows are padded and this is inside a compiled function,
                 where the number of real rows is not known.
         """
-        if isinstance(self.array, Tracer):
-            return self._traced_values()
         parts = _local_parts(self.array, self.num_replicas)
         if self.is_scalar:
             return tuple(part[0] for part in parts)
         if self.mask is None:
             return tuple(parts)
-        self.check_mask()
-        masks = _local_parts(self.mask, self.num_replicas)
-        return tuple(
-            part[: int(np.asarray(mask).sum())]
-            for part, mask in zip(parts, masks, strict=True)
-        )
-
-    def _traced_values(self) -> tuple[jax.Array, ...]:
-        if self.mask is not None:
+        if isinstance(self.array, Tracer):
             msg = (
                 "the replicas may have different numbers of rows, which is not known "
                 "inside a compiled function: call local_results outside of it, or "
                 "reduce along axis=0."
             )
             raise StrategyError(msg)
-        parts = jnp.split(self.array, self.num_replicas)
-        return tuple(part[0] if self.is_scalar else part for part in parts)
+        masks = _local_parts(self.mask, self.num_replicas)
+        pairs = zip(parts, masks, strict=True)
+        return tuple(part[: int(np.asarray(mask).sum())] for part, mask in pairs)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, bool]]:
-        """As JAX asks of pytrees."""
-        key = jax.tree_util.GetAttrKey
-        children = ((key("array"), self.array), (key("mask"), self.mask))
-        return children, (self.num_replicas, self.is_scalar)
-
-    def tree_flatten(self) -> tuple[Any, tuple[int, bool]]:
-        """As JAX asks of pytrees."""
-        return (self.array, self.mask), (self.num_replicas, self.is_scalar)
-
-    @classmethod
-    def tree_unflatten(cls, aux: tuple[int, bool], children: Any) -> "PerReplica":
-        """As JAX asks of pytrees."""
-        # JAX also makes trees of things that are not arrays, which are not checked.
-        value = object.__new__(cls)
-        value.num_replicas, value.is_scalar = aux
-        value.array, value.mask = children
-        return value
+    def __setitem__(self, index: object, value: Any) -> None:
+        # What Flax calls for `variable[...] = 0`, outside of `run`.
+        if index is not ...:
+            _refusing("__setitem__")(self)
+        whole = jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape)
+        rows = jnp.stack([whole] * self.num_replicas).reshape(self.array.shape)
+        self.array = jax.device_put(rows, self.array.sharding)
 
     def __format__(self, spec: str) -> str:
         return _refusing("__format__")(self) if spec else str(self)
@@ -185,18 +116,14 @@ class PerReplica(DistributedValues):
         raise AttributeError(msg)
 
     def __repr__(self) -> str:
-        array, replicas = self.array, self.num_replicas
+        array = self.array
         if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-            return f"PerReplica({array!r}, num_replicas={replicas})"
+            return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
         first = 0  # the index of this process's first replica
         if not array.is_fully_addressable:
-            starts = (_start(shard.index[0]) for shard in array.addressable_shards)
-            first = min(starts) * replicas // array.shape[0]
-        try:
-            values = self.values
-        except StrategyError:  # the array or the mask was changed
-            return f"PerReplica({array!r}, {self.mask!r}, num_replicas={replicas})"
-        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(values))
+            start = min(s.index[0].start or 0 for s in array.addressable_shards)
+            first = start * self.num_replicas // array.shape[0]
+        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -218,72 +145,44 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-# Arithmetic and conversions: without these, Python's and JAX's own errors name neither
-# replicas nor a way out.
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul")
-_BITS = ("and", "or", "xor", "lshift", "rshift")
-_COMPARISONS = ("lt", "le", "gt", "ge")
-_UNARY = ("neg", "pos", "abs", "invert", "round")
-_CONTAINER = ("getitem", "setitem", "iter", "len", "bool", "contains")
-_CONVERSIONS = ("float", "int", "complex", "index", "array", "jax_array")
-_REFLECTED = tuple(f"r{name}" for name in (*_BINARY, *_BITS))
-for _name in (
-    *(*_BINARY, *_BITS, *_REFLECTED, *_COMPARISONS),
-    *(*_UNARY, *_CONTAINER, *_CONVERSIONS),
-):
+# Without these, Python's and JAX's own errors name neither replicas nor a way out.
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+_OTHERS = """lt le gt ge neg pos abs invert round getitem iter len bool contains
+float int complex index array jax_array"""
+_NAMES = [*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()]
+for _name in _NAMES:
     setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
-
-
-def _start(rows: slice) -> int:
-    return rows.start or 0
 
 
 def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
     """Returns the rows of each of this process's replicas, as they are on devices."""
+    if isinstance(array, Tracer):
+        return list(jnp.split(array, num_replicas))
     rows = array.shape[0] // num_replicas
     shards = getattr(array, "addressable_shards", ())  # on the host, there are none
     devices = array.sharding.device_set if shards else ()
     if len(devices) == num_replicas and all(s.data.shape[0] == rows for s in shards):
-        shards = sorted(shards, key=lambda shard: _start(shard.index[0]))
+        shards = sorted(shards, key=lambda shard: shard.index[0].start or 0)
         return [shard.data for shard in shards]
-    if shards and not array.is_fully_addressable:
-        msg = (
-            f"the values of {num_replicas} replicas are laid out as {array.sharding}, "
-            "so that this process does not have those of its replicas. Take them from "
-            "strategy.run or its datasets as they are."
-        )
-        raise StrategyError(msg)
-    # Made by hand, or by a program that laid it out in another way.
-    return list(jnp.split(jnp.asarray(array), num_replicas))
-
-
-def is_per_replica(leaf: object) -> bool:
-    """Returns whether this is a `PerReplica`, for `jax.tree.map(is_leaf=...)`."""
-    return isinstance(leaf, PerReplica)
+    return list(jnp.split(jnp.asarray(array), num_replicas))  # made by hand
 
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
     """Raises StrategyError for a value of another strategy."""
-    replicas = value.num_replicas
-    if replicas != mesh.size:
-        msg = (
-            f"{where}: the value is of {replicas} replicas, and this strategy has "
-            f"{mesh.size}: it is another strategy's."
-        )
-        raise StrategyError(msg)
-    if isinstance(value.array, Tracer) or not isinstance(value.array, jax.Array):
+    sharding = getattr(value.array, "sharding", None)
+    if value.num_replicas == mesh.size and (
+        isinstance(value.array, Tracer)
+        or getattr(sharding, "mesh", None) is mesh.jax_mesh  # nearly always
+        or sharding is None
+        or len(sharding.device_set) != mesh.size  # made by hand, for JAX to spread
+        or sharding.device_set == set(mesh.devices.flat)
+    ):
         return
-    sharding = value.array.sharding
-    if getattr(sharding, "mesh", None) is mesh.jax_mesh:  # nearly always
-        return
-    # One made by hand may be on a single device: JAX spreads it.
-    devices = sharding.device_set
-    if len(devices) == replicas and devices != set(mesh.devices.flat):
-        msg = (
-            f"{where}: the value is on other devices than this strategy's replicas: it "
-            "is another strategy's."
-        )
-        raise StrategyError(msg)
+    msg = (
+        f"{where}: the value is of {value.num_replicas} replicas, and this strategy "
+        f"has {mesh.size}, or on other devices: it is another strategy's."
+    )
+    raise StrategyError(msg)
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:
@@ -291,53 +190,31 @@ def replica_layout(mesh: Mesh, rank: int) -> Layout:
     return Layout([REPLICA_AXIS, *[None] * (rank - 1)], mesh)
 
 
-def per_replica(
-    values: Sequence[Any], mesh: Mesh, mask: jax.Array | None = None
-) -> PerReplica:
+def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
     """Makes a `PerReplica` of the values of this process's replicas.
 
     Args:
         values: One array for each local device of the mesh, in mesh order. They may
             differ in their numbers of rows alone; shorter ones are padded.
         mesh: The strategy's mesh, with one axis.
-        mask: Which rows are real, from `row_mask`, if other processes have values with
-            other numbers of rows; None if these are all, or all are alike.
     """
     arrays = [jnp.asarray(value) for value in values]
     if not arrays[0].ndim:
         scalars = _joined([x[None] for x in arrays], mesh)
         return PerReplica(scalars, num_replicas=mesh.size, is_scalar=True)
-    counts = [x.shape[0] for x in arrays]
-    if mask is None and len(set(counts)) > 1:
-        mask = row_mask(counts, max(counts), mesh)
-    if mask is not None:
-        rows = mask.shape[0] // mesh.size
+    counts, mask = [x.shape[0] for x in arrays], None
+    if len(set(counts)) > 1:
+        rows = max(counts)
+        masks = [np.arange(rows) < count for count in counts]
+        mask = _joined([jnp.asarray(x, "float32") for x in masks], mesh)
         arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
     return PerReplica(_joined(arrays, mesh), mask, num_replicas=mesh.size)
 
 
-def row_mask(counts: Sequence[int], num_rows: int, mesh: Mesh) -> jax.Array:
-    """Returns the mask of values that have fewer rows than others.
-
-    Args:
-        counts: The number of real rows of each local replica.
-        num_rows: The number of rows with padding, the same on all processes.
-        mesh: The strategy's mesh.
-    """
-    masks = [jnp.asarray(np.arange(num_rows) < count, "float32") for count in counts]
-    return _joined(masks, mesh)
-
-
 def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     """Returns one array whose shards are these parts, one on each local device."""
-    first = parts[0]
+    first, devices = parts[0], mesh.local_devices
     shape = (mesh.size * first.shape[0], *first.shape[1:])
     sharding = replica_layout(mesh, first.ndim).sharding
-    devices = mesh.local_devices
     placed = [jax.device_put(x, d) for x, d in zip(parts, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
-
-
-def map_per_replica(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Applies a function to the leaves of a tree, a `PerReplica` being one leaf."""
-    return jax.tree.map(function, tree, is_leaf=is_per_replica)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from meshlayout._annotations import Batch, PyTree
-from meshlayout.checkpoint.preemption import Preempted, Preemption
-from meshlayout.checkpoint.resume import Notes, resume
+from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.errors import CheckpointError, MeshLayoutError, StepError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks import Callback, Checkpoint
 from meshlayout.trainer.epochs import TrainerInput
+from meshlayout.trainer.resume import Notes, resume
 
 
 if TYPE_CHECKING:
@@ -181,14 +181,6 @@ def resume_fit(
         return trainer.train_step(state, group, None)
 
     def look(notes: Notes) -> None:
-        if "history" not in notes:
-            msg = (
-                f"the newest checkpoint in {checkpointer.directory} was saved by a "
-                "checkpoint.Loop, and fit(resume=True) resumes only from those of the "
-                "callback Checkpoint. Resume with the Loop, or give another "
-                "directory; Checkpointer.restore returns the state alone."
-            )
-            raise CheckpointError(msg)
         # Padded as before, so that the same program computes the same bits.
         source.placer.size = notes["batch_rows"]
         source.placer.pad = notes.get("pads", source.placer.pad)

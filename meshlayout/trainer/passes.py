@@ -10,12 +10,13 @@ even a whole next pass may be waiting here.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from meshlayout._annotations import Batch
+from meshlayout.checkpoint.positions import Continues
 from meshlayout.errors import CheckpointError
 
 
@@ -25,19 +26,6 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """An iterable of batches, a function that returns one, or an iterator."""
 
 _END: Any = object()
-
-
-@runtime_checkable
-class Continues(Protocol):
-    """An iterator whose position can be saved and restored."""
-
-    def get_state(self) -> Any:
-        """Returns the position."""
-        ...
-
-    def set_state(self, state: Any) -> Any:
-        """Moves to a position."""
-        ...
 
 
 def why_not(data: object) -> str:

@@ -1,56 +1,39 @@
 """`ClusterCoordinator`: schedules functions on workers, and keeps training going.
 
 One thread per worker takes closures from a queue and waits for the worker to run them.
-A closure whose worker dies goes back to the queue, and another worker takes it; the
-servers know which closures they have applied. If a server comes back from a checkpoint,
-the closures that it has forgotten are run again, so that in the end each one has been
-applied once on every server.
+A closure whose worker dies goes back to the queue, and the next free worker takes it;
+the servers know which closures they have applied.
 """
 
-import dataclasses
+import functools
+import inspect
+import itertools
+import queue
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future, wait
+from typing import Any
 
 import cloudpickle
 import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.parameter_server.closure_queue import (
-    Closure,
-    ClosureQueue,
-)
+from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.parameter_server.closures import (
-    Packed,
+    Closure,
+    PerWorkerIterator,
     VariableTable,
     pack,
 )
-from meshlayout.distribute.parameter_server.per_worker_data import (
-    PerWorkerDataset,
-    pickled_dataset,
-)
-from meshlayout.distribute.parameter_server.placement import VariablePlacement
-from meshlayout.distribute.parameter_server.results import (
-    RemoteValue,
-    Staleness,
-    WorkerStaleness,
-)
-from meshlayout.distribute.parameter_server.servers import ServerCounts
+from meshlayout.distribute.parameter_server.server import ParameterServer
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
-from meshlayout.distribute.parameter_server.variable_store import (
-    ServerCluster,
-    VariableStore,
-)
-from meshlayout.distribute.parameter_server.workers import (
-    Done,
-    Failed,
-    Lost,
-    Outcome,
+from meshlayout.distribute.parameter_server.variable_store import VariableStore
+from meshlayout.distribute.parameter_server.worker import (
     ServerLost,
-    Unplaced,
-    WorkerLost,
-    World,
+    Worker,
+    ray_module,
 )
 from meshlayout.errors import StrategyError
 
@@ -59,89 +42,86 @@ from meshlayout.errors import StrategyError
 _MOST_LOST = 5
 
 
-class Cluster(ServerCluster, Protocol):
-    """The actors of a coordinator."""
+class RemoteValue(Future[PyTree]):
+    """What a scheduled function returns, once it has run: a future.
 
-    def start_worker(self, worker: int) -> None:
-        """Starts a worker, in place of one that died."""
-        ...
+    Made by `ClusterCoordinator.schedule`.
+    """
 
-    def add_dataset(self, pickled: bytes) -> int:
-        """Keeps a pickled dataset function for the workers; returns its number."""
-        ...
+    num_lost = 0
 
-    def run(self, worker: int, number: int, packed: Packed, world: World) -> Outcome:
-        """Runs a closure on a worker.
+    def fetch(self, timeout_s: float | None = None) -> PyTree:
+        """Waits for the function, and returns what it returned, as NumPy arrays.
 
         Raises:
-            WorkerLost: If the worker died.
+            StrategyError: If it takes longer than `timeout_s`, or was cancelled.
+            Exception: The function's own exception, if it raised one.
         """
-        ...
+        if not wait([self], timeout_s).done:
+            msg = f"fetch: the function has not finished within {timeout_s:g} s."
+            raise StrategyError(msg)
+        return self.result()
 
-    def stop(self) -> None:
-        """Ends all actors."""
-        ...
+
+class PerWorkerDataset:
+    """A dataset of which each worker has its own.
+
+    Made by `ClusterCoordinator.create_per_worker_dataset`; `iter` makes an iterator of
+    it, to be passed to scheduled functions.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, pickled: Any) -> None:
+        self._pickled = pickled
+
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(next(self._numbers), self._pickled)
 
 
 class ClusterCoordinator:
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    Functions are compiled: what tf.distribute asks of a `tf.function` holds for them.
-    Python in them runs while they are compiled; they return arrays, numbers, and trees
-    of them. `next(iterator)` takes a worker's own next batch. An optimizer's `update`
-    pushes gradients to the parameter servers, which apply them, once per closure.
+    A scheduled function runs on one worker as it is, one operation at a time; what is
+    worth compiling goes through `strategy.run(fn, args)`. `next(iterator)` takes a
+    worker's own next batch. An optimizer's `update` pushes gradients to the parameter
+    servers, which apply them, once per closure.
 
     Random streams of models (`nnx.Dropout`) differ between closures, and start again
-    from the same numbers if a closure is run again. `nnx.BatchStat` variables and
-    those with `aggregation="sum"` or `"mean"` get the changes of all closures added,
-    as TensorFlow's moving averages do.
+    from the same numbers if a closure is run again. `nnx.BatchStat` variables, metrics,
+    and variables with `aggregation="sum"` or `"mean"` get all closures' changes added.
 
     Args:
         strategy: The strategy.
-
-    Raises:
-        StrategyError: If it is not a `ParameterServerStrategy`.
+        checkpointer: The one that saves the models of this training; the error that a
+            parameter server died names its last checkpoint.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        if not isinstance(strategy, ParameterServerStrategy):
-            msg = (
-                "ClusterCoordinator takes a ParameterServerStrategy, got "
-                f"{_checks.shown(strategy)}."
-            )
-            raise StrategyError(msg)
-        if strategy._has_coordinator:
-            msg = (
-                f"{strategy!r} has a ClusterCoordinator already, which knows its "
-                "variables. Use that one, or shut it down first."
-            )
-            raise StrategyError(msg)
-        strategy._has_coordinator = True
-        self.strategy = strategy
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        self.strategy, self._checkpointer = strategy, checkpointer
+        self._ray = ray = ray_module()
+        if not ray.is_initialized():
+            with warnings.catch_warnings():
+                # The fork is followed by exec at once, which is harmless.
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
+                ray.init(include_dashboard=False)
+        self._put = functools.lru_cache(64)(ray.put)
+        server = ray.remote(ParameterServer).options(**strategy._server_options)
+        self._servers = [server.remote() for _ in range(strategy.num_servers)]
+        self._workers: dict[int, Any] = {}
         self._table = VariableTable()
-        self._queue = ClosureQueue()
-        self._cluster: Cluster = strategy._start_cluster()
-        self._store = VariableStore(
-            self._table,
-            self._cluster,
-            VariablePlacement(strategy.num_servers, strategy.variable_partitioner),
-            strategy.max_staleness,
-            strategy._checkpointer(),
-        )
-        self._next_number = 0
-        self._last: Packed | None = None
-        self._finished: dict[int, tuple[Closure, tuple[int, ...]]] = {}
-        self._num_done = 0
-        self._staleness = [WorkerStaleness() for _ in range(strategy.num_workers)]
-        self._all_staleness = WorkerStaleness()
-        self._lock = threading.Lock()
-        self._schedule_lock = threading.Lock()
+        self._store = VariableStore(self._table, self._servers)
+        self._queue = queue.SimpleQueue[tuple[Closure, RemoteValue] | None]()
+        self._results: set[RemoteValue] = set()
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._error: tuple[str, BaseException] | None = None
+        self._fatal: BaseException | None = None
         for worker in range(strategy.num_workers):
-            self._cluster.start_worker(worker)
-            name = f"worker {worker}"
-            threading.Thread(
-                target=self._serve, args=(worker,), name=name, daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
 
     def schedule(
         self,
@@ -152,7 +132,8 @@ class ClusterCoordinator:
         """Runs a function on any worker, some time later; returns at once.
 
         Args:
-            fn: The function. It may use NNX models, optimizers and metrics.
+            fn: The function. It may use NNX models, optimizers and metrics, and returns
+                arrays, numbers, and trees of them.
             args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
@@ -162,32 +143,21 @@ class ClusterCoordinator:
             an exception, this one is cancelled, until `join` has raised that.
 
         Raises:
-            StrategyError: If it is not a function or cannot be sent to a worker, or a
-                parameter server is lost.
+            StrategyError: If it cannot be sent to a worker, or a server has died.
         """
-        if not callable(fn):
-            msg = f"schedule: fn must be a function, got {_checks.shown(fn)}."
+        if not callable(fn) or not isinstance(args, (tuple, list)):
+            msg = "schedule takes a function and a tuple of its arguments: args=(x,)."
             raise StrategyError(msg)
-        if not isinstance(args, (tuple, list)):
-            msg = (
-                "schedule: args must be a tuple of fn's arguments, got "
-                f"{_checks.shown(args)}. For one argument, write args=(x,)."
-            )
-            raise StrategyError(msg)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            msg = f"schedule: kwargs must be a dict, got {_checks.shown(kwargs)}."
-            raise StrategyError(msg)
-        with self._schedule_lock:
-            packed = pack(fn, args, kwargs or {}, self._table)
-            if self._last is not None and self._last.digest == packed.digest:
-                # An epoch that waits in the queue holds one copy of it.
-                packed = dataclasses.replace(packed, payload=self._last.payload)
-            self._last = packed
-            self._with_servers(self._store.send_changes)
-            closure = Closure(self._next_number, packed)
-            self._queue.put(closure)
-            self._next_number += 1
-        return closure.result
+        with self._lock:
+            closure = pack(fn, args, kwargs or {}, self._table)
+            self._with_servers(self._store.place, closure.variables)
+            servers = {n: self._store.places[n][0] for n in closure.variables}
+            number, payload = next(self._numbers), [self._put(closure.payload)]
+            closure = closure._replace(number=number, servers=servers, payload=payload)
+            result = RemoteValue()
+            self._results.add(result)
+            self._queue.put((closure, result))
+        return result
 
     def join(self) -> None:
         """Waits until all scheduled functions have run.
@@ -199,31 +169,28 @@ class ClusterCoordinator:
             Exception: The exception of a function, with the worker's traceback as a
                 note. Functions that had not started are cancelled. It is raised once;
                 then functions can be scheduled again.
-            StrategyError: If a parameter server died without a checkpoint; says what
-                is lost.
+            StrategyError: If a parameter server died; says what is lost, and which
+                checkpoint is the last.
         """
         self._with_servers(self._store.send_changes)
-        self._queue.wait(until=lambda: self._with_servers(self._store.read_back))
+        while wait(self._results, 0.5).not_done:  # in parts, so that Ctrl-C ends it
+            pass
+        self._with_servers(self._store.read_back)
+        self._results.clear()
+        self._raise_error()
 
     def done(self) -> bool:
-        """Returns whether all scheduled functions have run, without waiting.
-
-        Raises:
-            Exception: As `join`.
-        """
-        return self._queue.is_idle()
+        """Returns whether all scheduled functions have run; raises as `join`."""
+        if not all(result.done() for result in self._results):
+            return False
+        self._raise_error()
+        return True
 
     def fetch(self, value: PyTree) -> PyTree:
-        """Waits for results, and returns them.
-
-        Args:
-            value: A `RemoteValue`, or a tree of them.
-
-        Returns:
-            The tree with the results in their place.
+        """Waits for the results in a tree of `RemoteValue`s, and returns them.
 
         Raises:
-            Exception: The exception of one of the functions.
+            Exception: The exception of one of the functions; `join` raises it as well.
         """
         return jax.tree.map(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value
@@ -236,53 +203,28 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: Called as `dataset_fn(context)` or `dataset_fn()`; returns
-                anything that yields batches. `context.num_input_pipelines` is the
-                number of workers, `context.input_pipeline_id` the worker's number, and
-                `context.num_replicas_in_sync` is 1: a worker's step is its own. A
-                worker that replaces a dead one calls it again and starts over.
+                anything that yields batches. `context.input_pipeline_id` is the
+                worker's number. A worker that replaces a dead one calls it anew.
 
         Returns:
             What `iter` makes an iterator of, to be passed to scheduled functions.
-
-        Raises:
-            StrategyError: If it is not such a function, or cannot be sent to a worker.
         """
-        pickled = pickled_dataset(dataset_fn)
-        return PerWorkerDataset(lambda: self._cluster.add_dataset(pickled))
-
-    @property
-    def staleness(self) -> Staleness:
-        """How old gradients were when they were applied, so far."""
-        with self._lock:
-            return Staleness(
-                **vars(self._all_staleness), per_worker=tuple(self._staleness)
-            )
-
-    def server_counts(self) -> tuple[ServerCounts, ...]:
-        """Returns what each parameter server has applied.
-
-        Use this to see that every closure was applied once: `num_applied` is the number
-        of closures that changed something there.
-        """
-        every = dict.fromkeys(range(self.strategy.num_servers))
-        counts = self._with_servers(lambda: self._cluster.call("counts", every))
-        return tuple(counts[server] for server in sorted(counts))
+        takes_context = callable(dataset_fn) and _takes_context(dataset_fn)
+        names = ("context",) if takes_context else ()
+        _checks.function("dataset_fn", dataset_fn, *names, error=StrategyError)
+        pickled = cloudpickle.dumps((dataset_fn, takes_context))
+        return PerWorkerDataset([self._ray.put(pickled)])
 
     def shutdown(self) -> None:
         """Ends workers and servers; what has not run is cancelled.
 
         Call `join` before. The coordinator cannot be used afterwards.
         """
-        self._queue.close()
-        self._cluster.stop()
-        self.strategy._has_coordinator = False
-
-    def __reduce__(self) -> Any:
-        msg = (
-            "a scheduled function uses the ClusterCoordinator, which stays where it "
-            "is. Pass the function what it needs of it."
-        )
-        raise StrategyError(msg)
+        self._fatal = self._fatal or StrategyError("the coordinator was shut down.")
+        for _ in range(self.strategy.num_workers):
+            self._queue.put(None)
+        for actor in (*self._workers.values(), *self._servers):
+            self._ray.kill(actor)
 
     def __enter__(self) -> "ClusterCoordinator":
         return self
@@ -293,112 +235,96 @@ class ClusterCoordinator:
     # In the threads of workers.
 
     def _serve(self, worker: int) -> None:
-        while (closure := self._queue.take()) is not None:
+        self._start(worker)
+        while (scheduled := self._queue.get()) is not None:
+            closure, result = scheduled
             try:
-                self._attempt(worker, closure)
+                result.set_result(self._run(worker, closure))
+            except self._ray.exceptions.RayActorError as lost:
+                result.num_lost += 1
+                if result.num_lost < _MOST_LOST and self._fatal is None:
+                    self._queue.put(scheduled)
+                else:
+                    msg = (
+                        f"{closure.name} was running on {result.num_lost} workers, one "
+                        f"after another, when they died. The last one: {lost}"
+                    )
+                    self._fail(closure, result, StrategyError(msg))
+                # Others may take the closure meanwhile.
+                self._start(worker)
             except BaseException as error:
-                # Nobody sees what a thread raises: join does.
-                self._queue.fail_for_good(error)
-                closure.result._set(error=error)
-            finally:
-                self._queue.release()
+                self._fail(closure, result, error)
 
-    def _attempt(self, worker: int, closure: Closure) -> None:
-        """Runs a closure on a worker, and sees to what becomes of it."""
-        lives = list(self._store.lives)
-        try:
-            outcome = self._cluster.run(
-                worker, closure.number, closure.packed, self._store.world
-            )
-        except WorkerLost as lost:
-            closure.num_lost += 1
-            if closure.num_lost < _MOST_LOST:
-                self._queue.put_first(closure)
-            else:
-                msg = (
-                    f"{closure.packed.name} was running on {_MOST_LOST} workers, one "
-                    f"after another, when they died. The last one: {lost}"
-                )
-                self._queue.fail(closure, StrategyError(msg))
-            # Others may take the closure meanwhile.
-            self._cluster.start_worker(worker)
-            return
-        if isinstance(outcome, Done):
-            self._finish(worker, closure, outcome, lives)
-        elif isinstance(outcome, Failed):
-            self._queue.fail(closure, _error(outcome, closure, worker))
-        elif isinstance(outcome, Lost):
-            self._recover(outcome.server, lives[outcome.server])
-            self._queue.put_first(closure)
-        else:
-            self._place(outcome, closure)
-
-    def _place(self, unplaced: Unplaced, closure: Closure) -> None:
-        try:
-            self._with_servers(lambda: self._store.place(unplaced))
-        except StrategyError as error:
-            self._queue.fail(closure, error)
-        else:
-            self._queue.put_first(closure)
-
-    def _finish(
-        self, worker: int, closure: Closure, done: Done, lives: list[int]
-    ) -> None:
-        with self._lock:
-            self._staleness[worker] = self._staleness[worker]._after(done)
-            self._all_staleness = self._all_staleness._after(done)
-            if done.servers and self._store.has_checkpoints:
-                self._finished[closure.number] = (closure, done.servers)
-            self._num_done += 1
-            is_save_due = self._num_done % self.strategy.checkpoint_every == 0
-            # A server that has come back meanwhile may have forgotten it.
-            is_old = any(lives[s] != self._store.lives[s] for s in done.servers)
-            if is_old and self._finished.pop(closure.number, None):
-                self._queue.put_first(closure)
-        closure.result._set(done.result)
-        if is_save_due and self._store.has_checkpoints:
-            self._with_servers(self._save)
-
-    def _save(self) -> None:
-        self._store.save()
-        with self._lock:
-            for number, (_, servers) in list(self._finished.items()):
-                if self._store.is_saved(number, servers):
-                    del self._finished[number]
-
-    def _with_servers(self, call: Callable[[], Any]) -> Any:
-        """Calls a function of servers; if one has died, again when it is back."""
-        while True:
-            lives = list(self._store.lives)
+    def _start(self, worker: int) -> None:
+        """Starts a worker, in place of one that died, and waits for it."""
+        actor = self._ray.remote(Worker).options(**self.strategy._worker_options)
+        for attempt in range(_MOST_LOST if self._fatal is None else 0):
+            self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
             try:
-                return call()
-            except ServerLost as lost:
-                self._recover(lost.server, lives[lost.server])
+                return self._ray.get(self._workers[worker].ping.remote())
+            except Exception as error:  # nobody sees what a thread raises: join does
+                self._fatal = error if attempt + 1 == _MOST_LOST else self._fatal
+        return None
 
-    def _recover(self, server: int, life: int) -> None:
-        """Brings a server back, and has closures run again that it has forgotten."""
+    def _run(self, worker: int, closure: Closure) -> PyTree:
+        if self._fatal is not None or self._error is not None:
+            name, error = self._error or ("", self._fatal)
+            reason = f"{name} raised {type(error).__name__}." if name else str(error)
+            msg = f"{closure.name} was cancelled, because {reason}"
+            raise StrategyError(msg)
+        while True:
+            run, placed = self._workers[worker].run, self._store.placed()
+            try:
+                answer = self._ray.get(run.remote(closure, placed, self._servers))
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ServerLost):
+                    raise self._server_lost(error.cause.args[0]) from None
+                error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
+                raise error.cause from None
+            if not answer[1]:
+                return cloudpickle.loads(answer[0])
+            for number, params in answer[1].items():
+                self._with_servers(self._store.place_optimizer, number, params)
+
+    def _fail(self, closure: Closure, result: RemoteValue, error: Any) -> None:
+        self._error = self._error or (closure.name, error)
+        result.set_exception(error)
+
+    def _raise_error(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if self._error is not None:
+            (_, error), self._error = self._error, None
+            raise error
+
+    def _with_servers(self, call: Callable[..., None], *args: Any) -> None:
+        if self._fatal is not None:
+            raise self._fatal
         try:
-            was_started = self._store.recover(server, life)
-        except StrategyError as error:
-            self._queue.fail_for_good(error)
-            raise
-        if was_started:
-            with self._lock:
-                forgotten = [
-                    closure
-                    for number, (closure, servers) in sorted(self._finished.items())
-                    if server in servers and not self._store.is_saved(number, (server,))
-                ]
-                for closure in forgotten:
-                    del self._finished[closure.number]
-                self._queue.put_first(*forgotten)
+            call(*args)
+        except ServerLost as lost:
+            raise self._server_lost(lost.args[0]) from None
+
+    def _server_lost(self, server: int) -> BaseException:
+        """Ends the training, and returns what says why."""
+        last = "No Checkpointer was given to the ClusterCoordinator"
+        if (checkpointer := self._checkpointer) is not None:
+            step = checkpointer.latest_step()
+            what = "none yet" if step is None else f"step {step}"
+            last = f"The last checkpoint is {what} in {checkpointer.directory}"
+        msg = (
+            f"parameter server {server} died. Lost are its values of "
+            f"{self._store.contents(server)}, with all updates since the last join, "
+            f"whose values the objects on the coordinator still have. {last}. Restore "
+            "it, or keep the objects as they are, and go on with another coordinator."
+        )
+        self._fatal = self._fatal or StrategyError(msg)
+        return self._fatal
 
 
-def _error(failed: Failed, closure: Closure, worker: int) -> BaseException:
-    """Returns the exception of a closure, with the worker's traceback as a note."""
-    where = f"{closure.packed.name}, on worker {worker}:\n{failed.text}"
-    if failed.error is None:
-        return StrategyError(f"an exception that cannot be pickled, in {where}")
-    error: BaseException = cloudpickle.loads(failed.error)
-    error.add_note(f"In {where}")
-    return error
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Returns whether a function needs an argument, or has one that is called so."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind < 2
+        return is_needed or "context" in name
+    return False

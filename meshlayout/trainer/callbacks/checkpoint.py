@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+
 from meshlayout import _checks
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.resume import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
+from meshlayout.trainer.resume import KEY, METRICS, notes_of
 
 
 if TYPE_CHECKING:
@@ -21,13 +23,13 @@ class Checkpoint(Callback):
 
     A checkpoint holds the state and the position in the data. Its metadata has the
     epoch, the epoch's values (`"logs"`) if it is over, and whatever else
-    `fit(resume=True)` needs: the history, and the metrics of the epoch so far.
-    `checkpointer.restore(like=state)` restores the state alone.
+    `fit(resume=True)` needs, such as the history; the metrics of the epoch so far are a
+    tree of their own. `checkpointer.restore(like=state)` restores the state alone.
 
-    If the checkpointer has `every=` or `every_s=`, too, a save happens when both are
-    due. If it has `best=`, the end of every epoch is saved, due or not, with the values
-    of the epoch; within an epoch there are none. An epoch that was stopped and not
-    validated has no value for `best`, and is never the best.
+    If the checkpointer has `every=`, too, a save happens when both are due. If it has
+    `best=`, the end of every epoch is saved, due or not, with the values of the epoch;
+    within an epoch there are none. An epoch that was stopped and not validated has no
+    value for `best`, and is never the best.
 
     It is called after all callbacks that do not save, wherever it is among them.
 
@@ -142,5 +144,6 @@ class Checkpoint(Callback):
             metadata=metadata,
             metrics=measured or None,
             force=force,
+            _beside={METRICS: metrics} if jax.tree.leaves(metrics) else None,
         ):
             self._saved_at = position.step, metrics is None

@@ -1,0 +1,98 @@
+"""The positions of the processes' input iterators in a checkpoint, as JSON.
+
+There is one position per process, or a single one if all are equal. Then the number of
+processes may change between a save and a restore.
+"""
+
+import base64
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from meshlayout import _checks
+from meshlayout.errors import CheckpointError, DataError
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+# The key of a position of bytes, as Grain's DataLoader has it.
+_BYTES = "base64"
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """An iterator whose position can be saved and restored."""
+
+    def get_state(self) -> Any:
+        """Returns the position as JSON-serializable values."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Moves the iterator to a position returned by `get_state`."""
+        ...
+
+
+def as_json(value: Any, where: str) -> Any:
+    """Returns a value as JSON gives it back, with plain lists and numbers."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: as_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    msg = f"{where} is {_checks.shown(value)}, which cannot be written as JSON."
+    raise CheckpointError(msg)
+
+
+def position_of(data: object) -> Any:
+    """Returns the position of this process's iterator, as JSON."""
+    state = check_continues(data).get_state()
+    if isinstance(state, bytes):
+        state = {_BYTES: base64.b64encode(state).decode()}
+    return as_json(state, "data.get_state()")
+
+
+def joined(positions: Sequence[Any]) -> list[Any]:
+    """Returns the positions of all processes, or the one that all have."""
+    is_one = all(position == positions[0] for position in positions)
+    return list(positions[:1] if is_one else positions)
+
+
+def move_to_position(data: object, positions: Sequence[Any]) -> None:
+    """Moves this process's iterator to its position among those of all processes.
+
+    One that cannot go there directly but takes `skip=True` reads up to it; the log says
+    so.
+    """
+    set_state: Any = check_continues(data).set_state
+    if len(positions) not in (1, jax.process_count()):
+        msg = (
+            f"the {len(positions)} processes that saved the input iterator were at "
+            f"different positions. Restore on {len(positions)}, or without data=."
+        )
+        raise CheckpointError(msg)
+    state = positions[jax.process_index() % len(positions)]
+    if isinstance(state, dict) and state.keys() == {_BYTES}:
+        state = base64.b64decode(state[_BYTES])
+    try:
+        set_state(state)
+    except DataError:
+        if "skip" not in inspect.signature(set_state).parameters:
+            raise
+        set_state(state, skip=True)
+        logger.info("the data cannot seek: batches up to its position are dropped")
+
+
+def check_continues(data: object) -> Continues:
+    """Returns an iterator that has a position, or raises CheckpointError."""
+    if not isinstance(data, Continues):
+        what = _checks.shown(data)
+        msg = f"data= must be an iterator, such as iter(dataset), got {what}."
+        raise CheckpointError(msg)
+    return data
