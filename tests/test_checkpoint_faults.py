@@ -423,33 +423,6 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, caplog
     assert line.endswith("): nobody guards it from other runs")
 
 
-def test_reading_creates_nothing(tmp_path):
-    with Checkpointer(tmp_path / "typo") as ck:
-        assert ck.all_steps() == []
-        assert ck.resume({"x": 1}) == {"x": 1}
-        with pytest.raises(ml.errors.CheckpointError, match="does not exist"):
-            ck.restore()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_healthy_save_and_restore_log_nothing_of_orbax(tmp_path, mesh_2x4, caplog):
-    caplog.set_level(0)
-    write_two_steps(tmp_path, mesh_2x4)
-    Checkpointer(tmp_path).restore(state_of(0, mesh_2x4))
-    assert [one for one in caplog.records if one.name == "absl"] == []
-
-
-def test_nothing_is_kept_for_each_saved_step(tmp_path, mesh_2x4):
-    state = {f"w{at}": np.zeros(1) for at in range(100)}
-    sizes = []
-    with Checkpointer(tmp_path, keep=1) as ck:
-        for step in range(6):
-            ck.save(step, state)
-            ck.wait()
-            sizes.append(len(repr(vars(ck))))
-    assert max(sizes[2:]) - min(sizes[2:]) < 100
-
-
 def test_reading_continues_while_another_checkpointer_saves_and_deletes(tmp_path):
     """All at once: the steps that are read are those that retention deletes."""
     with Checkpointer(tmp_path, keep=1) as writing:

@@ -325,7 +325,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     ):
         ck.restore(data=Position(), step=1)
     assert str(caught.value) == (
-        "the 2 processes that saved the input iterator were at different positions, "
-        "and now there are 1 processes. Restore on as many as before, or without data=."
+        "the 2 processes that saved the input iterator were at different positions. "
+        "Restore on 2, or without data=."
     )
     assert read_facts(tmp_path / "1")["data"] == [{"at": 10}, {"at": 11}]

@@ -23,11 +23,12 @@ from meshlayout.checkpoint.load import to_numpy
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.save import Save, failures
 from meshlayout.checkpoint.saved_step import GoneError, SavedStep
-from meshlayout.checkpoint.tree import replica_sums, saved_leaves
+from meshlayout.checkpoint.tree import saved_leaves
 from meshlayout.cluster import activity
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
+from meshlayout.cluster.replicas import replica_sums
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -202,7 +203,9 @@ class Checkpointer:
                 "the step": str(step),
                 "the directory": str(self.directory),
                 "the digest of paths, shapes and dtypes": paths[:8],
-                "the sum of the replicated arrays and numbers": replica_sums(arrays),
+                "the sum of the replicated arrays and numbers": replica_sums(
+                    x for tree in arrays.values() for x in tree.values()
+                ),
             }
             position = None if data is None else positions.position_of(data)
         messages = self._main.exchange((own, position))
