@@ -9,6 +9,7 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
+import collections
 import itertools
 import operator
 from collections.abc import Callable
@@ -219,8 +220,8 @@ class ReplicaProgram:
             if _kinds(before) != _kinds(after):
                 msg = (
                     f"{self._name} sets the variable {self._path(variable)}, which "
-                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state keeps "
-                    "its shapes and dtypes: convert the value, or create the variable so."
+                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state "
+                    "keeps its shapes and dtypes: convert the value."
                 )
                 raise StrategyError(msg)
             if differs and not is_own:
@@ -301,6 +302,7 @@ class ReplicaProgram:
             # context belongs to this trace.
             with (
                 _jax.trace_phase(next(_phases)),
+                self._strategy._inside(),
                 entered(context),
                 gradients.patches,
                 sums.patches,
@@ -408,10 +410,7 @@ class ReplicaProgram:
 
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas, and sorts them."""
-        with jax.ensure_compile_time_eval():
-            values = [
-                self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)
-            ]
+        values = [self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)]
         self._is_changed = [i in self._changed for i in range(len(self.variables))]
         self._is_rest = [not is_changed for is_changed in self._is_changed]
         self._changed_variables = [self.variables[i] for i in self._changed]
@@ -426,7 +425,9 @@ class ReplicaProgram:
             seen |= ids
         for variable, value in zip(self.variables, values, strict=True):
             set_raw_value(variable, value)
-        self._values = values
+        self._rest_variables = [*itertools.compress(self.variables, self._is_rest)]
+        self._state: Any = tuple(itertools.compress(values, self._is_changed))
+        self._rest: Any = tuple(itertools.compress(values, self._is_rest))
 
     def _placed(self, index: int, value: Any) -> Any:
         path, is_own = self._path(self.variables[index]), self._is_own[index]
@@ -434,19 +435,25 @@ class ReplicaProgram:
         def place(x: Any) -> Any:
             return self._strategy._place(path, x, is_own=is_own)
 
-        return jax.tree.map(place, value, is_leaf=_is_per_replica)
+        with jax.ensure_compile_time_eval():
+            return jax.tree.map(place, value, is_leaf=_is_per_replica)
 
     def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        values = list(map(raw_value, self.variables))
-        if not all(map(operator.is_, values, self._values)):
-            for i, (value, old) in enumerate(zip(values, self._values, strict=True)):
-                if value is not old:
-                    with jax.ensure_compile_time_eval():
-                        values[i] = self._placed(i, value)
-            self._values = values
-        state = tuple(itertools.compress(values, self._is_changed))
-        return state, list(itertools.compress(values, self._is_rest)), arguments.leaves
+        state = tuple(map(raw_value, self._changed_variables))
+        rest = tuple(map(raw_value, self._rest_variables))
+        if not all(map(operator.is_, (*state, *rest), (*self._state, *self._rest))):
+            values = [raw_value(x) for x in self.variables]
+            old = iter(self._state), iter(self._rest)
+            for i, (value, is_rest) in enumerate(
+                zip(values, self._is_rest, strict=True)
+            ):
+                if value is not next(old[is_rest]):
+                    values[i] = self._placed(i, value)
+            state = tuple(itertools.compress(values, self._is_changed))
+            rest = tuple(itertools.compress(values, self._is_rest))
+            self._state, self._rest = state, rest
+        return state, rest, arguments.leaves
 
     def held(self, fn: Callable[..., PyTree], arguments: Arguments) -> Any:
         """Returns the compiled step, for a look at the program alone."""
@@ -464,10 +471,8 @@ class ReplicaProgram:
             state, out = self.step(*inputs)
         finally:
             self._fn = self._arguments = None  # pyright: ignore[reportAttributeAccessIssue]
-        rows = zip(self._changed, self._changed_variables, state, strict=True)
-        for index, variable, value in rows:
-            set_raw_value(variable, value)
-            self._values[index] = value
+        self._state = state
+        collections.deque(map(set_raw_value, self._changed_variables, state), 0)
         for index in self._aligned:
             value = out[index].array if self._axis is not None else out[index]
             out[index] = PerReplica(value, arguments.mask, num_replicas=self._count)

@@ -175,7 +175,7 @@ class Strategy:
             }
         """
         args, kwargs = self._checked_call(fn, args, kwargs, options)
-        with self._inside(), _lock:
+        with _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
             return self._programs.find(fn, arguments)(fn, arguments)
 
@@ -192,7 +192,7 @@ class Strategy:
     def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
         """Returns the compiled step of a call, and its inputs."""
         args, kwargs = self._checked_call(fn, args, kwargs, None)
-        with self._inside(), _lock:
+        with _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
             program = self._programs.find(fn, arguments)
             return program.held(fn, arguments), program.inputs(arguments)
@@ -219,22 +219,20 @@ class Strategy:
                 f"run: options must be None, got {_checks.shown(options)}: RunOptions "
                 "have no counterpart."
             )
-        if msg:
-            raise StrategyError(msg)
-        return tuple(args), dict(kwargs or {})
-
-    def _inside(self) -> contextlib.AbstractContextManager[None]:
-        """Makes this the current strategy, and refuses another one."""
         outer = current_strategy.get()
         if outer is not None and not in_cross_replica_context():
             msg = (
                 "run was called in a function that already runs on each replica. Call "
                 "the inner function directly."
             )
-            raise StrategyError(msg)
-        if outer is not None and outer is not self:
+        elif outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
+        if msg:
             raise StrategyError(msg)
+        return tuple(args), dict(kwargs or {})
+
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes this the current strategy, while a function is traced for it."""
         return _Current(self)
 
     def distribute_dataset(

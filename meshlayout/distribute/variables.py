@@ -11,7 +11,6 @@ after a trace, and compared before each call: `eval()` is another program.
 
 import contextlib
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -38,12 +37,10 @@ _TRACE, _STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
-raw_value: Callable[[Variable], Any] = operator.attrgetter(_VALUE)
-
-
-def set_raw_value(variable: Variable, value: Any) -> None:
-    """Sets the value of a Variable without hooks or checks."""
-    object.__setattr__(variable, _VALUE, value)
+# The slot itself, for calls in C: without hooks, checks, or a watch.
+_slot: Any = vars(nnx.Variable)[_VALUE]
+raw_value: Callable[[Variable], Any] = _slot.__get__
+set_raw_value: Callable[[Variable, Any], None] = _slot.__set__
 
 
 def belongs_here(variable: Variable) -> bool:
