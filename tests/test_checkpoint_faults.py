@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, orbax
-from meshlayout.checkpoint import directory as steps
+from meshlayout.checkpoint import Checkpointer, directory as steps, orbax
 from meshlayout.errors import CheckpointWarning
 from tests.orbax_noise import quiet_orbax
 
@@ -140,7 +139,7 @@ def test_verify_can_be_left_out(tmp_path, mesh_2x4):
     with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore(state_of(0, mesh_2x4))
     assert str(caught.value) == (
-        f"{file} has other content than was saved. Restore another step, or the newest "
+        f"{file} is not as it was saved: its content has changed. Restore another step, or the newest "
         "intact one with fallback=True; verify=False reads whatever is there."
     )
     assert restored(ck, mesh_2x4, verify=False) == (2, [])

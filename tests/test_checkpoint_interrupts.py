@@ -164,7 +164,7 @@ def run(*args):
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 

@@ -279,21 +279,19 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         )
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot be written "
-            "as JSON. Give numbers, strings, and lists and dicts of them, whose keys are "
-            "strings."
+            "as JSON."
         )
         assert one["all_steps"] == [1, 4]
         assert one["other"] == (
             f"CheckpointError: {tmp_path}-other has no step 4 on process 1."
         )
         assert one["damaged"].startswith(
-            f"DamagedCheckpointError: {tmp_path}/4/orbax.checkpoint has 1 bytes, "
-            "but 0 were saved."
+            f"DamagedCheckpointError: {tmp_path}/4/orbax.checkpoint is not as it was saved: "
+            "it has 1 bytes, but 0 were saved."
         )
         assert one["fallback"] == ["restored step 1, the newest that is intact"]
         assert one["same"]
         assert one["position"] == 10 + index
-        where = f"{tmp_path}-disagreements"
         begin = "CheckpointError: nothing is saved, as the processes differ: "
         ending = ". All of them have to save the same state as the same step."
         assert one["steps"] == (
@@ -318,7 +316,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         r"restore the same checkpoints in the same order; process 0 alone cannot\.",
         line,
     )
-    assert "metadata" in told[0] and "metadata" not in told[1]
+    assert ["metadata" in one for one in told] == [True, False]
     left = sorted(one.name for one in tmp_path.iterdir())
     assert left == [".lock", "1", "4"]
     with (

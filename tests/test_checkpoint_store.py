@@ -41,7 +41,7 @@ def store(served):
     served.buckets.clear()
     served.buckets["bucket"] = {}
     served.history.clear()
-    yield served
+    return served
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def test_strings_of_a_tfds_data_source_are_an_error_unless_they_stay_on_the_host
         distribute_dataset(source, mesh, global_batch_size=32)
     assert str(error.value) == (
         "leaf 'name' holds strings, which devices do not take. Leave it out, or keep "
-        "it on the host with strings='host', if the source has random access."
+        "it on the host with strings='host'."
     )
 
 
@@ -322,8 +322,7 @@ def test_a_tfds_data_source_gives_no_batches(mesh, directory):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=32, batched=True)
     assert str(error.value) == (
-        "a TFDS data source yields single examples. Leave out batched=True, or give "
-        "an iterable of the batches."
+        "a TFDS data source yields single examples. Leave out batched=True."
     )
 
 

@@ -358,7 +358,7 @@ def test_keys_that_are_numbers_get_weights_under_a_number():
     source = {0: np.arange(9), 1: np.arange(9)}
     assert batches(source, weights=2)[1][2].tolist() == [1, *[0] * 7]
     assert message(lambda: distributed(source)) == (
-        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "the source has 9 rows, to be padded to 2 batches of 8. Padding is marked "
         "by weights: next to integer keys, weights=2 adds them. Or choose "
         "another remainder=."
     )
@@ -385,7 +385,7 @@ def test_a_mapping_of_fixed_keys_has_no_place_for_weights():
     (batch,) = batches(Fields(np.arange(8)))
     assert type(batch) is Fields
     assert message(lambda: distributed(Fields(np.arange(9)))) == (
-        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "the source has 9 rows, to be padded to 2 batches of 8. Padding is marked "
         "by weights: a dict carries them under a key. Or choose another remainder=."
     )
 
@@ -399,11 +399,11 @@ def test_what_has_no_place_for_weights_goes_without_where_rows_divide(source):
 
 def test_what_has_no_place_for_weights_is_not_padded():
     assert message(lambda: distributed((np.arange(9), np.arange(9)))) == (
-        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "the source has 9 rows, to be padded to 2 batches of 8. Padding is marked "
         "by weights: weights=2 appends them. Or choose another remainder=."
     )
     assert message(lambda: distributed(np.arange(9))) == (
-        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "the source has 9 rows, to be padded to 2 batches of 8. Padding is marked "
         "by weights: a dict carries them under a key. Or choose another remainder=."
     )
     assert refused(iter(range(9))) == (
@@ -415,7 +415,7 @@ def test_what_has_no_place_for_weights_is_not_padded():
 def test_weights_can_be_left_out():
     assert set(batches(columns(8), weights=None)[0]) == {"x", "y"}
     assert message(lambda: distributed(columns(9), weights=None)).startswith(
-        "a source of 9 rows, in batches of 8, leaves 1, to be padded."
+        "the source has 9 rows, to be padded to 2 batches of 8."
     )
 
 
@@ -487,7 +487,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert "got a Frame. Give" in refused(Frame())
+    assert "got a Frame." in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
@@ -571,8 +571,14 @@ def test_a_pandas_frame_and_its_columns():
             {"x": A, "y": Series(list("abcdefgh"))},
             "leaf 'y' holds strings, which devices",
         ),
-        ({"x": A, "y": 3.0}, "leaf 'y' is a single float64, without a dim for the"),
-        ({"x": A, "y": [1, 2]}, "leaf 'x' has 8 rows and leaf 'y' 2: the first dim of"),
+        (
+            {"x": A, "y": 3.0},
+            "leaf 'x' float32[8] and leaf 'y' float64[]: the first dim",
+        ),
+        (
+            {"x": A, "y": [1, 2]},
+            "leaf 'x' float32[8] and leaf 'y' int64[2]: the first dim",
+        ),
     ],
 )
 def test_an_entry_that_is_no_column_is_named_with_its_type(source, sentence):
@@ -786,9 +792,8 @@ def test_integers_that_do_not_fit_are_an_error(dtype, value, to, source):
     if source == "stream":
         given = iter([{"x": one} for one in x])
     assert refused(given) == (
-        f"leaf 'x' has the value {value}, which does not fit into {to}: without "
-        f"jax_enable_x64, {dtype} becomes {to}. Set jax.config.update("
-        "'jax_enable_x64', True), or give smaller numbers."
+        f"leaf 'x' has the value {value}, which does not fit into {to}, JAX's {dtype} "
+        "without jax_enable_x64."
     )
 
 
@@ -875,8 +880,8 @@ def test_ragged_examples_are_refused():
     examples = [{"x": np.zeros(2 + (i == 3)), "y": i} for i in range(8)]
     for source in (examples, iter(examples)):
         assert refused(source) == (
-            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Pad "
-            "the examples to one shape."
+            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Give "
+            "all examples one shape and dtype."
         )
 
 
@@ -884,12 +889,12 @@ def test_examples_that_change_their_dtype_are_refused():
     examples = [{"x": 1, "y": np.zeros(2)}, {"x": 1.5, "y": np.zeros(2)}]
     assert refused(iter(examples)) == (
         "leaf 'x' changes its dtype: an example is f64[], and the first one is i64[]. "
-        "Give all examples one dtype."
+        "Give all examples one shape and dtype."
     )
     examples = [{"x": np.float32(1)}, {"x": 2.0}, {"x": np.float32(3)}]
     assert message(lambda: batches(examples)) == (
         "leaf 'x' changes its dtype: an example is f64[], and the first one is f32[]. "
-        "Give all examples one dtype."
+        "Give all examples one shape and dtype."
     )
 
 
@@ -905,24 +910,24 @@ def test_examples_that_change_their_structure_are_refused():
 def test_arrays_of_different_length_are_refused():
     source = {"x": np.zeros((8, 2)), "y": np.zeros(7)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'x' has 8 rows and leaf 'y' 7: the first dim of every array counts the "
-        "examples."
+        "leaf 'x' float64[8, 2] and leaf 'y' float64[7]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
 def test_an_array_of_length_0_among_others_is_refused():
     source = {"x": np.zeros((8, 2)), "y": np.zeros(0)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'x' has 8 rows and leaf 'y' 0: the first dim of every array counts the "
-        "examples."
+        "leaf 'x' float64[8, 2] and leaf 'y' float64[0]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
 def test_a_single_number_among_arrays_is_refused():
     source = {"x": np.zeros((8, 2)), "rate": np.float32(0.1)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'rate' is a single float32, without a dim for the examples. Give it one "
-        "row per example, with np.full, or leave it out."
+        "leaf 'rate' float32[] and leaf 'x' float64[8, 2]: the first dim of every array "
+        "counts the examples, and must be the same."
     )
 
 
@@ -1043,8 +1048,7 @@ def test_a_list_of_arrays_needs_a_word():
 
 def test_batched_means_nothing_for_columns():
     assert message(lambda: distributed(columns(8), batched=True)) == (
-        "a tree of arrays is a source of rows, one per example. Leave out batched=True, "
-        "or give a list of the batches."
+        "columns hold examples: leave out batched=True."
     )
 
 
@@ -1052,9 +1056,8 @@ def test_batches_without_a_common_first_dim_are_refused():
     for y in (np.int32(3), np.zeros(3)):
         elements = [{"x": np.zeros((4, 2)), "y": y}]
         assert message(lambda: distributed(iter(elements), batched=True)) == (  # noqa: B023
-            f"the arrays of a batch have the shapes (4, 2), {y.shape}, which have no "
-            "batch dim in common. If the source yields single examples, say "
-            "batched=False."
+            f"the arrays of a batch have no batch dim in common: (4, 2), {y.shape}. If "
+            "the source yields single examples, say batched=False."
         )
 
 
@@ -1280,23 +1283,23 @@ class ReadsRows:
 WRONG_ROWS = {
     "too few": (
         lambda indices, epoch: {"y": np.zeros(max(1, len(indices) - 1), "int32")},
-        "leaf 'y' has shape (7,), and read_rows was given 8 indices: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (7,), and read_rows was given 8 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "one leaf of another size": (
         lambda indices, epoch: {"x": indices, "y": np.append(indices, 0)},
-        "leaf 'y' has shape (2,), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (2,), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "a number": (
         lambda indices, epoch: {"y": 1.0},
-        "leaf 'y' has shape (), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "lists": (
         lambda indices, epoch: {"y": indices.tolist()},
-        "leaf 'y/0' has shape (), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y/0' has shape (), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "nothing": (
         lambda indices, epoch: None,
@@ -1339,8 +1342,7 @@ def test_a_stream_without_the_methods_of_one_is_refused():
         (lambda epoch: None, "None"),
     ):
         assert message(lambda: distributed(Opens(start))) == (  # noqa: B023
-            f"open(0) of the Opens returned {text}, which is no Stream: an iterator "
-            "with get_state (which may return None), set_state and close."
+            f"open of the Opens returned {text}, which is no ml.data.Stream."
         )
     assert message(lambda: distributed(Opens(lambda: iter(examples)))) == (
         "open is called as open(epoch), but takes ()."
@@ -1485,7 +1487,7 @@ def test_a_dataset_is_not_copied_in_silence(how):
         "get_state() of its iterator saves a position in it."
     )
     assert message(lambda: how(iter(data))) == (
-        "a data iterator holds threads, and cannot be pickled. Save its get_state()."
+        "a data iterator holds a thread, and is not pickled. Save its get_state()."
     )
 
 

@@ -746,12 +746,11 @@ WEIGHTS = (
 NOT_MADE = {
     "no place for padding": (
         "DataError: ",
-        "a source of 6 rows, in batches of 4, leaves 2, to be padded. " + WEIGHTS,
+        "the source has 6 rows, to be padded to 2 batches of 4. " + WEIGHTS,
     ),
     "no place for padding up to others": (
         "DataError: ",
-        "a source of 4 rows, in batches of 4, is padded up to the 3 batches of other "
-        "processes. " + WEIGHTS,
+        "the source has 4 rows, to be padded to 3 batches of 4. " + WEIGHTS,
     ),
     "all rows are dropped": (
         "DataError: ",

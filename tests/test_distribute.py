@@ -145,7 +145,7 @@ def test_variables_say_how_the_values_of_replicas_become_one():
         variables = {
             kind: nnx.Variable(jnp.float32(10), aggregation=kind) for kind in kinds
         }
-    model = nnx.Dict(variables)
+    model = variables
 
     def step():
         index = get_replica_context().replica_id_in_sync_group

@@ -411,19 +411,19 @@ def test_other_threads_see_a_model_as_it_is_while_it_is_traced():
 def test_attributes_of_modules_are_put_back_and_a_change_is_refused():
     strategy = mirrored(2)
     with strategy.scope():
-        model = nnx.Dict(layer=nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
-    layer = model.layer
+        block = Block(nnx.Rngs(0))
+    layer = block.linear
 
     def adds(x):
-        model.layer.extra = nnx.Param(x)
+        block.linear.extra = nnx.Param(x)
 
     def replaces(x):
-        model.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        block.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
 
     for fn, what in ((adds, "adds the variable Linear.extra"), (replaces, "sets")):
         with pytest.raises(StrategyError, match=what):
             strategy.run(fn, args=(1.0,))
-        assert model.layer is layer
+        assert block.linear is layer
         assert not hasattr(layer, "extra")
 
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -118,25 +118,19 @@ class Checkpointer:
         # A channel pairs messages by their order, and a save in the background may end
         # before or after any call of the main thread: each thread has its own channel,
         # and long waits are normal only there.
-        hint = (
-            "All processes have to open, save and restore the same checkpoints in the "
-            "same order; process 0 alone cannot."
+        channel = functools.partial(
+            Channel,
+            hint=(
+                "All processes have to open, save and restore the same checkpoints in "
+                "the same order; process 0 alone cannot."
+            ),
+            timeout_s=_TIMEOUT_S,
+            error=CheckpointError,
         )
-        self._main, self._background = (
-            Channel(
-                f"checkpoint/{number}/{what}",
-                what=what,
-                hint=hint,
-                timeout_s=_TIMEOUT_S,
-                warn_after_s=warn_after_s,
-                error=CheckpointError,
-            )
-            for number in [next(_numbers)]
-            for what, warn_after_s in (
-                ("the same save or restore", _WARN_AFTER_S),
-                ("the end of a save", _TIMEOUT_S),
-            )
-        )
+        name, what = f"checkpoint/{next(_numbers)}", "the same save or restore"
+        self._main = channel(name, what=what, warn_after_s=_WARN_AFTER_S)
+        name, what = f"{name}/save", "the end of a save"
+        self._background = channel(name, what=what, warn_after_s=_TIMEOUT_S)
 
     # Saving.
 
@@ -228,6 +222,7 @@ class Checkpointer:
         if is_preempted:
             self.wait()
             self._preemption.close()
+            self._is_preempted = lambda: False
             raise Preempted(step)
         return True
 
@@ -351,28 +346,27 @@ class Checkpointer:
         paths, number = self._paths(), None
         listed = ", ".join(map(str, list(paths)[-10:]))
         problem = f"has no step {step}; it has {listed}"
-        if not paths and self.directory.exists():
+        if not paths:
             problem = "has no checkpoints: nothing was saved there yet"
-        elif not paths:
-            problem = "has no checkpoints: the directory does not exist, at least not "
-            problem += "on this machine"
+            if not self.directory.exists():
+                problem = "does not exist, at least not on this machine"
         elif damaged:
             number = max((x for x in paths if x < min(damaged)), default=None)
             facts = " ".join(damaged.values()).removesuffix(".")
             problem = f"has no intact step that is older. Damaged: {facts}"
-        elif isinstance(step, str) and step in ("latest", "best"):
-            number = max(paths) if step == "latest" else self._best_of(paths)
+        elif step == "latest":
+            number = max(paths)
+        elif step == "best":
+            number = self._best_of(paths)
             problem = "has no step whose metrics hold the one of best="
         else:
             hint = f"{self.directory} has the steps {listed}."
-            step = _checks.count(
-                "step", step, at_least=0, error=CheckpointError, hint=hint
-            )
+            _checks.count("step", step, at_least=0, error=CheckpointError, hint=hint)
             number = step if step in paths else None
         if number is None:
             kind = DamagedCheckpointError if damaged else CheckpointError
             raise kind(f"{self.directory} {problem}.")
-        return number
+        return int(number)
 
     # Restoring.
 
@@ -483,15 +477,10 @@ class Checkpointer:
         damaged: dict[int, str] = {}
         num_gone = 0
         while True:
-            choose = functools.partial(self._candidate, step, damaged)
-            number = self._main.on_first(choose)
-            confirm = functools.partial(self._main.exchange, None)
-            open_step = functools.partial(
-                SavedStep.open, self.directory, number, confirm, verify=verify
+            number = self._main.on_first(
+                functools.partial(self._candidate, step, damaged)
             )
-            saved, damage = self._agreed(open_step)
-            if saved is not None:
-                result, damage = self._agreed(functools.partial(saved.read, read))
+            result, damage = self._read_step(number, read, verify=verify)
             if damage is None:
                 break
             is_gone = isinstance(damage, GoneError)
@@ -512,7 +501,18 @@ class Checkpointer:
         self._last = number  # the next save is due `every` steps after it
         activity.now.checkpoint = f"step {number} in {self.directory}"
         logger.info("restored step %d of %s", number, self.directory)
-        return result
+        return cast("T", result)
+
+    def _read_step(
+        self, number: int, read: Callable[[SavedStep], T], *, verify: bool
+    ) -> tuple[T | None, Exception | None]:
+        confirm = functools.partial(self._main.exchange, None)
+        saved, damage = self._agreed(
+            lambda: SavedStep.open(self.directory, number, confirm, verify=verify)
+        )
+        return (
+            (None, damage) if saved is None else self._agreed(lambda: saved.read(read))
+        )
 
     def _agreed(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Returns what `work` returns, or the damage that any process has found."""

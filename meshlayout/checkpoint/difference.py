@@ -32,6 +32,7 @@ class ArraySpec:
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
         is_numpy: Whether it becomes a NumPy array if no target is given.
         dims: The permutation of the saved dims that gives `shape`; None for none.
+        parts: The keys of the path in a step of ours; they may hold slashes.
     """
 
     path: str
@@ -39,11 +40,7 @@ class ArraySpec:
     dtype: Any
     is_numpy: bool = False
     dims: tuple[int, ...] | None = None
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The keys of the path."""
-        return tuple(self.path.split("/")) if self.path else ()
+    parts: tuple[str, ...] = ()
 
     @property
     def is_key(self) -> bool:

@@ -15,6 +15,7 @@ name, and commits it by a file that is written last and deleted first. The store
 own checksums, so that there are no seals.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -44,6 +45,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 # format, steps had a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
+_STEP = r"(0|[1-9]\d*)(\.new)?"
 # How long what another machine wrote may take to appear here.
 _SHARED_S = 5.0
 
@@ -88,12 +90,12 @@ def step_paths(directory: Path) -> dict[int, Path]:
         client = backend.fsspec_backend.fs("gs://")
         client.invalidate_cache()
         client.dircache.use_listings_cache = False
-    paths: dict[int, Path] = {}
     children = list(directory.iterdir()) if directory.is_dir() else []
-    for path in sorted(children, key=lambda x: -len(x.name)):  # `5` wins over `5.new`
-        match = re.fullmatch(r"(0|[1-9]\d*)(\.new)?", path.name)
-        if match and (is_whole(path) or (not match[2] and _is_unsealed(path))):
-            paths[int(match[1])] = path
+    children = [x for x in children if re.fullmatch(_STEP, x.name)]
+    children.sort(key=lambda x: -len(x.name))  # `5` wins over `5.new`
+    paths = {int(path.stem): path for path in children if _is_step(path)}
+    if not is_remote(directory) and not all(path.exists() for path in children):
+        return step_paths(directory)  # one took its name meanwhile, or was deleted
     return dict(sorted(paths.items()))
 
 
@@ -102,13 +104,14 @@ def is_whole(path: Path) -> bool:
     return (path / (_COMMIT if is_remote(path) else _SEAL)).exists()
 
 
-def _is_unsealed(path: Path) -> bool:
-    """Returns whether it is a step of an older format, or one whose seal was lost."""
-    facts = path / _FACTS
-    is_ours = (
-        not is_remote(path) and facts.exists() and b'"format"' in facts.read_bytes()
-    )
-    return is_ours or (path / _MANIFEST).exists()
+def _is_step(path: Path) -> bool:
+    """Returns whether it is whole, of an older format, or has only lost its seal."""
+    if is_whole(path) or is_remote(path) or path.suffix:
+        return is_whole(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if b'"format"' in (path / _FACTS).read_bytes():
+            return True
+    return (path / _MANIFEST).exists()
 
 
 def mark(path: Path) -> Any:
@@ -121,14 +124,14 @@ def mark(path: Path) -> Any:
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Returns what a step is, as its save gave it to Orbax."""
+    _refuse_older(path)
     try:
         facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
+        if facts["format"] != 4:
+            raise ValueError("it has another format")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path / _FACTS, f"cannot be read: {error}") from error
-    if not isinstance(facts, Mapping) or facts.get("format") != 4:
-        msg = f"{path} was not written by a Checkpointer, but perhaps for load_orbax."
-        raise CheckpointError(msg)
-    return dict(facts)
+    return facts
 
 
 def check(path: Path, *, verify: bool) -> None:
@@ -137,6 +140,24 @@ def check(path: Path, *, verify: bool) -> None:
     Raises DamagedCheckpointError, which names the file. Without `verify`, only sizes
     are compared.
     """
+    _refuse_older(path)
+    if is_remote(path):
+        return
+    file = path / _SEAL
+    try:
+        files = json.loads(file.read_bytes())
+        for name in _share({name: size for name, (size, _) in files.items()}):
+            file, wanted = path / name, files[name]
+            size = file.stat().st_size
+            if size != wanted[0]:
+                raise ValueError(f"it has {size} bytes, but {wanted[0]} were saved")
+            if verify and _digest(file) != wanted:
+                raise ValueError("its content has changed")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(file, f"is not as it was saved: {error}") from error
+
+
+def _refuse_older(path: Path) -> None:
     if (path / _MANIFEST).exists():
         msg = (
             f"{path} is a checkpoint of an older format, which this version does not "
@@ -145,23 +166,6 @@ def check(path: Path, *, verify: bool) -> None:
             "exports it, and ml.checkpoint.load_safetensors loads that file here."
         )
         raise CheckpointError(msg)
-    if is_remote(path):
-        return
-    file = path / _SEAL
-    try:
-        files = json.loads(file.read_bytes())
-        for name in _share({name: size for name, (size, _) in files.items()}):
-            file, wanted = path / name, files[name]
-            found = [file.stat().st_size]
-            if found[0] != wanted[0]:
-                what = f"has {found[0]} bytes, but {wanted[0]} were saved"
-                raise _damaged(file, what)
-            if verify and _digest(file) != wanted:
-                raise _damaged(file, "has other content than was saved")
-    except DamagedCheckpointError:
-        raise
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, f"is not as it was saved: {error}") from error
 
 
 def _damaged(path: Path, what: str) -> DamagedCheckpointError:
@@ -190,7 +194,7 @@ def clear(directory: Path, step: int) -> None:
         is_ours = {*files} <= {"", _COMMIT, _FACTS, "orbax.checkpoint"}
     else:
         is_old = (path / _MANIFEST).exists()
-        is_ours = (is_whole(path) or _is_unsealed(path)) and not is_old
+        is_ours = _is_step(path) and not is_old
     if (path.exists() and not is_ours) or (not is_remote(path) and new.exists()):
         msg = (
             f"{new if is_ours else path} is in the way, which no Checkpointer of this "
@@ -294,17 +298,16 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    if os.name != "posix":  # Windows cannot open directories
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounts cannot
-            raise
-    finally:
-        os.close(handle)
+    """Makes the names in a directory durable, where the system can."""
+    if os.name == "posix":  # Windows cannot open directories
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(handle)
 
 
 # Who may save.

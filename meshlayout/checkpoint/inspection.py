@@ -69,14 +69,18 @@ class Inspection:
 
     def __str__(self) -> str:
         return "\n".join(
-            [self._title(), _render.text_table(*self._table()), *self._notes()]
+            [
+                self._title(),
+                _render.text_table(*self._table(), align="lllr"),
+                *self._notes(),
+            ]
         )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         texts = {"caption": self._title(), "notes": self._notes()}
-        return _render.html_table(*self._table(), **texts)
+        return _render.html_table(*self._table(), align="lllr", **texts)
 
     def _title(self) -> str:
         meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}

@@ -97,8 +97,10 @@ def _targets(
         like, layouts = None, like
     elif like is not None or source.is_foreign:
         return targets_of(like, layouts, whole=not source.is_foreign)
+    is_own = not source.is_foreign
     tree = nested(
-        (name.split("/") if name else (), _empty(leaf)) for name, leaf in saved.items()
+        (leaf.parts if is_own and leaf.path == name else name.split("/"), _empty(leaf))
+        for name, leaf in saved.items()
     )
     if source.is_foreign or not saved:
         return targets_of(tree, layouts) if saved else ([], lambda values: tree)

@@ -88,7 +88,7 @@ class OrbaxTree:
     ) -> Iterator[Any]:
         """Yields arrays as they were saved, where they are wanted; None for NumPy."""
         abstract = {
-            _escaped(spec.parts): _abstract(spec, sharding)
+            _escaped(spec.parts or ()): _abstract(spec, sharding)
             for spec, sharding in wanted
             if spec.parts not in self._numbers and 0 not in spec.shape
         }
@@ -111,7 +111,7 @@ class OrbaxTree:
                 yield empty if sharding is None else jax.device_put(empty, sharding)
             else:
                 yield functools.reduce(
-                    lambda x, key: x[key], _escaped(spec.parts), tree
+                    lambda x, key: x[key], _escaped(spec.parts or ()), tree
                 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _checks
-from meshlayout.errors import CheckpointError
+from meshlayout.errors import CheckpointError, did_you_mean
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
@@ -90,9 +90,10 @@ def metric_values(
         msg = f"metrics must be numbers by name, such as {{'loss': 0.9}}, got {given}."
         raise CheckpointError(msg)
     if names and best is not None and best[0] not in names:
-        listed = ", ".join(map(repr, names))
+        name, listed = best[0], ", ".join(map(repr, names))
         msg = (
-            f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {listed}."
+            f"best={best!r} needs the metric {name!r}, and metrics= holds {listed}."
+            f"{did_you_mean(name, names)}"
         )
         raise CheckpointError(msg)
     return {

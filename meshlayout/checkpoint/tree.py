@@ -53,11 +53,15 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[Keys, Any]]:
         raise CheckpointError(f"the state cannot be saved: {error}") from None
     if not flat:
         _checks.has_arrays("state", state, where="save", error=CheckpointError)
+    tree = nnx.state(state) if _paths.holds_modules(state) else state
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    # Paths take a box as one leaf, and JAX goes into it where it holds a tree.
+    named = [names for names, _ in entries] if len(entries) == len(flat) else None
     leaves: list[dict[str, Any]] = []
     arrays: dict[Keys, Any] = {}
-    for path, value, _ in flat:
+    for number, (path, value, _) in enumerate(flat):
         leaf, array = _saved(path or "the state", value)
-        keys = tuple(path.split("/")) if path else ()
+        keys = _keys(path, named[number] if named else ())
         leaves.append({"keys": keys, **leaf})
         if array is not None and array.size:  # Orbax refuses arrays without elements
             arrays[keys] = array
@@ -73,9 +77,22 @@ def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
             dtype = _NUMBERS[dtype]
         else:
             dtype = key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
-        path, shape = "/".join(leaf["keys"]), tuple(leaf["shape"])
-        specs.append(ArraySpec(path, shape, dtype, kind == "numpy"))
+        keys, shape = tuple(leaf["keys"]), tuple(leaf["shape"])
+        is_numpy = kind == "numpy"
+        specs.append(ArraySpec(_path(keys), shape, dtype, is_numpy, None, keys))
     return specs
+
+
+def _path(keys: Iterable[str]) -> str:
+    return "/".join(key for key in keys if key)
+
+
+def _keys(path: str, names: Sequence[Any]) -> Keys:
+    """Returns the keys of a path, where a slash may be part of a key."""
+    keys = tuple(map(_paths.key_name, names))
+    # JAX's key of a box, such as `.value`, is not part of a path.
+    fitting = (some for some in (keys, keys[:-1]) if _path(some) == path)
+    return next(fitting, tuple(path.split("/")))
 
 
 def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
@@ -109,6 +126,8 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
 
 def _problem(value: Leaf) -> str:
     """Returns why a leaf cannot be saved, and the way out; empty if it can."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "a shape without values cannot be saved. Save the state itself."
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
     if not is_array or not _jax.is_array_dtype(value.dtype):
         return (

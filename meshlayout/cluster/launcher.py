@@ -56,7 +56,7 @@ when a process fails:
 signals:
   SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are passed on to all
   processes; of those that end a process, a second one kills all. After SIGTERM,
-  Trainer.fit with a Checkpoint and Checkpointer.save save and exit with status 75, which
+  Trainer.fit with a Checkpoint, and Checkpointer.save, exit with status 75, which
   means "start me again": the launcher then exits with 75, too. If a process got the
   signal and not the launcher, the launcher starts the job again, as after a failure, up
   to --max-restarts times. Other programs ignore SIGTERM once their processes are one

@@ -41,8 +41,7 @@ WAY_OUT = (
     "numbers, give it the same seed on all processes; if it lists files, sort them."
 )
 
-# How many rows of a source with random access are compared.
-_SAMPLE = 16
+_SAMPLE = 16  # rows of a source with random access that are compared
 
 # How long to wait for another process's batch. Its loop may be busy for long, with
 # compiling or with work that is only its own, and this one's thread is ahead of both.
@@ -87,10 +86,7 @@ class Agreement:
         return self._channel.failure_told(_MADE if made else _FACTS)
 
     def check_same(self, facts: dict[str, JSON], digests: dict[str, JSON]) -> None:
-        """Raises DataError if processes make a dataset with other facts or rows.
-
-        The digest of a leaf that differs each time it is read is None.
-        """
+        """Raises DataError if processes make a dataset with other facts or rows."""
         values = self._channel.exchange((facts, digests), _FACTS, failure=_NOT_MADE)
         (first, (facts, digests)), *others = values.items()
         for process, (other_facts, other_digests) in others:
@@ -101,18 +97,13 @@ class Agreement:
                         f"process {process} with {name}={other_facts.get(name)!r}. It "
                         "must be the same on all processes."
                     )
-            names = [
-                repr(path or "the array")
-                for path, digest in digests.items()
-                if digest is not None and other_digests.get(path) not in (None, digest)
-            ]
-            if names:
-                raise DataError(
-                    f"the source gives process {first} and process {process} different "
-                    f"examples: {', '.join(names)} "
-                    f"{'differs' if len(names) == 1 else 'differ'} in some rows. "
-                    f"{WAY_OUT}"
-                )
+            for path, digest in digests.items():
+                if digest and other_digests.get(path) not in (None, digest):
+                    raise DataError(
+                        f"the source gives process {first} and process {process} "
+                        f"different examples: {path or 'the array'!r} differs in some "
+                        f"rows. {WAY_OUT}"
+                    )
 
     def counts(self, own: tuple[int, int], remainder: str) -> tuple[int, int]:
         """Returns the batches of an epoch, and how many need no padding anywhere."""
@@ -140,10 +131,7 @@ class Turns:
         self._channel, self._turn, self._is_over = channel, 0, False
 
     def take(self, rows: int | None, where: str) -> dict[int, int | None]:
-        """Returns what each process has for a batch `where`; None for no batch.
-
-        Raises DataError if another process has failed, left, or does not come.
-        """
+        """Returns what each process has for a batch `where`; None for no batch."""
         failure = "the source of process {process} failed: {failure}"
         try:
             values = self._channel.exchange(

@@ -115,16 +115,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 class RowReader:
-    """Gathers this process's rows of each batch; it has no state but caches.
+    """Gathers this process's `own` rows of each batch of `size` rows.
 
-    Args:
-        source: The source.
-        spec: The spec of its examples.
-        size: The rows of the source that make one batch.
-        own: Which of them are this process's own, ascending.
-        num_batches: Batches of an epoch; None if epochs run into each other.
-        seed: The seed of the shuffle, or None.
-        clock: Takes the time of reading.
+    An epoch has `num_batches`, or runs into the next one (None).
     """
 
     def __init__(
@@ -183,9 +176,10 @@ class RowReader:
         if not len(self._own):  # no device of this process is in the mesh
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         batch, epoch = position.batch + 1, position.epoch + 1
+        count = sum(len(places) for _, places in parts)
         columns = []
         with (
-            self._clock.timed("read_s", rows=sum(len(places) for _, places in parts)),
+            self._clock.timed("read_s", rows=count),
             _checks.noted(lambda: f"while batch {batch} of epoch {epoch} was read."),
         ):
             for passed, places in parts:
@@ -208,9 +202,7 @@ class RowReader:
 
 def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:
     """Returns a leaf with its last row repeated, in memory that devices can share."""
-    if len(leaf) == num_rows:
-        return leaf
-    out = empty((num_rows, *leaf.shape[1:]), leaf.dtype)
-    out[: len(leaf)] = leaf
-    out[len(leaf) :] = leaf[-1:]
-    return out
+    if len(leaf) < num_rows:
+        given, leaf = leaf, empty((num_rows, *leaf.shape[1:]), leaf.dtype)
+        leaf[: len(given)], leaf[len(given) :] = given, given[-1:]
+    return leaf

@@ -88,11 +88,8 @@ class Elements:
             self.close()
             stream = self.source.open(epoch)
             if not isinstance(stream, Stream):  # a list would begin anew in each batch
-                msg = (
-                    f"open({epoch}) of the {type(self.source).__name__} returned "
-                    f"{_checks.shown(stream)}, which is no Stream: an iterator with "
-                    "get_state (which may return None), set_state and close."
-                )
+                given = f"open of the {type(self.source).__name__} returned"
+                msg = f"{given} {_checks.shown(stream)}, which is no ml.data.Stream."
                 raise DataError(msg)
             self._stream, self._epoch = stream, epoch
         if state is not None:

@@ -140,30 +140,28 @@ def dataset_of(
     clock: Clock,
     close: Callable[[], None] = lambda: None,
 ) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened here, and closed with the dataset.
-
-    The errors of `open_source` are told to the other processes.
-    """
+    """Returns a dataset of a source that is opened here, and closed with it."""
     layout = batch_layout(layout_or_mesh, clock.warn)
-    return DistributedDataset(
-        DataPlan(open_source, layout, options, clock, close=close)
-    )
+    plan = DataPlan(open_source, layout, options, clock, close=close)
+    return DistributedDataset(plan)
 
 
 def make_plan(
-    source: object,
+    source: Any,
     layout_or_mesh: LayoutOrMesh,
     options: Mapping[str, Any],
     *,
     batched: bool | None = None,
     batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
     assemble: Assemble | None = None,
+    is_made: bool = True,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
 
     Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
     source's first batch (None if it yields examples), and a function that tells whether
-    that batch is all there is.
+    that batch is all there is. A source that is not `is_made` is a function that makes
+    it, whose elements are batches where they could be either.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
@@ -172,11 +170,14 @@ def make_plan(
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
     with agreement.failure_told():
-        if options.get("global_batch_size") is None and batch_size_of is not None:
+        has_size = options.get("global_batch_size") is not None
+        if not is_made or (not has_size and batch_size_of is not None):
+            source = source if is_made else source()
             opened, rows = first_batch(source, clock, batched=batched)
-            is_stream = isinstance(opened, Elements)
-            is_only = opened.is_only_batch if is_stream else lambda: False
-            options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
+            if not has_size and batch_size_of is not None:
+                is_stream = isinstance(opened, Elements)
+                is_only = opened.is_only_batch if is_stream else lambda: False
+                options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
         checked = checked_options(options)
         if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
             raise DataError(

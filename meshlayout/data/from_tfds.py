@@ -7,8 +7,6 @@ order, shards, padding and positions work as for any other source.
 
 import contextlib
 import inspect
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
-from meshlayout.data.dataset import DataOptions, DistributedDataset, dataset_of
+from meshlayout.data.dataset import DistributedDataset, checked_options, dataset_of
 from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.prepared import find_dataset
 from meshlayout.data.report import Clock
@@ -31,8 +29,8 @@ from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
 
-# Without in_memory=, a split is kept if it takes at most this share of the free memory.
-_MEMORY_SHARE = 0.25
+# Without in_memory=, a split is kept in memory if it takes at most so many bytes.
+_KEPT_BYTES = 2**30
 
 # How many rows are decoded at a time.
 _CHUNK = 512
@@ -51,11 +49,7 @@ def from_tfds(
     data_dir: str | Path | None = None,
     decoders: Any = None,
     supervised: bool = False,
-    remainder: str = "pad",
-    weights: str | int | None = "weight",
-    epochs: int | None = 1,
-    prefetch: int = 2,
-    strings: str = "error",
+    **options: Any,
 ) -> DistributedDataset:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
@@ -63,7 +57,7 @@ def from_tfds(
     array_record are read without TensorFlow; others are downloaded and prepared by
     TFDS, those of the MNIST family without TensorFlow, too. Batches are a function of
     seed and epoch, the same on any number of processes and workers, and iteration
-    resumes at any of them. The other arguments are those of `distribute_dataset`.
+    resumes at any of them.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
@@ -78,18 +72,14 @@ def from_tfds(
         num_workers: How many processes read, decode and map; 0 leaves it to the
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept, so that a batch is
-            gathered in one step. None keeps it if it takes at most a quarter of the
-            free memory; the `report()` of the batches says so.
+        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
+            at most 1 GiB; `report()` says why it does not.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
-        supervised: Whether examples are TFDS's pairs of input and target, which
-            weights are appended to; by default they are dicts of all features.
-        remainder: What to do with the rows that do not fill a batch.
-        weights: Where batches carry one weight per example.
-        epochs: Passes in one iteration.
-        prefetch: How many batches are prepared ahead.
-        strings: `"error"`, or `"host"` to leave strings on the host.
+        supervised: Whether examples are TFDS's pairs of input and target, to which
+            weights are appended; by default they are dicts of all features.
+        **options: Those of `distribute_dataset`: `remainder`, `weights`, `epochs`,
+            `prefetch` and `strings`.
 
     Raises:
         DataError: If an argument is wrong, the dataset can be neither found nor
@@ -98,18 +88,11 @@ def from_tfds(
     _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
     num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
     is_supervised = _checks.flag("supervised", supervised, error=DataError)
-    if is_supervised and isinstance(weights, str) and weights == "weight":
-        weights = 2  # the default key, of a pair: append them
-    options = DataOptions(
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        prefetch=prefetch,
-        strings=strings,
-    )
-    function = None if map is None else _Map(map, options.shuffle or 0, _is_random(map))
+    if is_supervised:
+        options.setdefault("weights", 2)  # appended to the pair
+    options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
+    checked = checked_options(options)
+    function = None if map is None else _Map(map, checked.shuffle or 0, _is_random(map))
     clock, closing = Clock(), contextlib.ExitStack()
 
     def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
@@ -136,7 +119,7 @@ def from_tfds(
             first = records((one_row, ()), 0)
         # What cannot be placed is refused before the whole split is decoded.
         mapped = first if function is None else function(first, one_row, 0)
-        describe(stack(mapped), options.strings, lambda _: None)
+        describe(stack(mapped), checked.strings, lambda _: None)
         keep = in_memory
         if keep is None:
             why_not = _why_not_kept(stack(first), builder.info, split)
@@ -152,7 +135,7 @@ def from_tfds(
         return rows_of(function.of_decoded, len(source), decoded)
 
     return dataset_of(
-        open_source, layout_or_mesh, options, clock=clock, close=closing.close
+        open_source, layout_or_mesh, checked, clock=clock, close=closing.close
     )
 
 
@@ -170,12 +153,6 @@ def _is_random(function: Any) -> bool:
     except (TypeError, ValueError):  # some built-in functions
         return False
     required = [p.kind < p.VAR_POSITIONAL and p.default is p.empty for p in parameters]
-    if sum(required) > 2 or not parameters:
-        msg = (
-            "map must be a function of an example, or of an example and a NumPy random "
-            f"generator, got one that needs {sum(required)} arguments."
-        )
-        raise DataError(msg)
     return sum(required) == 2
 
 
@@ -196,10 +173,10 @@ class _Map:
     ) -> list[PyTree]:
         mapped = []
         for example, row in zip(examples, rows.tolist(), strict=True):
-            seeds = [[self.seed, epoch, row]] if self.is_random else []
-            rngs = [np.random.default_rng(seed) for seed in seeds]
+            seed = [self.seed, epoch, row]
+            rng = [np.random.default_rng(seed)] if self.is_random else []
             with _checks.noted(f"This was raised by map= at row {row} of the split."):
-                mapped.append(self.function(example, *rngs))
+                mapped.append(self.function(example, *rng))
         return mapped
 
     def of_decoded(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
@@ -278,24 +255,6 @@ def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
     )
     if any(leaf.dtype == object for leaf in leaves):
         size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
-    allowed = int(_MEMORY_SHARE * free_memory())
-    if size <= allowed:
+    if size <= _KEPT_BYTES:
         return None
-    return (
-        f"decoded, it takes {bytes_text(size)}, more than {bytes_text(allowed)}, "
-        f"{_MEMORY_SHARE:.0%} of the free memory"
-    )
-
-
-def free_memory() -> int:
-    """Returns the bytes of memory that are available to this process."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # macOS reports only the total
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Including memory that only caches files.
-    available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
-    free = int(available[1]) * 1024 if available else 0
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(0, free)
+    return f"decoded, it takes {bytes_text(size)}, more than {bytes_text(_KEPT_BYTES)}"

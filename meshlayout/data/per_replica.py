@@ -13,8 +13,7 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
-from meshlayout.data.agreement import Agreement
-from meshlayout.data.dataset import DistributedDataset, checked_options, first_batch
+from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
@@ -22,8 +21,6 @@ from meshlayout.data.placement import (
     rows_per_replica,
 )
 from meshlayout.data.plan import Assemble, DataPlan
-from meshlayout.data.protocols import RandomAccessSource
-from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
@@ -136,12 +133,10 @@ def make_plan_from_function(
     assemble: Assemble | None = None,
 ) -> DataPlan:
     """Returns the plan of a dataset of what `fn`, called `name` in messages, makes."""
-    clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    agreement = Agreement(layout.mesh)
-    with agreement.failure_told():
+
+    def make_source() -> Any:
         _checks.function(name, fn, "context", error=DataError)
-        context = InputContext.of(layout)
+        context = InputContext.of(layout_or_mesh)
         with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
         if dataset is None:
@@ -149,19 +144,24 @@ def make_plan_from_function(
                 f"{name} returned None, and must return a source of batches of the "
                 "per-replica size. A function that ends without `return` gives None."
             )
-        source, rows = first_batch(dataset, clock, batched=batched)
-        size = options.get("global_batch_size")
-        if size is None:
-            if isinstance(source, RandomAccessSource):
-                raise DataError(
-                    f"{name} returned a source of single rows, from which the size of "
-                    "a batch cannot be inferred. Give global_batch_size=, or return "
-                    "batches of the per-replica size."
-                )
-            size = (rows or 1) * context.num_replicas_in_sync
-        # Whatever the function returned is this process's own input.
-        own = {**options, "global_batch_size": size, "per_process": True}
-        checked = checked_options(own)
-    return DataPlan(
-        lambda: source, layout, checked, clock, agreement=agreement, assemble=assemble
+        return dataset
+
+    def batch_size_of(rows: int | None, is_only: Callable[[], bool]) -> int:
+        del is_only
+        if rows is None:
+            raise DataError(
+                f"{name} returned a source of single rows, from which the size of a "
+                "batch cannot be inferred. Give global_batch_size=, or return batches "
+                "of the per-replica size."
+            )
+        return rows * num_row_shards(batch_layout(layout_or_mesh))
+
+    return make_plan(
+        make_source,
+        layout_or_mesh,
+        {**options, "per_process": True},  # what a function makes is this process's own
+        batched=batched,
+        batch_size_of=batch_size_of,
+        assemble=assemble,
+        is_made=False,
     )

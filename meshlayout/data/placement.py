@@ -57,10 +57,10 @@ def process_rows(
         meshlayout.errors.DataError: process_index must be below 1, the number of
             processes, got 1.
     """
-    shape = tuple(global_shape) if isinstance(global_shape, Sequence) else None
-    if shape is None:
-        count = _checks.count("global_shape", global_shape, at_least=0, error=DataError)
-        shape = (count,)
+    if not isinstance(global_shape, Sequence):
+        rows = _checks.count("global_shape", global_shape, at_least=0, error=DataError)
+        global_shape = (rows,)
+    shape = tuple(global_shape)
     if not shape:
         msg = "an array without dims has no rows; global_shape needs its batch dim."
         raise LayoutError(msg)
@@ -118,8 +118,7 @@ def batch_layout(
 ) -> Layout:
     """Returns the layout of batches; a mesh shards the first dim over `BATCH_AXES`.
 
-    Calls `warn` with a sentence if a mesh without such an axis is given: every device
-    then holds whole batches, which is seldom meant.
+    Calls `warn` if it has no such axis: whole batches everywhere are seldom meant.
     """
     if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
         mesh = as_mesh(layout_or_mesh)
@@ -138,8 +137,8 @@ def batch_layout(
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         shown = _checks.shown(layout_or_mesh)
         raise DataError(
-            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
-            "of entries, write mesh.layout(...)."
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a "
+            "list of entries, write mesh.layout(...)."
         )
     layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
@@ -147,11 +146,7 @@ def batch_layout(
 
 
 def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
-    """Returns the processes that load the same rows, group by group, by first row.
-
-    Raises:
-        DataError: If two processes share some of their rows, but not all.
-    """
+    """Returns the processes that load the same rows, group by group, by first row."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for process in processes_of(layout.mesh):
         rows = process_rows(layout, global_batch_size, process)
@@ -167,11 +162,7 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
 
 
 def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
-    """Returns which rows of a global batch are this process's own.
-
-    Raises DataError if a source of this process alone (`per_process`) cannot fill
-    exactly these.
-    """
+    """Returns this process's rows, which with `per_process` it alone must fill."""
     per_replica_batch_size(size, layout)
     rows = process_rows(layout, size)
     if per_process:
@@ -253,15 +244,16 @@ class Placement:
 
 
 def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-    where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
+    full = None
     try:
         full = _batches.leaf_layout(layout, len(shape))
+        if not full.misfits(shape):
+            return full.sharding
+        full.check(shape, f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}")
     except LayoutError as error:
-        raise DataError(f"{where}: {error}") from None
-    try:
-        full.check(shape, where)
-    except LayoutError as error:
-        raise DataError(str(error)) from None
+        where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}: "
+        # `check` names the leaf by itself.
+        raise DataError(f"{where if full is None else ''}{error}") from None
     return full.sharding
 
 

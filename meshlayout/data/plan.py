@@ -68,6 +68,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         context = _checks.Context(error=DataError)
         size, epochs, weights = self.global_batch_size, self.epochs, self.weights
+        if epochs is not None:
+            epochs = _checks.count("epochs", epochs, **context)
         if isinstance(weights, np.integer):
             weights = int(weights)
         if not isinstance(weights, (str, int, type(None))) or weights is True:
@@ -80,7 +82,7 @@ class DataOptions:
         for name, value in (
             ("shuffle", checked_seed(self.shuffle)),
             ("global_batch_size", _checks.count("global_batch_size", size, **context)),
-            ("epochs", epochs and _checks.count("epochs", epochs, **context)),
+            ("epochs", epochs),
             (
                 "prefetch",
                 _checks.count("prefetch", self.prefetch, at_least=0, **context),
@@ -89,8 +91,6 @@ class DataOptions:
             ("weights", weights),
         ):
             object.__setattr__(self, name, value)
-        if epochs == 0:
-            _checks.count("epochs", epochs, **context)
         remainders = ("pad", "drop", "repeat")
         _checks.choice("remainder", self.remainder, remainders, **context)
         _checks.choice("strings", self.strings, ("error", "host"), **context)
@@ -145,15 +145,16 @@ class DataPlan:
         self.size, self.own = (len(own), np.arange(len(own))) if is_own else (size, own)
         # Batches of an epoch, if known and unless epochs run together; and those that
         # have no padding on any process.
-        self._num_batches = self._num_full = None
+        self._num_batches: int | None = None
+        self._num_full: int | None = None
         if num_rows is not None and remainder != "repeat":
             self._num_full, rest = divmod(num_rows, self.size)
             self._num_batches = self._num_full + (rest > 0 and remainder == "pad")
         if agreement.has_others:
             agreement.check_same(*facts)
-            if is_own and self._num_full is not None:
+            if is_own and self._num_batches is not None:
                 # Processes with sources of their own must take as many steps.
-                counts = self._num_batches, self._num_full
+                counts = self._num_batches, self._num_full or 0
                 self._num_batches, self._num_full = agreement.counts(counts, remainder)
         self._placement: Placement | None = None
         self.filler: list[np.ndarray] = []

@@ -46,12 +46,7 @@ class Rows:
 
 
 def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
-    """Returns columns or a sequence of examples as a source; None for anything else.
-
-    Raises:
-        DataError: If it could be columns or examples, or its arrays do not fit
-            together.
-    """
+    """Returns columns or a sequence of examples as a source; None for anything else."""
     is_list = isinstance(obj, list)
     if is_list and obj and all(map(_is_array, obj)) and batched is None:
         msg = (
@@ -62,10 +57,7 @@ def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
         raise DataError(msg)
     if _is_column_list(obj) or (not is_list and is_columns(obj)):
         if batched is not None and not is_list:
-            msg = (
-                "a tree of arrays is a source of rows, one per example. Leave out "
-                f"batched={batched}, or give a list of the batches."
-            )
+            msg = f"columns hold examples: leave out batched={batched}."
             raise DataError(msg)
         return array_rows(obj)
     if batched is True or not _is_sequence(obj):
@@ -93,12 +85,7 @@ def is_columns(obj: Any) -> bool:
 
 
 def array_rows(tree: PyTree) -> Rows:
-    """Returns columns in memory as a source.
-
-    Raises:
-        DataError: If an entry is no array, or has no dim for the examples, or two
-            differ in it.
-    """
+    """Returns columns in memory as a source."""
     if _is_frame(tree):
         tree = {name: tree[name] for name in getattr(tree, "columns", tree)}
     entries, treedef = jax.tree_util.tree_flatten_with_path(
@@ -106,37 +93,25 @@ def array_rows(tree: PyTree) -> Rows:
     )
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
-    sizes: dict[int, str] = {}  # the first array of each number of rows
-    for path, column in columns.items():
-        if not column.ndim:
-            msg = (
-                f"{leaf_text(path)} is a single {column.dtype}, without a dim for the "
-                "examples. Give it one row per example, with np.full, or leave it out."
-            )
-            raise DataError(msg)
-        sizes.setdefault(column.shape[0], path)
-    if len(sizes) > 1:
-        (num_rows, name), (other_rows, other_name), *_ = sizes.items()
-        msg = (
-            f"{leaf_text(name)} has {num_rows} rows and {leaf_text(other_name)} "
-            f"{other_rows}: the first dim of every array counts the examples."
-        )
-        raise DataError(msg)
+    sizes = {column.shape[:1]: path for path, column in columns.items()}
+    if len(sizes) > 1 or () in sizes:
+        first = [(path, columns[path]) for path in sizes.values()]
+        shapes = [f"{leaf_text(p)} {x.dtype}{[*x.shape]}" for p, x in first]
+        msg = "the first dim of every array counts the examples, and must be the same."
+        raise DataError(f"{' and '.join(shapes)}: {msg}")
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
         return treedef.unflatten([_taken(leaf, indices) for leaf in columns.values()])
 
-    return Rows(next(iter(sizes)), read)
+    return Rows(next(iter(sizes))[0], read)
 
 
 def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
     """Returns an indexable object of examples as a source.
 
-    Args:
-        items: Has `__len__`, and either `__getitem__` or, like the datasets of PyTorch
-            and TFDS, `__getitems__` for several indices at once.
-        dtypes: By path, the dtypes for leaves that are Python numbers.
+    `dtypes` are those of Python's numbers, by path. The datasets of PyTorch and TFDS
+    have `__getitems__` for several indices at once.
     """
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
@@ -152,10 +127,7 @@ def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
 def refuse_batched(what: str, *, batched: bool | None) -> None:
     """Raises DataError for `batched=True` with a source of single examples."""
     if batched:
-        msg = (
-            f"{what} yields single examples. Leave out batched=True, or give an "
-            "iterable of the batches."
-        )
+        msg = f"{what} yields single examples. Leave out batched=True."
         raise DataError(msg)
 
 

@@ -24,12 +24,12 @@ class Checkpoint(Callback):
     A checkpoint holds the state and the position in the data. Its metadata has the
     epoch, the epoch's values (`"logs"`) if it is over, and whatever else
     `fit(resume=True)` needs, such as the history; the metrics of the epoch so far are a
-    tree of their own.
-    `checkpointer.restore(like=state)` restores the state alone.
+    tree of their own. `checkpointer.restore(like=state)` restores the state alone.
 
-    If the checkpointer has `every=`, too, a save happens when both are due. If it has `best=`, the end of every epoch is saved, due or not, with the values
-    of the epoch; within an epoch there are none. An epoch that was stopped and not
-    validated has no value for `best`, and is never the best.
+    If the checkpointer has `every=`, too, a save happens when both are due. If it has
+    `best=`, the end of every epoch is saved, due or not, with the values of the epoch;
+    within an epoch there are none. An epoch that was stopped and not validated has no
+    value for `best`, and is never the best.
 
     It is called after all callbacks that do not save, wherever it is among them.
 
