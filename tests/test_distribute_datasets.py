@@ -353,16 +353,16 @@ def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):
     def trained(replicas, stop=None):
         strategy = mirrored(replicas)
         data = strategy.distribute_dataset(source, 4, shuffle=1, epochs=2)
-        with ml.Checkpointer(tmp_path) as ck, iter(data) as batches:
-            state = {"sum": np.zeros((), np.int32), "step": np.zeros((), np.int32)}
-            state = ck.resume(state, data=batches)
-            for batch in batches:
-                total = state["sum"] + strategy.reduce("SUM", batch, axis=0)
-                state = {"sum": np.asarray(total), "step": state["step"] + 1}
-                ck.save(int(state["step"]), state, data=batches)
-                if state["step"] == stop:
+        batches = iter(data)
+        with ml.Checkpointer(tmp_path) as ck:
+            state = ck.resume({"sum": np.zeros((), np.int32)}, data=batches)
+            total = state["sum"]
+            for step, batch in enumerate(batches, 1):
+                total = total + strategy.reduce("SUM", batch, axis=0)
+                if step == stop:
+                    ck.save(step, {"sum": np.asarray(total)}, data=batches)
                     return None
-            return int(state["sum"])
+            return int(total)
 
     trained(2, stop=6)
     assert trained(4) == 2 * source.sum()
