@@ -20,7 +20,7 @@ from flax import nnx
 from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
-from meshlayout.distribute.captured import refuse_appends
+from meshlayout.distribute.capture import refuse_appends
 from meshlayout.distribute.parameter_server.closures import (
     Closure,
     ClosureInput,
