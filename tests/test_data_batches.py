@@ -487,7 +487,7 @@ class Frame:
 
 
 def test_an_unknown_table_is_given_as_a_dict():
-    assert refused(Frame()).endswith("got a Frame.")
+    assert "got a Frame." in refused(Frame())
     assert_same(batches(dict(Frame()), remainder="drop"), [{"x": np.arange(8)}])
 
 
@@ -573,11 +573,11 @@ def test_a_pandas_frame_and_its_columns():
         ),
         (
             {"x": A, "y": 3.0},
-            "leaf 'x' float64[8] and leaf 'y' float64[]: the first dim",
+            "leaf 'x' float32[8] and leaf 'y' float64[]: the first dim",
         ),
         (
             {"x": A, "y": [1, 2]},
-            "leaf 'x' float64[8] and leaf 'y' int64[2]: the first dim",
+            "leaf 'x' float32[8] and leaf 'y' int64[2]: the first dim",
         ),
     ],
 )
@@ -792,9 +792,8 @@ def test_integers_that_do_not_fit_are_an_error(dtype, value, to, source):
     if source == "stream":
         given = iter([{"x": one} for one in x])
     assert refused(given) == (
-        f"leaf 'x' has the value {value}, which does not fit into {to}: without "
-        f"jax_enable_x64, {dtype} becomes {to}. Set jax.config.update("
-        "'jax_enable_x64', True), or give smaller numbers."
+        f"leaf 'x' has the value {value}, which does not fit into {to}, JAX's {dtype} "
+        "without jax_enable_x64."
     )
 
 
@@ -881,8 +880,8 @@ def test_ragged_examples_are_refused():
     examples = [{"x": np.zeros(2 + (i == 3)), "y": i} for i in range(8)]
     for source in (examples, iter(examples)):
         assert refused(source) == (
-            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Pad "
-            "the examples to one shape."
+            "leaf 'x' is ragged: an example is f64[3], and the first one is f64[2]. Give "
+            "all examples one shape and dtype."
         )
 
 
@@ -890,12 +889,12 @@ def test_examples_that_change_their_dtype_are_refused():
     examples = [{"x": 1, "y": np.zeros(2)}, {"x": 1.5, "y": np.zeros(2)}]
     assert refused(iter(examples)) == (
         "leaf 'x' changes its dtype: an example is f64[], and the first one is i64[]. "
-        "Give all examples one dtype."
+        "Give all examples one shape and dtype."
     )
     examples = [{"x": np.float32(1)}, {"x": 2.0}, {"x": np.float32(3)}]
     assert message(lambda: batches(examples)) == (
         "leaf 'x' changes its dtype: an example is f64[], and the first one is f32[]. "
-        "Give all examples one dtype."
+        "Give all examples one shape and dtype."
     )
 
 
@@ -1057,9 +1056,8 @@ def test_batches_without_a_common_first_dim_are_refused():
     for y in (np.int32(3), np.zeros(3)):
         elements = [{"x": np.zeros((4, 2)), "y": y}]
         assert message(lambda: distributed(iter(elements), batched=True)) == (  # noqa: B023
-            f"the arrays of a batch have the shapes (4, 2), {y.shape}, which have no "
-            "batch dim in common. If the source yields single examples, say "
-            "batched=False."
+            f"the arrays of a batch have no batch dim in common: (4, 2), {y.shape}. If "
+            "the source yields single examples, say batched=False."
         )
 
 
@@ -1285,23 +1283,23 @@ class ReadsRows:
 WRONG_ROWS = {
     "too few": (
         lambda indices, epoch: {"y": np.zeros(max(1, len(indices) - 1), "int32")},
-        "leaf 'y' has shape (7,), and read_rows was given 8 indices: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (7,), and read_rows was given 8 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "one leaf of another size": (
         lambda indices, epoch: {"x": indices, "y": np.append(indices, 0)},
-        "leaf 'y' has shape (2,), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (2,), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "a number": (
         lambda indices, epoch: {"y": 1.0},
-        "leaf 'y' has shape (), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y' has shape (), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "lists": (
         lambda indices, epoch: {"y": indices.tolist()},
-        "leaf 'y/0' has shape (), and read_rows was given 1 index: the first dim of "
-        "every leaf must count the rows.",
+        "leaf 'y/0' has shape (), and read_rows was given 1 row indices: the first "
+        "dim of every leaf must count them.",
     ),
     "nothing": (
         lambda indices, epoch: None,
@@ -1344,8 +1342,7 @@ def test_a_stream_without_the_methods_of_one_is_refused():
         (lambda epoch: None, "None"),
     ):
         assert message(lambda: distributed(Opens(start))) == (  # noqa: B023
-            f"open(0) of the Opens returned {text}, which is no Stream: an iterator "
-            "with get_state (which may return None), set_state and close."
+            f"open of the Opens returned {text}, which is no ml.data.Stream."
         )
     assert message(lambda: distributed(Opens(lambda: iter(examples)))) == (
         "open is called as open(epoch), but takes ()."

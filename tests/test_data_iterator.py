@@ -196,9 +196,8 @@ def test_a_generator_that_is_exhausted_at_the_second_epoch_is_an_error():
     data = distributed(lambda: once)
     assert len(list(data)) == 2
     assert message(lambda: list(data)) == (
-        "the source yielded no examples in epoch 2, though it did before: it can be "
-        "read once. A function that makes the generator must make a new one at every "
-        "call."
+        "the source yielded no examples in epoch 2, though it did before. A function "
+        "that makes a generator must make a new one at every call."
     )
     once = examples(8)()
     data = distributed(lambda: once, remainder="repeat", epochs=2)

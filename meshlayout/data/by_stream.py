@@ -88,11 +88,8 @@ class Elements:
             self.close()
             stream = self.source.open(epoch)
             if not isinstance(stream, Stream):  # a list would begin anew in each batch
-                msg = (
-                    f"open({epoch}) of the {type(self.source).__name__} returned "
-                    f"{_checks.shown(stream)}, which is no Stream: an iterator with "
-                    "get_state (which may return None), set_state and close."
-                )
+                given = f"open of the {type(self.source).__name__} returned"
+                msg = f"{given} {_checks.shown(stream)}, which is no ml.data.Stream."
                 raise DataError(msg)
             self._stream, self._epoch = stream, epoch
         if state is not None:
@@ -195,7 +192,7 @@ class StreamReader:
         """Returns the next batch, whatever its length."""
         size, spec = self._size, self._spec
         specs = () if spec is None else spec.leaves
-        out = [empty((size, *leaf.shape), leaf.to) for leaf in specs]
+        out = [empty((size, *leaf.shape), leaf.to or object) for leaf in specs]
         filled, epoch, row = 0, position.epoch, position.row
         while filled < size:
             with _checks.noted(
@@ -246,7 +243,7 @@ class StreamReader:
 
     def _next_block(self, missing: int) -> int:
         """Reads a batch, or the examples that are missing; returns the rows, or 0."""
-        count, spec = 0, self._spec
+        rows, count, spec = None, 0, self._spec
         while not count:
             self._before = self._elements.position()
             if self._batched or spec is None:

@@ -34,13 +34,9 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the examples.
+    """One leaf of the examples: its path, and its dtype and shape in the source.
 
-    Attributes:
-        path: The path of the leaf; empty if the example is a single array.
-        dtype: The dtype in the source.
-        shape: The shape in one example, without a dim for the rows.
-        to: The dtype on the devices; None for strings, which stay on the host.
+    `to` is the dtype on the devices; None for strings, which stay on the host.
     """
 
     path: str
@@ -66,9 +62,7 @@ class LeafSpec:
                 worst = high if high > bounds.max else low
                 msg = (
                     f"{leaf_text(self.path)} has the value {worst}, which does not fit "
-                    f"into {out.dtype}: without jax_enable_x64, {self.dtype} becomes "
-                    f"{out.dtype}. Set jax.config.update('jax_enable_x64', True), or "
-                    "give smaller numbers."
+                    f"into {out.dtype}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
@@ -80,13 +74,11 @@ class LeafSpec:
         is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
         if is_same and shape == self.shape:
             return
-        what, fix = "changes its dtype", "Give all examples one dtype"
-        if shape != self.shape:
-            what, fix = "is ragged", "Pad the examples to one shape"
+        what = "is ragged" if shape != self.shape else "changes its dtype"
         now, first = array_text(leaf.dtype, shape), array_text(self.dtype, self.shape)
         msg = (
             f"{leaf_text(self.path)} {what}: an example is {now}, and the first one is "
-            f"{first}. {fix}."
+            f"{first}. Give all examples one shape and dtype."
         )
         raise DataError(msg)
 
@@ -113,10 +105,7 @@ class ExampleSpec:
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, given the first of them as rows.
-
-    Calls `warn` with a sentence about every leaf that loses precision.
-    """
+    """Returns the spec of the examples, given the first; warns of lost precision."""
     named, treedef = named_leaves(rows)
     if not named:
         msg = "an example has no leaves: there is no array in it."
@@ -181,10 +170,7 @@ def leaf_text(path: str) -> str:
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns anything with `__array__`, a PyTorch tensor, a number, or a string.
-
-    Nothing is copied; a string becomes an array of one object.
-    """
+    """Returns anything like an array, a number or a string as an array, not copied."""
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):
@@ -210,10 +196,9 @@ def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
     array = as_array(path, leaf)
     # Too few rows would be filled up like the last batch of an epoch.
     if array.shape[:1] != (count,):
-        indices = "1 index" if count == 1 else f"{count} indices"
         msg = (
             f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
-            f"{indices}: the first dim of every leaf must count the rows."
+            f"{count} row indices: the first dim of every leaf must count them."
         )
         raise DataError(msg)
     return array
@@ -241,23 +226,22 @@ def looks_batched(element: PyTree) -> bool:
 
 
 def is_placed(batch: Batch) -> bool:
-    """Returns whether a user has placed all arrays of a batch on devices.
-
-    JAX calls such arrays committed; others, as `jnp.ones` returns them, are on the
-    default device by chance, and are treated like NumPy arrays.
-    """
+    """Returns whether a user has placed all arrays of a batch on devices."""
+    # JAX calls them committed; others, as of `jnp.ones`, are on a device by chance.
     leaves = jax.tree.leaves(batch)
     return bool(leaves) and all(map(_jax.is_committed, leaves))
 
 
 def copied(example: PyTree) -> PyTree:
     """Returns an example that shares no memory with what its source may refill."""
-
-    def copy(leaf: Leaf) -> Leaf:
-        is_constant = isinstance(leaf, (*_NUMBERS, str, bytes))
-        return leaf if is_constant else as_array("", leaf).copy()
-
-    return jax.tree.map(copy, example)
+    if type(example) is np.ndarray:
+        return example.copy()
+    if type(example) is dict:  # several times as fast as by JAX
+        return {key: copied(value) for key, value in example.items()}
+    if example is None or isinstance(example, (*_NUMBERS, str, bytes)):
+        return example
+    is_leaf = jax.tree_util.all_leaves([example])
+    return as_array("", example).copy() if is_leaf else jax.tree.map(copied, example)
 
 
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
@@ -268,9 +252,8 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
     if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         msg = (
-            f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
-            "have no batch dim in common. If the source yields single examples, say "
-            "batched=False."
+            f"the arrays of a batch have no batch dim in common: {shapes or 'none'}. "
+            "If the source yields single examples, say batched=False."
         )
         raise DataError(msg)
     return treedef.unflatten(leaves), sizes.pop()[0]
@@ -280,10 +263,6 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     """Stacks examples of one structure, whose leaves agree in shape and dtype.
 
     Strings become an array of objects, and Python numbers have the `dtypes` by path.
-
-    Example:
-        >>> stack([{"x": np.ones(2), "y": 1}, {"x": np.zeros(2), "y": 2}])["y"]
-        array([1, 2])
     """
     named, treedef = named_leaves(examples[0])
     paths = [path for path, _ in named]
@@ -311,7 +290,12 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array.shape, array)
     out = empty((len(arrays), *spec.shape), spec.dtype)
-    return np.stack(arrays, out=out)
+    if not spec.shape:
+        return np.stack(arrays, out=out)
+    # `np.stack` would first make a view with one more dim of every example.
+    rows, *others = spec.shape
+    np.concatenate(arrays, out=out.reshape(len(arrays) * rows, *others))
+    return out
 
 
 # Messages.
@@ -339,9 +323,8 @@ def no_rows(epoch: int) -> str:
     if not epoch:
         return "the source is empty: it yielded no examples."
     return (
-        f"the source yielded no examples in epoch {epoch + 1}, though it did before: "
-        "it can be read once. A function that makes the generator must make a new one "
-        "at every call."
+        f"the source yielded no examples in epoch {epoch + 1}, though it did before. A "
+        "function that makes a generator must make a new one at every call."
     )
 
 

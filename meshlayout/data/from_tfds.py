@@ -7,8 +7,6 @@ order, shards, padding and positions work as for any other source.
 
 import contextlib
 import inspect
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,14 +23,14 @@ from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.dataset import DistributedDataset, checked_options, dataset_of
 from meshlayout.data.examples import describe, named_leaves, stack
-from meshlayout.data.prepared import find_dataset
+from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import Clock
 from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
 
-# Without in_memory=, a split is kept if it takes at most this share of the free memory.
-_MEMORY_SHARE = 0.25
+# Without in_memory=, a split is kept in memory if it takes at most so many bytes.
+_KEPT_BYTES = 2**30
 
 # How many rows are decoded at a time.
 _CHUNK = 512
@@ -75,7 +73,7 @@ def from_tfds(
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
         in_memory: Whether the split is decoded once and kept. None keeps it if it takes
-            at most a quarter of the free memory; `report()` says why it does not.
+            at most 1 GiB; `report()` says why it does not.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target, to which
@@ -257,24 +255,6 @@ def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
     )
     if any(leaf.dtype == object for leaf in leaves):
         size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
-    allowed = int(_MEMORY_SHARE * free_memory())
-    if size <= allowed:
+    if size <= _KEPT_BYTES:
         return None
-    return (
-        f"decoded, it takes {bytes_text(size)}, more than {bytes_text(allowed)}, "
-        f"{_MEMORY_SHARE:.0%} of the free memory"
-    )
-
-
-def free_memory() -> int:
-    """Returns the bytes of memory that are available to this process."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # macOS reports only the total
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Including memory that only caches files.
-    available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
-    free = int(available[1]) * 1024 if available else 0
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(0, free)
+    return f"decoded, it takes {bytes_text(size)}, more than {bytes_text(_KEPT_BYTES)}"

@@ -4,8 +4,8 @@ A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do
 for one thing: Python waits for those before it exits, for ever if a source blocks. A
 daemon thread that calls JAX while Python exits crashes the process, so the thread calls
 it only while it holds a lock, which the exit takes for good. The thread refers to the
-`_Worker` alone, never to the user's `DataIterator`: when a loop is left without closing
-and that is dropped, its finalizer stops the thread.
+`_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
+closing and that is dropped, its finalizer stops the thread.
 """
 
 import atexit
@@ -56,7 +56,7 @@ class DataIterator:
         # `record` is a method of the dataset, which it keeps alive for the user who
         # holds only the iterator: a dataset that is collected closes its source.
         self._plan, self._position, self._record = plan, position, record
-        self._worker: _Worker | None = None
+        self._worker: _Prefetcher | None = None
         self._is_closed = self._is_over = False
         self._lock = threading.Lock()  # several threads may take batches
 
@@ -72,7 +72,7 @@ class DataIterator:
             activity.now.moves += 1
             start = time.perf_counter()
             if self._worker is None:
-                self._worker = _Worker(self._plan, self._position)
+                self._worker = _Prefetcher(self._plan, self._position)
                 self._stop_later = weakref.finalize(self, self._worker.stop)
                 self._stop_later.atexit = False
             try:
@@ -166,7 +166,7 @@ class DataIterator:
                 worker.is_done.wait(_JOIN_S)
 
 
-class _Worker:
+class _Prefetcher:
     """Makes batches: ahead, in a thread, or with `prefetch=0` when they are taken.
 
     Two `SimpleQueue`s bound how many are made ahead: batches that are ready, and

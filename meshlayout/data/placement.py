@@ -137,8 +137,8 @@ def batch_layout(
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         shown = _checks.shown(layout_or_mesh)
         raise DataError(
-            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a list "
-            "of entries, write mesh.layout(...)."
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a "
+            "list of entries, write mesh.layout(...)."
         )
     layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
@@ -244,13 +244,16 @@ class Placement:
 
 
 def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-    where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
     full = None
     try:
         full = _batches.leaf_layout(layout, len(shape))
-        full.check(shape, where)
-    except LayoutError as error:  # `check` names the leaf by itself
-        raise DataError(f"{'' if full else f'{where}: '}{error}") from None
+        if not full.misfits(shape):
+            return full.sharding
+        full.check(shape, f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}")
+    except LayoutError as error:
+        where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}: "
+        # `check` names the leaf by itself.
+        raise DataError(f"{where if full is None else ''}{error}") from None
     return full.sharding
 
 

@@ -33,30 +33,24 @@ def pack_sequences(
 
     Packing is Grain's: each document goes into the first of `open_rows` rows that has
     room, and when one fits into none, all rows are closed. A document longer than a row
-    is cut into full rows and a rest, which is a segment like any other. Every token is
-    in exactly one row.
+    is cut. Every token is in exactly one row.
 
     Args:
-        documents: Texts, bytes, or 1-D arrays of tokens: a list or other sequence; a
-            Grain MapDataset, IterDataset or DataLoader of them; any iterable; or a
-            function that returns one, called once per pass. A Grain dataset can
-            encode in its own threads or processes: map it there, and pass tokens.
+        documents: Texts, bytes, or 1-D arrays of tokens: a list, any iterable, a
+            function that returns one, or a Grain dataset, which can encode in its own
+            threads or processes.
         length: Tokens in a row.
         mode: `"chunk"` or `"pack"`.
         tokenizer: Encodes texts: an object with `encode(text)`, or a function. By
             default, every byte of a text's UTF-8 is a token, 0 to 255.
-        separator: A token to add after every document, for instance 0, a byte that
-            does not occur in text. None adds nothing.
-        remainder: What to do with a last row of chunks that is not full: `"pad"` or
-            `"drop"`. Packed rows are padded.
+        separator: A token to add after every document; None adds nothing.
+        remainder: Whether to `"pad"` or `"drop"` a last row of chunks.
         targets: Whether rows get `targets`: for every token the next one of its
-            document (in chunks, the next one of the whole text). Where there is none,
-            target and weight are 0.
+            document (in chunks, of the whole text). Where there is none, target and
+            weight are 0.
         document_ids: Whether rows get `document_ids`, the index of each token's
-            document in its pass (-1 for padding), and `document_positions`, the
-            token's index in the document.
-        open_rows: Rows that are open at once: more rows leave less padding, and read
-            more of the text ahead.
+            document in its pass (-1 for padding), and `document_positions`.
+        open_rows: Rows that are open at once: more of them leave less padding.
 
     Returns:
         The rows: a Grain IterDataset, whose iterators have `get_state` and `set_state`,
@@ -113,5 +107,5 @@ def pack_sequences(
         )
         raise DataError(msg)
     _optional.require("grain", extra="data", purpose="pack_sequences")
-    packing = importlib.import_module("meshlayout.data.packing")
-    return packing.PackedRows(documents, encode, recipe)
+    packed_rows = importlib.import_module("meshlayout.data.packed_rows")
+    return packed_rows.PackedRows(documents, encode, recipe)

@@ -65,8 +65,8 @@ class _ScanEpoch:
             global_batch_size: Examples in a batch.
             shuffle: A PRNG key for the order of this epoch; None keeps the rows in
                 order.
-            batch_axes: The mesh axes over which the rows of a batch are sharded; by
-                default those called batch, data, replica, fsdp, dp, ddp or data_parallel.
+            batch_axes: The mesh axes that shard the rows of a batch; by default those
+                called batch, data, replica, fsdp, dp, ddp or data_parallel.
             metrics: Metrics to add to; None starts with empty ones.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Arrays and tables given to `fit`: batches of them, by `distribute_dataset`'s pipeline.
+"""Arrays and tables given to `fit`, as batches of `distribute_dataset`'s pipeline.
 
 Its batches have one size. What fills up the last one is marked beside the batch, not in
 it, so that `BatchPlacer` can add weights, or cut the padding off again where nothing
@@ -38,8 +38,8 @@ class TableBatch:
 def batches_from(
     where: str,
     name: str,
-    data: Any,
-    labels: Any = None,
+    data: object,
+    labels: object = None,
     batch_size: int | None = None,
     *,
     layout: Layout | None,

@@ -5,17 +5,16 @@ leave the program as results of their own, and are handed over when it has run.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import jax
 from flax import nnx
 
-from meshlayout import _paths
 from meshlayout._annotations import PyTree
 from meshlayout.distribute.strategies import OneDeviceStrategy
-from meshlayout.distribute.variables import set_raw_value
+from meshlayout.distribute.variables import raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 
 
@@ -40,7 +39,7 @@ class Pushes:
             _Updated(next(iter(grads)))._refuse()
         self.grads[number] = grads
         for name in grads:
-            self._values.setdefault(name, _paths.box_value(self.variables[name]))
+            self._values.setdefault(name, raw_value(self.variables[name]))
             set_raw_value(self.variables[name], _Updated(name))
 
     def __enter__(self) -> "Pushes":
@@ -56,7 +55,7 @@ class Pushes:
             _Updated(used[0])._refuse()
 
     def _value(self, name: str) -> Any:
-        return _paths.box_value(self.variables[name])
+        return raw_value(self.variables[name])
 
 
 _pushes: ContextVar[Pushes] = ContextVar("pushes")
@@ -83,7 +82,7 @@ class _Updated:
 class RemoteOptimizer:
     """An `nnx.Optimizer` on a worker; `model` is that of an `nnx.ModelAndOptimizer`."""
 
-    def __init__(self, number: int, wrt: Any, step: Any, model: Any) -> None:
+    def __init__(self, number: int, wrt: object, step: object, model: PyTree) -> None:
         self.number, self.wrt, self.step, self.model = number, wrt, step, model
 
     def update(self, *args: Any) -> None:
@@ -105,7 +104,7 @@ class RemoteOptimizer:
             raise StrategyError(msg)
         pushes.params[self.number] = params
         values = jax.tree.leaves(nnx.state(grads, self.wrt), is_leaf=_is_variable)
-        arrays = [_paths.box_value(x) if _is_variable(x) else x for x in values]
+        arrays = [raw_value(x) if _is_variable(x) else x for x in values]
         pushes.take(self.number, dict(zip(leaves, arrays, strict=True)))
 
 
@@ -117,7 +116,11 @@ class WorkerStrategy(OneDeviceStrategy):
     """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
 
     def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
         """Compiles and calls a function, and hands its gradients over."""
         call = functools.partial(_call, fn)
@@ -127,7 +130,7 @@ class WorkerStrategy(OneDeviceStrategy):
         return result
 
 
-def _call(fn: Any, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _call(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     outer = _pushes.get()
     with Pushes(outer.variables, outer.params) as pushes:
         result = fn(*args, **kwargs)

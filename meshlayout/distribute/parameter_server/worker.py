@@ -8,7 +8,7 @@ compiled for it is used again.
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -20,8 +20,12 @@ from flax import nnx
 from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
-from meshlayout.distribute.captured import refuse_appends
-from meshlayout.distribute.parameter_server.closures import Closure, ClosureInput
+from meshlayout.distribute.capture import refuse_appends
+from meshlayout.distribute.parameter_server.closures import (
+    Closure,
+    ClosureInput,
+    VariableReference,
+)
 from meshlayout.distribute.parameter_server.pushes import Pushes
 from meshlayout.distribute.parameter_server.server import Push
 from meshlayout.distribute.variables import set_raw_value
@@ -51,7 +55,7 @@ def call(
     return results
 
 
-class Worker:
+class RemoteWorker:
     """Runs closures, as worker `index` of `num_workers`; a Ray actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
@@ -104,14 +108,13 @@ class Worker:
                     batches = make(*[self._context] * takes_context)
                     self._iterators[number] = iter(batches)
         if closure.digest not in self._functions:
-            unpickler = pickle.Unpickler(io.BytesIO(get(closure.payload[0])))
-            unpickler.persistent_load = self._load
-            self._functions[closure.digest] = unpickler.load()
+            file = io.BytesIO(get(closure.payload[0]))
+            self._functions[closure.digest] = _Unpickler(file, self._load).load()
         fn, *arguments = self._functions[closure.digest]
         inputs, random = pickle.loads(closure.values)
         kinds = (ClosureInput, Iterator, nnx.Pytree, nnx.Variable)
         args, kwargs = jax.tree.map(
-            lambda x: inputs[x.index] if isinstance(x, ClosureInput) else x,
+            lambda x: inputs[x.number] if isinstance(x, ClosureInput) else x,
             arguments,
             is_leaf=lambda x: isinstance(x, kinds),
         )
@@ -137,7 +140,7 @@ class Worker:
         pickled = cloudpickle.dumps(jax.tree.map(to_host, result))
         return closure.number, pickled, pushes, set(handed_over.grads)
 
-    def _load(self, pid: Any) -> Any:
+    def _load(self, pid: int | VariableReference) -> Any:
         """Returns what stands for a reference on this worker."""
         if isinstance(pid, int):
             return self._iterators[pid]
@@ -184,3 +187,12 @@ class Worker:
             else:
                 push(name).added[name] = new - old
         return pushes
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, load: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._load = load
+
+    def persistent_load(self, pid: int | VariableReference) -> Any:
+        return self._load(pid)
