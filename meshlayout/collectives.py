@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StrategyError, did_you_mean
 
 
@@ -220,7 +220,7 @@ def check_axis(axis: object, shape: tuple[int, ...], where: str) -> int:
     raise StrategyError(msg)
 
 
-def array_of(leaf: Any) -> jax.Array | None:
+def array_of(leaf: Leaf) -> jax.Array | None:
     """Returns an array or number as a JAX array; None for anything else."""
     arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     if not isinstance(leaf, arrays):

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from meshlayout.data.mnist_family import without_tensorflow
-from meshlayout.data.prepared import unreachable
+from meshlayout.data.preparation import unreachable
 from meshlayout.errors import did_you_mean
 
 

@@ -5,7 +5,7 @@ import traceback
 import types
 
 from meshlayout import _optional, distribute
-from meshlayout.distribute.parameter_server.worker import Worker
+from meshlayout.distribute.parameter_server.worker import RemoteWorker
 
 
 class WorkerKilled(BaseException):
@@ -60,8 +60,8 @@ class LocalRay:
     def remote(self, cls):
         def make(*args):
             actor = Actor(self, cls(*args))
-            self.num_workers_started += cls is Worker
-            self.servers += [actor] * (cls is not Worker)
+            self.num_workers_started += cls is RemoteWorker
+            self.servers += [actor] * (cls is not RemoteWorker)
             return actor
 
         return types.SimpleNamespace(
@@ -69,7 +69,7 @@ class LocalRay:
         )
 
     def call(self, actor, method, args):
-        is_worker = isinstance(actor.object, Worker)
+        is_worker = isinstance(actor.object, RemoteWorker)
         count = self.num_calls.get(method, 0)
         is_counted = getattr(self.thread, "is_worker", False)
         if is_counted:

@@ -18,7 +18,7 @@ SAVES = ({"keep": 2, "step": 3}, {"keep": 2, "step": 2}, {"keep": 1, "step": 2})
 
 SHORT = [
     {"kind": "random", "mode": "again", "kills": 4},
-    {"kind": "calls", "keep": 1, "step": 2, "error": 0, "stride": 11, "first": 2},
+    {"kind": "calls", "keep": 1, "step": 2, "error": 0, "stride": 3, "first": 72},
     {"kind": "calls", "keep": 2, "step": 3, "error": errno.EIO, "stride": 19},
 ]
 
@@ -27,7 +27,12 @@ KILLS = [
     for seed, mode in enumerate(("sync", "async", "again", "retention"))
 ]
 
-CALLS = [{"kind": "calls", "error": 0, "stride": 2, **save} for save in SAVES]
+# The seal, the renames and the deletion are the last calls: there, every one.
+CALLS = [
+    {"kind": "calls", "error": 0, **calls, **save}
+    for save in SAVES
+    for calls in ({"stride": 4}, {"stride": 1, "first": 70})
+]
 
 ERRORS = {
     name: [

@@ -631,7 +631,7 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_tensorflow)
-    prepared = sys.modules["meshlayout.data.prepared"]
+    prepared = sys.modules["meshlayout.data.preparation"]
     monkeypatch.setattr(prepared, "unreachable", lambda builder: "")
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)

@@ -17,7 +17,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import meshlayout as ml
-from meshlayout.data import mnist_family, prepared as prepared_module
+from meshlayout.data import mnist_family, preparation as prepared_module
 from models import data, prepare_data
 from models.data import Split, batches, load_dataset, num_batches
 from models.prepare_data import DataError, find_builder, is_prepared, prepare

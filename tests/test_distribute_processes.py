@@ -1,5 +1,6 @@
 """Strategies over several real processes."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -94,3 +95,18 @@ def test_several_workers_compute_what_one_process_does(processes):
         assert tuple(result["task"]) == ("worker", index, processes)
         assert result["ids"] == [2 * index, 2 * index + 1]
         assert f"  {2 * index}: Array({2 * index}" in result["text"]
+
+
+def with_other_constants():
+    strategy = ml.distribute.MultiWorkerMirroredStrategy()
+    factor = jax.process_index() + 1.0
+    values = strategy.distribute_values_from_function(lambda context: 1.0)
+    with pytest.raises(ml.errors.ClusterError) as error:
+        strategy.run(lambda x: x * factor, args=(values,))
+    return str(error.value)
+
+
+def test_constants_that_differ_between_processes_are_noticed():
+    for text in run_processes(2, with_other_constants, devices_per_process=2):
+        assert "process" in text
+        assert "<lambda>" in text

@@ -151,9 +151,7 @@ def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "said", [ml.create_mesh, ml.distribute_dataset, ml.Trainer]
-)
+@pytest.mark.parametrize("said", [ml.create_mesh, ml.distribute_dataset, ml.Trainer])
 def test_all_places_that_list_batch_axes_list_the_same(said):
     assert all(axis in said.__doc__ for axis in _batches.BATCH_AXES)
 

@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _paths
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.difference import ArraySpec
@@ -147,7 +147,7 @@ def load_orbax(
         CheckpointError: If Orbax wrote nothing there; or as `load_arrays`.
     """
     request = Request(like, **options)
-    return load(_OrbaxTree(_find_tree(directory, item)), request)
+    return load(_ForeignTree(_find_tree(directory, item)), request)
 
 
 class Arrays:
@@ -179,13 +179,13 @@ class Arrays:
         return (self._arrays[spec.path] for spec, _ in wanted)
 
 
-def _dtype_of(value: Any) -> Any:
+def _dtype_of(value: Leaf) -> Any:
     """Returns the type of a number, or a dtype in the byte order of this machine."""
     dtype = getattr(value, "dtype", type(value))
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
-def _sliceable(where: str, value: Any) -> Any:
+def _sliceable(where: str, value: Leaf) -> Any:
     """Returns a number or anything whose slices NumPy can convert."""
     if hasattr(value, "detach"):  # a tensor of PyTorch
         value = value.detach().cpu()
@@ -200,7 +200,7 @@ def _sliceable(where: str, value: Any) -> Any:
     return jax.random.key_data(value) if is_key else value
 
 
-class _OrbaxTree:
+class _ForeignTree:
     """The arrays of one tree that Orbax wrote, PRNG keys as their words; a `Source`.
 
     Read by the handler of Orbax's first API, which knows the trees of both, and has no

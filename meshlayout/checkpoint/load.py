@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.checkpoint.match import Request, match, permutations, renamed
@@ -167,7 +167,7 @@ def _kept(target: Target) -> Any:
     return copy_to_mesh(target.value, Layout.of(target.sharding, np.ndim(target.value)))
 
 
-def _placed(target: Target, saved: ArraySpec, value: Any) -> Any:
+def _placed(target: Target, saved: ArraySpec, value: Leaf) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
     spec, sharding = target.spec, target.words_sharding
     if is_number(spec.dtype):
@@ -192,7 +192,7 @@ def _placed(target: Target, saved: ArraySpec, value: Any) -> Any:
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 
 
-def _reader(target: Target, saved: ArraySpec, value: Any) -> Callable[..., HostArray]:
+def _reader(target: Target, saved: ArraySpec, value: Leaf) -> Callable[..., HostArray]:
     """Returns a function that reads, transposes and casts a slice of a saved array.
 
     Every slice is read once. Devices with copies of one may share its memory, which

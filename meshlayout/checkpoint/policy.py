@@ -84,9 +84,9 @@ def metric_values(
 ) -> dict[str, float]:
     """Returns metrics as floats, with that of `best` if there are any."""
     names = metrics if isinstance(metrics, Mapping) else {}
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None or (metrics is not None and metrics is not names):
-        given = _checks.shown(metrics if wrong is None else wrong)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong or (metrics is not None and metrics is not names):
+        given = _checks.shown(wrong[0] if wrong else metrics)
         msg = f"metrics must be numbers by name, such as {{'loss': 0.9}}, got {given}."
         raise CheckpointError(msg)
     if names and best is not None and best[0] not in names:

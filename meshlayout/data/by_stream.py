@@ -192,7 +192,7 @@ class StreamReader:
         """Returns the next batch, whatever its length."""
         size, spec = self._size, self._spec
         specs = () if spec is None else spec.leaves
-        out = [empty((size, *leaf.shape), leaf.to) for leaf in specs]
+        out = [empty((size, *leaf.shape), leaf.to or object) for leaf in specs]
         filled, epoch, row = 0, position.epoch, position.row
         while filled < size:
             with _checks.noted(
@@ -243,7 +243,7 @@ class StreamReader:
 
     def _next_block(self, missing: int) -> int:
         """Reads a batch, or the examples that are missing; returns the rows, or 0."""
-        count, spec = 0, self._spec
+        rows, count, spec = None, 0, self._spec
         while not count:
             self._before = self._elements.position()
             if self._batched or spec is None:

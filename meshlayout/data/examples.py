@@ -234,12 +234,14 @@ def is_placed(batch: Batch) -> bool:
 
 def copied(example: PyTree) -> PyTree:
     """Returns an example that shares no memory with what its source may refill."""
-
-    def copy(leaf: Leaf) -> Leaf:
-        is_constant = isinstance(leaf, (*_NUMBERS, str, bytes))
-        return leaf if is_constant else as_array("", leaf).copy()
-
-    return jax.tree.map(copy, example)
+    if type(example) is np.ndarray:
+        return example.copy()
+    if type(example) is dict:  # several times as fast as by JAX
+        return {key: copied(value) for key, value in example.items()}
+    if example is None or isinstance(example, (*_NUMBERS, str, bytes)):
+        return example
+    is_leaf = jax.tree_util.all_leaves([example])
+    return as_array("", example).copy() if is_leaf else jax.tree.map(copied, example)
 
 
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
@@ -288,7 +290,12 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array.shape, array)
     out = empty((len(arrays), *spec.shape), spec.dtype)
-    return np.stack(arrays, out=out)
+    if not spec.shape:
+        return np.stack(arrays, out=out)
+    # `np.stack` would first make a view with one more dim of every example.
+    rows, *others = spec.shape
+    np.concatenate(arrays, out=out.reshape(len(arrays) * rows, *others))
+    return out
 
 
 # Messages.

@@ -23,7 +23,7 @@ from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.dataset import DistributedDataset, checked_options, dataset_of
 from meshlayout.data.examples import describe, named_leaves, stack
-from meshlayout.data.prepared import find_dataset
+from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import Clock
 from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError

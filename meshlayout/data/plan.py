@@ -38,7 +38,7 @@ from meshlayout.layout import Layout
 Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
 
 
-def checked_seed(shuffle: Any, where: str = "") -> int | None:
+def checked_seed(shuffle: object, where: str = "") -> int | None:
     """Returns `shuffle=` of a function: a seed, or None to keep the order of rows."""
     if isinstance(shuffle, (bool, np.bool_)):
         raise DataError(

@@ -47,7 +47,7 @@ def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
     return {**header, **of, **position._asdict()}
 
 
-def from_state(identity: dict[str, JSON], state: Any) -> Position:
+def from_state(identity: dict[str, JSON], state: object) -> Position:
     """Returns the position in a dict made by `to_state`, for the same dataset."""
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
         shown = f"got {_checks.shown(state)}"

@@ -107,5 +107,5 @@ def pack_sequences(
         )
         raise DataError(msg)
     _optional.require("grain", extra="data", purpose="pack_sequences")
-    packing = importlib.import_module("meshlayout.data.packing")
-    return packing.PackedRows(documents, encode, recipe)
+    packed_rows = importlib.import_module("meshlayout.data.packed_rows")
+    return packed_rows.PackedRows(documents, encode, recipe)

@@ -22,7 +22,7 @@ from meshlayout.distribute.default_strategy import (
     get_strategy as get_strategy,
     has_strategy as has_strategy,
 )
-from meshlayout.distribute.extended import StrategyExtended as StrategyExtended
+from meshlayout.distribute.extension import StrategyExtended as StrategyExtended
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
     ParameterServerStrategy as ParameterServerStrategy,

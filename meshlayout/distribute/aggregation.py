@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from meshlayout import _jax
+from meshlayout._annotations import Leaf
 from meshlayout.collectives import ReduceOp, ReplicaContext
 from meshlayout.distribute.gradients import ReplicaTrace
-from meshlayout.distribute.variables import Variable, Watch, aggregation
+from meshlayout.distribute.variables import TraceWatch, Variable, aggregation
 from meshlayout.errors import StrategyError
 
 
 class Combination:
-    """Combines what replicas write; see `Watch`.
+    """Combines what replicas write; see `TraceWatch`.
 
     Args:
         context: The context of the replica.
@@ -29,9 +30,9 @@ class Combination:
 
     def __init__(self, context: ReplicaContext, trace: ReplicaTrace) -> None:
         self._context, self._trace = context, trace
-        self.watch: Watch | None = None
+        self.watch: TraceWatch | None = None
 
-    def __call__(self, variable: Variable, old: Any, new: Any) -> Any:
+    def __call__(self, variable: Variable, old: Leaf, new: Leaf) -> Any:
         """Returns the value that a Variable gets, of what is written."""
         if new is old or self._context.axis_name is None:
             return new
@@ -46,7 +47,7 @@ class Combination:
             self._trace.increments.start(variable, value)
         return value
 
-    def _decide(self, kind: str, variable: Variable, new: Any) -> str | None:
+    def _decide(self, kind: str, variable: Variable, new: Leaf) -> str | None:
         axis = self._context.axis_name
         differs = any(_jax.is_mapped(x, axis) for x in jax.tree.leaves(new))
         if kind in ("mean", "first"):
@@ -57,7 +58,7 @@ class Combination:
         was_read = self.watch is not None and id(variable) in self.watch.was_read
         return "assign" if is_increment is False or not was_read else "add"
 
-    def _combined(self, how: str, old: Any, new: Any) -> jax.Array:
+    def _combined(self, how: str, old: Leaf, new: Leaf) -> jax.Array:
         context, new = self._context, jnp.asarray(new)
         if how == "mean":
             return self._mean(new)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.distribute.captured import is_nnx
+from meshlayout.distribute.capture import is_nnx
 from meshlayout.distribute.values import PerReplica, check_replicas
 from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
@@ -89,7 +89,7 @@ class Arguments:
         self._kinds = kinds
         self.signature = self._treedef, tuple(kinds)
 
-    def _add(self, index: int, leaf: Any, kinds: list[Any], mesh: Mesh) -> None:
+    def _add(self, index: int, leaf: Leaf, kinds: list[Any], mesh: Mesh) -> None:
         if isinstance(leaf, jax.Array):
             leaf = _moved(leaf, mesh)
             kinds.append((leaf.shape, leaf.dtype, leaf.weak_type))
@@ -169,7 +169,7 @@ class Arguments:
                 name = list(inspect.signature(fn).parameters)[first.idx]
         return name + jax.tree_util.keystr(tuple(rest))
 
-    def _on_host(self, index: int, leaf: Any) -> Any:
+    def _on_host(self, index: int, leaf: Leaf) -> Any:
         """Returns an array or number of the host, which devices hold unchanged.
 
         Raises:
@@ -193,7 +193,7 @@ class Arguments:
         raise StrategyError(msg)
 
 
-def _moved(x: Any, mesh: Mesh) -> Any:
+def _moved(x: Leaf, mesh: Mesh) -> Any:
     """Returns an array on the devices of the replicas, such as another strategy's."""
     if is_on(x, mesh.jax_mesh) is not False or not x.is_fully_addressable:
         return x

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from meshlayout import _jax
+from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
 from meshlayout.distribute.gradients import current
 from meshlayout.distribute.strategies import local_mesh
@@ -84,7 +85,7 @@ class CentralStorageStrategy(Strategy):
             return super()._layout(shape, dtype)
         return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
 
-    def _place(self, path: str, x: Any, *, is_own: bool) -> Any:
+    def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
         is_plain = not is_own and not isinstance(x, (PerReplica, jax.core.Tracer))
         if not is_plain or not _jax.is_committed(x):
             return super()._place(path, x, is_own=is_own)
@@ -97,7 +98,7 @@ class CentralStorageStrategy(Strategy):
             return _jax.put(x, layout.sharding)  # as the shape rule of another wants it
         return super()._place(path, x, is_own=is_own)
 
-    def _entered(self, variable: nnx.Variable[Any], value: Any) -> Any:
+    def _entered(self, variable: nnx.Variable[Any], value: Leaf) -> Any:
         """Moves a Variable's value to the device at the beginning of a program."""
         if isinstance(variable, self._streamed):
             return value
@@ -117,7 +118,7 @@ def _fetching(read: Any) -> Any:
     return property(replacement, read.fset) if get is not read else replacement
 
 
-def _on_device(x: Any) -> Any:
+def _on_device(x: Leaf) -> Any:
     return _jax.in_device_memory(x) if isinstance(x, jax.Array) else x
 
 

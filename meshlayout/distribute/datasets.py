@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout._render import array_text
 from meshlayout.data import DistributedDataset, InputContext
@@ -148,7 +148,7 @@ def _assembled(
         if mesh.size > 1 and (not divides or not rows or rows % mesh.size):
             rows = None
 
-    def as_value(leaf: Any) -> Any:
+    def as_value(leaf: Leaf) -> Any:
         if not isinstance(leaf, jax.Array):  # strings, which stay on the host
             return leaf if mask is None else leaf[_local_mask(mask)]
         if mesh.size == 1:
@@ -234,7 +234,7 @@ def _is_value(leaf: object) -> bool:
     return isinstance(leaf, PerReplica)
 
 
-def _array(where: str, leaf: Any) -> jax.Array:
+def _array(where: str, leaf: Leaf) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return leaf
     if _is_value(leaf):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshlayout.distribute.arguments import Arguments
-from meshlayout.distribute.captured import function_key
+from meshlayout.distribute.capture import function_key
 from meshlayout.distribute.forgotten import check_forgotten
 from meshlayout.distribute.replica_program import ReplicaProgram
 from meshlayout.errors import RecompileWarning, stack_level

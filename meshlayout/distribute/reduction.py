@@ -6,6 +6,7 @@ array that is whole on every device stands for one equal value per replica.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -29,7 +30,7 @@ from meshlayout.mesh import Mesh
 def reduce_tree(op: ReduceOp, value: PyTree, axis: int | None, mesh: Mesh) -> PyTree:
     """Combines each value of a tree; see `Strategy.reduce`."""
 
-    def reduce(leaf: Any) -> jax.Array:
+    def reduce(leaf: PyTree) -> jax.Array:
         value = _per_replica(leaf, mesh, "reduce")
         dim = None if axis is None else check_axis(axis, value.shape, "reduce")
         if value.mask is not None and dim != 0:
@@ -51,7 +52,7 @@ def reduce_tree(op: ReduceOp, value: PyTree, axis: int | None, mesh: Mesh) -> Py
 def gather_tree(value: PyTree, axis: int, mesh: Mesh) -> PyTree:
     """Concatenates each value of a tree; see `Strategy.gather`."""
 
-    def gather(leaf: Any) -> jax.Array:
+    def gather(leaf: PyTree) -> jax.Array:
         value = _per_replica(leaf, mesh, "gather")
         dim = check_axis(axis, value.shape, "gather")
         if value.mask is None:
@@ -64,7 +65,7 @@ def gather_tree(value: PyTree, axis: int, mesh: Mesh) -> PyTree:
     return _each("gather", value, gather)
 
 
-def _each(where: str, value: PyTree, function: Any) -> PyTree:
+def _each(where: str, value: PyTree, function: Callable[[PyTree], jax.Array]) -> PyTree:
     if isinstance(value, nnx.Variable):
         value = raw_value(value)
     if not jax.tree.leaves(value, is_leaf=_is_value):
@@ -89,7 +90,7 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
     return tuple(treedef.unflatten(row) for row in zip(*columns, strict=True))
 
 
-def _local_parts(leaf: Any, mesh: Mesh) -> Any:
+def _local_parts(leaf: PyTree, mesh: Mesh) -> Any:
     """Returns the values of this process's replicas; () for what is no value."""
     if isinstance(leaf, PerReplica):
         check_replicas(leaf, mesh, "local_results")

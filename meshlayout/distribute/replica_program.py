@@ -9,6 +9,7 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
+import collections
 import itertools
 import operator
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, array_of, entered
-from meshlayout.distribute import captured, gradients, sums
+from meshlayout.distribute import capture, gradients, sums
 from meshlayout.distribute.aggregation import Combination
 from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.forgotten import find_forgotten
@@ -32,8 +33,8 @@ from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import (
     Modes,
+    TraceWatch,
     Variable,
-    Watch,
     aggregation,
     belongs_here,
     raw_value,
@@ -74,12 +75,12 @@ class ReplicaProgram:
         self._fn, self._arguments = fn, arguments
         mask = arguments.mask
         self._rows = None if mask is None else mask.shape[0] // self._count
-        entries = captured.walk(fn, arguments.objects)
-        self._path = captured.namer(entries)
-        with captured.refuse_appends(fn, self._name, entries):
+        entries = capture.walk(fn, arguments.objects)
+        self._path = capture.namer(entries)
+        with capture.refuse_appends(fn, self._name, entries):
             nodes = self._examine(arguments)
         touched = {*map(id, self.variables), *nodes}
-        self.roots = captured.Roots(entries, touched, gone)
+        self.roots = capture.Roots(entries, touched, gone)
         self.modes = Modes([x.node for x in nodes.values()], gone)
         self._place()
         paths = {id(x): self._path(x) for x in self._changed_variables}
@@ -143,14 +144,14 @@ class ReplicaProgram:
             raise
         return nodes
 
-    def _parts(self, leaf: Any) -> Any:
+    def _parts(self, leaf: Leaf) -> Any:
         """Returns the shapes of the replicas' own values, one after another."""
         if not isinstance(leaf, PerReplica):
             return leaf
         factor = 1 if leaf.mask is None else self._factor
         count = () if self._axis is None else (self._count,)
 
-        def part(x: Any) -> Any:
+        def part(x: Leaf) -> Any:
             rows = () if leaf.is_scalar else (x.shape[0] // self._count * factor,)
             return jax.ShapeDtypeStruct((*count, *rows, *x.shape[1:]), x.dtype)
 
@@ -159,7 +160,7 @@ class ReplicaProgram:
     def _enter(self, variable: Variable) -> Any:
         """Returns what a replica sees of a Variable, when the first trace meets it."""
 
-        def value(x: Any) -> Any:
+        def value(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
                 own = x.array.reshape(self._count, *x.shape)
                 return (
@@ -184,11 +185,11 @@ class ReplicaProgram:
             trace.increments.start(variable, own)
         return own
 
-    def _own(self, variable: Variable, value: Any) -> Any:
+    def _own(self, variable: Variable, value: Leaf) -> Any:
         """Returns a replica's own keys of a Variable, and other values as they are."""
         value = self._strategy._entered(variable, value)
 
-        def own(x: Any) -> Any:
+        def own(x: Leaf) -> Any:
             is_typed = _jax.is_extended(jax.typeof(x).dtype)
             if self._axis is None or not (is_typed or isinstance(variable, nnx.RngKey)):
                 return x
@@ -201,7 +202,7 @@ class ReplicaProgram:
 
         return jax.tree.map(own, value)
 
-    def _read(self, watch: Watch, result: Any, *, asked: bool) -> None:
+    def _read(self, watch: TraceWatch, result: PyTree, *, asked: bool) -> None:
         """Reads a first trace, inside of it."""
         self.variables, self._changed = watch.variables, []
         self._is_own = [aggregation(x) == "per_replica" for x in self.variables]
@@ -219,8 +220,8 @@ class ReplicaProgram:
             if _kinds(before) != _kinds(after):
                 msg = (
                     f"{self._name} sets the variable {self._path(variable)}, which "
-                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state keeps "
-                    "its shapes and dtypes: convert the value, or create the variable so."
+                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state "
+                    "keeps its shapes and dtypes: convert the value."
                 )
                 raise StrategyError(msg)
             if differs and not is_own:
@@ -241,7 +242,7 @@ class ReplicaProgram:
         if self._rows is not None and not asked:
             self._check_mask()
 
-    def _differs(self, value: Any) -> bool:
+    def _differs(self, value: Leaf) -> bool:
         axis = self._axis
         if axis is None:
             return False
@@ -268,7 +269,7 @@ class ReplicaProgram:
         )
         raise StrategyError(msg)
 
-    def _flattened(self, result: Any) -> tuple[list[jax.Array], Any]:
+    def _flattened(self, result: PyTree) -> tuple[list[jax.Array], Any]:
         """Returns what the function returned as arrays, and its structure."""
         out, treedef = jax.tree.flatten(result, is_leaf=_is_refused)
         arrays = [None if _is_refused(leaf) else array_of(leaf) for leaf in out]
@@ -288,7 +289,7 @@ class ReplicaProgram:
 
     def _traced(
         self, arguments: Arguments, leaves: list[Any], trace: ReplicaTrace, enter: Any
-    ) -> tuple[Watch, bool, Any]:
+    ) -> tuple[TraceWatch, bool, Any]:
         """Runs the function on one replica; tells whether it asked for the mask."""
         masks = [x.mask for x in leaves if isinstance(x, PerReplica)]
         mask = next((x for x in masks if x is not None), None)
@@ -301,11 +302,12 @@ class ReplicaProgram:
             # context belongs to this trace.
             with (
                 _jax.trace_phase(next(_phases)),
+                self._strategy._inside(),
                 entered(context),
                 gradients.patches,
                 sums.patches,
                 padding_left_out(),
-                Watch(enter, combination) as watch,
+                TraceWatch(enter, combination) as watch,
             ):
                 combination.watch = watch
                 result = arguments.call(self._fn, own)
@@ -396,7 +398,7 @@ class ReplicaProgram:
                 raise StrategyError(msg)
         return self._whole(x) if differs else x
 
-    def _whole(self, x: Any) -> Any:
+    def _whole(self, x: Leaf) -> Any:
         """Returns a replica's own value as its part of the values of all."""
         x = _plain(x)
         if self._axis is None:
@@ -408,10 +410,7 @@ class ReplicaProgram:
 
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas, and sorts them."""
-        with jax.ensure_compile_time_eval():
-            values = [
-                self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)
-            ]
+        values = [self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)]
         self._is_changed = [i in self._changed for i in range(len(self.variables))]
         self._is_rest = [not is_changed for is_changed in self._is_changed]
         self._changed_variables = [self.variables[i] for i in self._changed]
@@ -426,27 +425,35 @@ class ReplicaProgram:
             seen |= ids
         for variable, value in zip(self.variables, values, strict=True):
             set_raw_value(variable, value)
-        self._values = values
+        self._rest_variables = [*itertools.compress(self.variables, self._is_rest)]
+        self._state: Any = tuple(itertools.compress(values, self._is_changed))
+        self._rest: Any = tuple(itertools.compress(values, self._is_rest))
 
-    def _placed(self, index: int, value: Any) -> Any:
+    def _placed(self, index: int, value: Leaf) -> Any:
         path, is_own = self._path(self.variables[index]), self._is_own[index]
 
-        def place(x: Any) -> Any:
+        def place(x: Leaf) -> Any:
             return self._strategy._place(path, x, is_own=is_own)
 
-        return jax.tree.map(place, value, is_leaf=_is_per_replica)
+        with jax.ensure_compile_time_eval():
+            return jax.tree.map(place, value, is_leaf=_is_per_replica)
 
     def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        values = list(map(raw_value, self.variables))
-        if not all(map(operator.is_, values, self._values)):
-            for i, (value, old) in enumerate(zip(values, self._values, strict=True)):
-                if value is not old:
-                    with jax.ensure_compile_time_eval():
-                        values[i] = self._placed(i, value)
-            self._values = values
-        state = tuple(itertools.compress(values, self._is_changed))
-        return state, list(itertools.compress(values, self._is_rest)), arguments.leaves
+        state = tuple(map(raw_value, self._changed_variables))
+        rest = tuple(map(raw_value, self._rest_variables))
+        if not all(map(operator.is_, (*state, *rest), (*self._state, *self._rest))):
+            values = [raw_value(x) for x in self.variables]
+            old = iter(self._state), iter(self._rest)
+            for i, (value, is_rest) in enumerate(
+                zip(values, self._is_rest, strict=True)
+            ):
+                if value is not next(old[is_rest]):
+                    values[i] = self._placed(i, value)
+            state = tuple(itertools.compress(values, self._is_changed))
+            rest = tuple(itertools.compress(values, self._is_rest))
+            self._state, self._rest = state, rest
+        return state, rest, arguments.leaves
 
     def held(self, fn: Callable[..., PyTree], arguments: Arguments) -> Any:
         """Returns the compiled step, for a look at the program alone."""
@@ -464,15 +471,13 @@ class ReplicaProgram:
             state, out = self.step(*inputs)
         finally:
             self._fn = self._arguments = None  # pyright: ignore[reportAttributeAccessIssue]
-        rows = zip(self._changed, self._changed_variables, state, strict=True)
-        for index, variable, value in rows:
-            set_raw_value(variable, value)
-            self._values[index] = value
+        self._state = state
+        collections.deque(map(set_raw_value, self._changed_variables, state), 0)
         for index in self._aligned:
             value = out[index].array if self._axis is not None else out[index]
             out[index] = PerReplica(value, arguments.mask, num_replicas=self._count)
         for index, path in self._forgotten.items():
-            out[index].forgotten = captured.function_key(fn), path
+            out[index].forgotten = capture.function_key(fn), path
         return self._treedef.unflatten(out)
 
     def _check_trace(self) -> None:
@@ -497,7 +502,7 @@ def _is_refused(result: object) -> bool:
     return is_leaf(result) and not isinstance(result, nnx.Variable | nnx.State)
 
 
-def _is_changed(before: Any, after: Any) -> bool:
+def _is_changed(before: Leaf, after: Leaf) -> bool:
     if before is after:
         return False
     old, old_structure = jax.tree.flatten(before)
@@ -505,18 +510,18 @@ def _is_changed(before: Any, after: Any) -> bool:
     return old_structure != new_structure or not all(map(operator.is_, old, new))
 
 
-def _kinds(value: Any) -> str:
+def _kinds(value: Leaf) -> str:
     leaves, treedef = jax.tree.flatten(value)
     texts = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in leaves]
     is_leaf_alone = jax.tree_util.treedef_is_leaf(treedef)
     return texts[0] if is_leaf_alone else str(treedef.unflatten(texts))
 
 
-def _own_part(x: Any) -> Any:
+def _own_part(x: Leaf) -> Any:
     if not isinstance(x, PerReplica):
         return x
     return x.array[0] if x.is_scalar else x.array
 
 
-def _plain(x: Any) -> jax.Array:
+def _plain(x: Leaf) -> jax.Array:
     return _jax.with_weak_type(jnp.asarray(x), weak_type=False)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
@@ -24,7 +24,7 @@ from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.arguments import Arguments, is_on
 from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
-from meshlayout.distribute.extended import StrategyExtended
+from meshlayout.distribute.extension import StrategyExtended
 from meshlayout.distribute.program_cache import ProgramCache
 from meshlayout.distribute.values import PerReplica, per_replica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
@@ -175,7 +175,7 @@ class Strategy:
             }
         """
         args, kwargs = self._checked_call(fn, args, kwargs, options)
-        with self._inside(), _lock:
+        with _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
             return self._programs.find(fn, arguments)(fn, arguments)
 
@@ -192,7 +192,7 @@ class Strategy:
     def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
         """Returns the compiled step of a call, and its inputs."""
         args, kwargs = self._checked_call(fn, args, kwargs, None)
-        with self._inside(), _lock:
+        with _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
             program = self._programs.find(fn, arguments)
             return program.held(fn, arguments), program.inputs(arguments)
@@ -219,22 +219,20 @@ class Strategy:
                 f"run: options must be None, got {_checks.shown(options)}: RunOptions "
                 "have no counterpart."
             )
-        if msg:
-            raise StrategyError(msg)
-        return tuple(args), dict(kwargs or {})
-
-    def _inside(self) -> contextlib.AbstractContextManager[None]:
-        """Makes this the current strategy, and refuses another one."""
         outer = current_strategy.get()
         if outer is not None and not in_cross_replica_context():
             msg = (
                 "run was called in a function that already runs on each replica. Call "
                 "the inner function directly."
             )
-            raise StrategyError(msg)
-        if outer is not None and outer is not self:
+        elif outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
+        if msg:
             raise StrategyError(msg)
+        return tuple(args), dict(kwargs or {})
+
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes this the current strategy, while a function is traced for it."""
         return _Current(self)
 
     def distribute_dataset(
@@ -413,7 +411,7 @@ class Strategy:
         del dtype
         return self.mesh.layout(...).with_rank(len(shape))
 
-    def _place(self, path: str, x: Any, *, is_own: bool) -> Any:
+    def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
         """Returns an array of a variable where this strategy keeps it.
 
         Raises:
@@ -440,7 +438,7 @@ class Strategy:
         )
         raise StrategyError(msg)
 
-    def _entered(self, variable: "nnx.Variable[Any]", value: Any) -> Any:
+    def _entered(self, variable: "nnx.Variable[Any]", value: Leaf) -> Any:
         """Returns a Variable's value as a program computes with it."""
         del variable
         return value
@@ -449,7 +447,7 @@ class Strategy:
         """Mirrors a Variable that was made in the scope."""
         is_own = aggregation(variable) == "per_replica"
 
-        def place(x: Any) -> Any:
+        def place(x: Leaf) -> Any:
             return self._place("variable", x, is_own=is_own)
 
         set_raw_value(variable, jax.tree.map(place, raw_value(variable)))

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from meshlayout import _batches
+from meshlayout._annotations import Leaf
 from meshlayout.collectives import DistributedValues
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
@@ -99,7 +100,7 @@ class PerReplica(DistributedValues):
         pairs = zip(parts, masks, strict=True)
         return tuple(part[: int(np.asarray(mask).sum())] for part, mask in pairs)
 
-    def __setitem__(self, index: object, value: Any) -> None:
+    def __setitem__(self, index: object, value: Leaf) -> None:
         # What Flax calls for `variable[...] = 0`, outside of `run`.
         if index is not ...:
             _refusing("__setitem__")(self)

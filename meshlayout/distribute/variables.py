@@ -11,7 +11,6 @@ after a trace, and compared before each call: `eval()` is another program.
 
 import contextlib
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from flax.nnx import tracers
 from flax.nnx.pytreelib import PytreeState
 
 from meshlayout import _checks, _jax, _jaxprs
+from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StrategyError
 
@@ -38,12 +38,10 @@ _TRACE, _STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
-raw_value: Callable[[Variable], Any] = operator.attrgetter(_VALUE)
-
-
-def set_raw_value(variable: Variable, value: Any) -> None:
-    """Sets the value of a Variable without hooks or checks."""
-    object.__setattr__(variable, _VALUE, value)
+# The slot itself, for calls in C: without hooks, checks, or a watch.
+_slot: Any = vars(nnx.Variable)[_VALUE]
+raw_value: Callable[[Variable], Any] = _slot.__get__
+set_raw_value: Callable[[Variable, Any], None] = _slot.__set__
 
 
 def belongs_here(variable: Variable) -> bool:
@@ -51,7 +49,7 @@ def belongs_here(variable: Variable) -> bool:
     return getattr(variable, _TRACE).is_valid()
 
 
-def aggregation(variable: Variable, watch: "Watch | None" = None) -> Any:
+def aggregation(variable: Variable, watch: "TraceWatch | None" = None) -> Any:
     """Returns how the replicas' values of a Variable become one.
 
     What its metadata say; `"mean"` for statistics of batches; `"sum"` for the totals of
@@ -72,10 +70,10 @@ def aggregation(variable: Variable, watch: "Watch | None" = None) -> Any:
     return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
 
 
-_current: ContextVar["Watch | None"] = ContextVar("watch", default=None)
+_current: ContextVar["TraceWatch | None"] = ContextVar("watch", default=None)
 
 
-class Watch(contextlib.AbstractContextManager["Watch"]):
+class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
     """Watches what happens to Variables and modules, in this thread.
 
     Args:
@@ -101,7 +99,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.was_read: set[int] = set()
         self._num_settings = 0
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "TraceWatch":
         _patches.__enter__()
         _jaxprs.short_sharding_errors.__enter__()  # Flax asks for one at each value
         self._token = _current.set(self)
@@ -149,7 +147,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self.entered.append(value)
         return self._values[key]
 
-    def set(self, variable: Variable, slot: Any, value: Any) -> None:
+    def set(self, variable: Variable, slot: Any, value: Leaf) -> None:
         """Sets the value of a Variable in the trace."""
         if self._is_made(variable, slot):
             slot.__set__(variable, value)
@@ -163,7 +161,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         """Returns the trace that may change a Variable or module."""
         return slot.__get__(holder) if id(holder) in self._made else self._level
 
-    def set_level(self, holder: Any, slot: Any, value: Any) -> None:
+    def set_level(self, holder: Any, slot: Any, value: Leaf) -> None:
         """Sets it for what was made in this trace."""
         if self._is_made(holder, slot):
             slot.__set__(holder, value)
@@ -218,7 +216,7 @@ class _Slot:
             return self if holder is None else self._slot.__get__(holder, kind)
         return self._read(watch, holder, self._slot)
 
-    def __set__(self, holder: Any, value: Any) -> None:
+    def __set__(self, holder: Any, value: Leaf) -> None:
         watch = _current.get()
         if watch is None:
             self._slot.__set__(holder, value)
@@ -227,11 +225,11 @@ class _Slot:
 
 
 def _value_slot(slot: Any) -> _Slot:
-    return _Slot(slot, Watch.read, Watch.set)
+    return _Slot(slot, TraceWatch.read, TraceWatch.set)
 
 
 def _level_slot(slot: Any) -> _Slot:
-    return _Slot(slot, Watch.read_level, Watch.set_level)
+    return _Slot(slot, TraceWatch.read_level, TraceWatch.set_level)
 
 
 def _meeting(getattribute: Any) -> Any:
@@ -300,7 +298,7 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
             yield from _containers(value if type(value) is list else value.values())
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: Leaf, new: Leaf) -> bool:
     """Returns whether an attribute is what it was; objects are by identity."""
     if old is new or type(old) is not type(new):
         return old is new
@@ -350,7 +348,7 @@ class Modes:
         return True
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Leaf) -> Any:
     """Returns an attribute as it is now, without keeping modules alive."""
     if isinstance(value, nnx.Pytree):
         return weakref.ref(value)  # of a living object, always the same

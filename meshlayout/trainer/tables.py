@@ -38,8 +38,8 @@ class TableBatch:
 def batches_from(
     where: str,
     name: str,
-    data: Any,
-    labels: Any = None,
+    data: object,
+    labels: object = None,
     batch_size: int | None = None,
     *,
     layout: Layout | None,

@@ -146,6 +146,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
             f"Hugging Face, got {_checks.shown(obj)}."
         )
         raise DataError(msg)
+    source: Any = obj
     passes = itertools.count()
 
     def begin(epoch: int) -> Iterator[PyTree]:
@@ -160,7 +161,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
         is_made = hasattr(obj, "__iter__") or hasattr(obj, "__next__")
-        iterable: Any = obj if is_made else obj()
+        iterable: Any = source if is_made else source()
         if hasattr(iterable, "__iter__"):
             return iter(iterable)
         if not hasattr(iterable, "__next__"):
@@ -171,7 +172,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
             raise DataError(msg)
         return iterable
 
-    num_rows = len(obj) if batched is False and hasattr(obj, "__len__") else None
+    num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
     # Where batches differ, reading them raises a better error.
     if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
         num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)

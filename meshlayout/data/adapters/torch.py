@@ -47,12 +47,11 @@ def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
     if batched is None:
         batched = batches is not None or None
     # With a batch sampler of the user's, the sampler of rows is inside of that.
-    sampler = getattr(batches, "sampler", loader.sampler)
+    sampler: Any = getattr(batches, "sampler", loader.sampler)
 
     def begin(epoch: int) -> Iterator[PyTree]:
         for each in (sampler, batches):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+            getattr(each, "set_epoch", lambda _: None)(epoch)
         return iter(loader)
 
     num_rows = None

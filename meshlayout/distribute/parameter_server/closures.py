@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from meshlayout import _paths
+from meshlayout._annotations import PyTree
 from meshlayout.distribute.parameter_server.pushes import RemoteOptimizer
 from meshlayout.distribute.variables import aggregation
 from meshlayout.errors import StrategyError
@@ -29,7 +30,7 @@ from meshlayout.errors import StrategyError
 class PerWorkerIterator(Iterator[Any]):
     """An iterator of a per-worker dataset, to be passed to scheduled functions."""
 
-    def __init__(self, number: int, dataset: Any) -> None:
+    def __init__(self, number: int, dataset: list[Any]) -> None:
         self.number, self.dataset = number, dataset
 
     def __next__(self) -> Any:
@@ -87,7 +88,7 @@ class VariableTable:
         self._names: dict[int, str] = {}
         self._nodes: dict[int, Any] = {}
 
-    def add(self, root: str, node: Any) -> None:
+    def add(self, root: str, node: PyTree) -> None:
         """Names all Variables of an NNX object after their paths."""
         if id(node) in self._nodes:
             return
@@ -144,7 +145,12 @@ class _Pickler(cloudpickle.Pickler):
         return RemoteOptimizer, (number, obj.wrt, obj.step, vars(obj).get("model"))
 
 
-def pack(fn: Any, args: Any, kwargs: Any, table: VariableTable) -> Closure:
+def pack(
+    fn: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    table: VariableTable,
+) -> Closure:
     """Pickles a function and its arguments."""
     if type(fn).__module__.partition(".")[0] in ("jax", "jaxlib", "flax"):
         # A jitted function could not draw batches, nor push.

@@ -31,8 +31,8 @@ from meshlayout.distribute.parameter_server.server import ParameterServer
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
 from meshlayout.distribute.parameter_server.variable_store import VariableStore
 from meshlayout.distribute.parameter_server.worker import (
+    RemoteWorker,
     ServerLost,
-    Worker,
     ray_module,
 )
 from meshlayout.errors import StrategyError
@@ -257,7 +257,7 @@ class ClusterCoordinator:
 
     def _start(self, worker: int) -> None:
         """Starts a worker, in place of one that died, and waits for it."""
-        actor = self._ray.remote(Worker).options(**self.strategy._worker_options)
+        actor = self._ray.remote(RemoteWorker).options(**self.strategy._worker_options)
         for attempt in range(_MOST_LOST if self._fatal is None else 0):
             self._workers[worker] = actor.remote(worker, self.strategy.num_workers)
             try:

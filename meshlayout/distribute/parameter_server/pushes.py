@@ -5,7 +5,7 @@ leave the program as results of their own, and are handed over when it has run.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -82,7 +82,7 @@ class _Updated:
 class RemoteOptimizer:
     """An `nnx.Optimizer` on a worker; `model` is that of an `nnx.ModelAndOptimizer`."""
 
-    def __init__(self, number: int, wrt: Any, step: Any, model: Any) -> None:
+    def __init__(self, number: int, wrt: object, step: object, model: PyTree) -> None:
         self.number, self.wrt, self.step, self.model = number, wrt, step, model
 
     def update(self, *args: Any) -> None:
@@ -116,7 +116,11 @@ class WorkerStrategy(OneDeviceStrategy):
     """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
 
     def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
         """Compiles and calls a function, and hands its gradients over."""
         call = functools.partial(_call, fn)
@@ -126,7 +130,7 @@ class WorkerStrategy(OneDeviceStrategy):
         return result
 
 
-def _call(fn: Any, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _call(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     outer = _pushes.get()
     with Pushes(outer.variables, outer.params) as pushes:
         result = fn(*args, **kwargs)

@@ -7,7 +7,7 @@ the machines of its cluster, which takes the place of `TF_CONFIG`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,7 +68,11 @@ class ParameterServerStrategy(Strategy):
         super().__init__(mesh)
 
     def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: None = None
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+        options: None = None,
     ) -> PyTree:
         """Compiles and calls a function in a scheduled one; an error elsewhere."""
         msg = (

@@ -20,8 +20,12 @@ from flax import nnx
 from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
-from meshlayout.distribute.captured import refuse_appends
-from meshlayout.distribute.parameter_server.closures import Closure, ClosureInput
+from meshlayout.distribute.capture import refuse_appends
+from meshlayout.distribute.parameter_server.closures import (
+    Closure,
+    ClosureInput,
+    VariableReference,
+)
 from meshlayout.distribute.parameter_server.pushes import Pushes
 from meshlayout.distribute.parameter_server.server import Push
 from meshlayout.distribute.variables import set_raw_value
@@ -51,7 +55,7 @@ def call(
     return results
 
 
-class Worker:
+class RemoteWorker:
     """Runs closures, as worker `index` of `num_workers`; a Ray actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
@@ -136,7 +140,7 @@ class Worker:
         pickled = cloudpickle.dumps(jax.tree.map(to_host, result))
         return closure.number, pickled, pushes, set(handed_over.grads)
 
-    def _load(self, pid: Any) -> Any:
+    def _load(self, pid: int | VariableReference) -> Any:
         """Returns what stands for a reference on this worker."""
         if isinstance(pid, int):
             return self._iterators[pid]
@@ -190,5 +194,5 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._load = load
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: int | VariableReference) -> Any:
         return self._load(pid)

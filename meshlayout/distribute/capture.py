@@ -4,8 +4,8 @@ A program is compiled for the objects that a function reaches: a closure's cells
 globals that its code names, the attributes of its `self`. Before each call they are
 looked up again and compared by identity, so that a name that is bound to another model
 means that model. Which Variables the function uses is not found here: its first trace
-tells (`variables.Watch`). So a path that this walk does not see costs nothing but the
-notice of a rebinding, and nothing in it needs to know what code does with a name.
+tells (`variables.TraceWatch`). So a path that this walk does not see costs nothing but
+the notice of a rebinding, and nothing in it needs to know what code does with a name.
 """
 
 import collections
