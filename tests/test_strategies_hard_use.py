@@ -483,7 +483,7 @@ class Largest(nnx.Metric):
         self.total = nnx.metrics.MetricState(jnp.zeros(()))
         self.count = nnx.metrics.MetricState(jnp.zeros(()))
 
-    def update(self, *, values):
+    def update(self, *, values, **_):
         self.total[...] += (values**2).sum()
         self.count[...] += values.size
 

@@ -82,7 +82,7 @@ class _Updated:
 class RemoteOptimizer:
     """An `nnx.Optimizer` on a worker; `model` is that of an `nnx.ModelAndOptimizer`."""
 
-    def __init__(self, number: int, wrt: object, step: object, model: PyTree) -> None:
+    def __init__(self, number: int, wrt: Any, step: object, model: PyTree) -> None:
         self.number, self.wrt, self.step, self.model = number, wrt, step, model
 
     def update(self, *args: Any) -> None:
