@@ -48,7 +48,7 @@ class Combination:
         return value
 
     def _decide(self, kind: str, variable: Variable, new: Leaf) -> str | None:
-        axis = self._context.axis_name
+        axis = self._context.axis_name or ""
         differs = any(_jax.is_mapped(x, axis) for x in jax.tree.leaves(new))
         if kind in ("mean", "first"):
             return kind if differs else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
@@ -41,6 +42,7 @@ class CentralStorageStrategy(Strategy):
 
     Example:
         >>> from flax import nnx
+    from jax.core import Tracer
         >>> import meshlayout as ml
         >>> strategy = ml.distribute.CentralStorageStrategy()
         >>> with strategy.scope():
@@ -86,7 +88,7 @@ class CentralStorageStrategy(Strategy):
         return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
 
     def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
-        is_plain = not is_own and not isinstance(x, (PerReplica, jax.core.Tracer))
+        is_plain = not is_own and not isinstance(x, (PerReplica, Tracer))
         if not is_plain or not _jax.is_committed(x):
             return super()._place(path, x, is_own=is_own)
         layout = self._layout(x.shape, x.dtype)
@@ -107,7 +109,7 @@ class CentralStorageStrategy(Strategy):
 
 def _fetching(read: Any) -> Any:
     """Makes code outside of `run` read a Variable's value on the device."""
-    get = read.fget if isinstance(read, property) else read
+    get: Any = read.fget if isinstance(read, property) else read
 
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:

@@ -72,7 +72,9 @@ class ReplicaProgram:
         self._strategy, self._count = strategy, strategy.num_replicas_in_sync
         self._axis = REPLICA_AXIS if self._count > 1 else None
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._fn, self._arguments = fn, arguments
+        self._fn: Any = fn
+        self._arguments: Any = arguments
+        self._forgotten: dict[int, str] = {}
         mask = arguments.mask
         self._rows = None if mask is None else mask.shape[0] // self._count
         entries = capture.walk(fn, arguments.objects)
@@ -470,7 +472,7 @@ class ReplicaProgram:
         try:
             state, out = self.step(*inputs)
         finally:
-            self._fn = self._arguments = None  # pyright: ignore[reportAttributeAccessIssue]
+            self._fn = self._arguments = None
         self._state = state
         collections.deque(map(set_raw_value, self._changed_variables, state), 0)
         for index in self._aligned:

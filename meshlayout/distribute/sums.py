@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-import jax
+from jax.core import Tracer
 
 from meshlayout._patches import SharedPatches
 from meshlayout.distribute.gradients import current
@@ -74,5 +74,5 @@ _names = [f"__{name}__" for name in (*_OPERATORS, "matmul", "getitem")]
 # If JAX stops defining these on all traced arrays, users' metrics are refused, and
 # tests/test_distribute_variables.py notices.
 patches = SharedPatches(
-    *((cast("type", jax.core.Tracer), name, _noting(name)) for name in _names)
+    *((cast("type", Tracer), name, _noting(name)) for name in _names)
 )

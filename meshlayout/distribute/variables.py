@@ -295,7 +295,7 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if type(value) is list or type(value) is dict:
             yield value
-            yield from _containers(value if type(value) is list else value.values())
+            yield from _containers(value.values() if isinstance(value, dict) else value)
 
 
 def _is_same(old: Leaf, new: Leaf) -> bool:
