@@ -18,7 +18,7 @@ def test_batches_on_one_process_are_those_of_earlier_versions(name):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_batches_on_several_processes_are_those_of_earlier_versions(count):
     found = run_processes(
         count, batches_golden.digests, devices_per_process=4 // count, timeout_s=300
