@@ -175,6 +175,7 @@ def test_a_checkpoint_of_the_old_format_is_refused_with_a_way_out(tmp_path):
         assert "safetensors" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_in_memory_per_saved_step(tmp_path):
     state = {f"layer{i}": {"w": np.ones(2, "float32")} for i in range(100)}
     # TensorStore itself loses 280 bytes per array each time that Orbax asks it for the

@@ -377,7 +377,14 @@ def add_noise(example, rng):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"in_memory": False}, {"in_memory": False, "num_workers": 2}]
+    "options",
+    [
+        {},
+        {"in_memory": False},
+        pytest.param(
+            {"in_memory": False, "num_workers": 2}, marks=pytest.mark.slow, id="workers"
+        ),
+    ],
 )
 def test_a_resumed_iteration_equals_an_uninterrupted_one(directory, options):
     def new():
