@@ -561,8 +561,8 @@ def test_bad_arguments_are_refused_with_a_sentence(name, call, bad):
 def test_a_mesh_without_an_axis_for_batches_needs_axes():
     mesh = ml.create_mesh({"x": 8})
     assert refusal(lambda: ml.parallel.fsdp(mesh)) == (
-        "fsdp: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp'. Give "
-        "the axes to shard over, as fsdp(mesh, 'x')."
+        "fsdp: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp', 'dp', "
+        "'ddp', 'data_parallel'. Give the axes to shard over, as fsdp(mesh, 'x')."
     )
     for axes in (["x", "x"], [], [None], 3):
         assert refusal(lambda axes=axes: ml.parallel.fsdp(mesh, axes)) == (

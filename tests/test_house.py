@@ -2,14 +2,17 @@
 
 import ast
 import importlib
+import os
 import pkgutil
+import re
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 import meshlayout as ml
-from benchmarks.files_passed import WAYS, files_passed
 
 
 ROOT = Path(ml.__file__).parent
@@ -66,10 +69,19 @@ def test_every_public_module_lists_what_it_holds():
         assert [name for name in listed if not hasattr(loaded, name)] == []
 
 
-@pytest.mark.parametrize(
-    ("way", "limit"), [("train_step", 18), ("restore", 18), ("batch", 15)]
-)
-def test_a_reader_has_few_files_to_open(way, limit, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    files = files_passed(WAYS[way]())
-    assert len(files) <= limit, files
+def test_a_reader_has_few_files_to_open():
+    # In a process of its own: what other tests leave, such as hooks that a strategy has
+    # on Variables, passes through files of its own.
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.files_passed"],
+        cwd=ROOT.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    counts = dict(re.findall(r"(\w+): (\d+) files", run.stdout))
+    limits = {"train_step": 18, "restore": 17, "batch": 15}
+    assert {way: int(counts[way]) <= limit for way, limit in limits.items()} == (
+        dict.fromkeys(limits, True)
+    ), counts

@@ -58,8 +58,8 @@ class Preemption:
     built in. With `jax.distributed`, its preemption service watches for the signal: a
     SIGTERM to one process counts for all, and all of them learn of it at the same step,
     some tenths of a second later; they must ask equally often. Otherwise this object
-    handles the signal inside the `with` block, in the main thread. A second SIGTERM goes
-    to the previous handler, and so does the first one at the end of the block if
+    handles the signal inside the `with` block, in the main thread. A second SIGTERM
+    goes to the previous handler, and so does the first one at the end of the block if
     `is_due` was not called after it.
 
     Example:

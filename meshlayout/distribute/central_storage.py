@@ -34,6 +34,9 @@ class CentralStorageStrategy(Strategy):
 
     Args:
         devices: The devices, as for `MirroredStrategy`; None for all of this process.
+        streamed: Types of Variables that programs leave in the host's memory: the model
+            moves each block of them itself, by `jax.device_put(block,
+            jax.memory.Space.Device)` in the body of its scan.
 
     Raises:
         MeshError: If there are no such devices, or one is given twice.
@@ -42,7 +45,6 @@ class CentralStorageStrategy(Strategy):
 
     Example:
         >>> from flax import nnx
-    from jax.core import Tracer
         >>> import meshlayout as ml
         >>> strategy = ml.distribute.CentralStorageStrategy()
         >>> with strategy.scope():
