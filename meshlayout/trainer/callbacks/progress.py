@@ -302,7 +302,9 @@ def _title(position: TrainingPosition) -> str:
 
 def _rate_text(position: TrainingPosition, seconds: float) -> str:
     rate = position.examples_in_epoch / max(seconds, 1e-9)
-    return f"{rate:,.0f} examples/s" if rate >= 10 else f"{rate:.2g} examples/s"
+    # As wide as a hundred thousand: rates of epochs have different numbers of digits.
+    text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{text:>7} examples/s"
 
 
 def _left_text(seconds: float) -> str:
