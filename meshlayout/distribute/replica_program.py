@@ -412,24 +412,33 @@ class ReplicaProgram:
 
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas, and sorts them."""
-        values = [self._placed(i, raw_value(x)) for i, x in enumerate(self.variables)]
         self._is_changed = [i in self._changed for i in range(len(self.variables))]
         self._is_rest = [not is_changed for is_changed in self._is_changed]
         self._changed_variables = [self.variables[i] for i in self._changed]
-        # Two Variables with one array, as after nnx.clone: the program uses it up.
-        seen = {
-            id(x) for x in jax.tree.leaves([*itertools.compress(values, self._is_rest)])
-        }
-        for index in self._changed if not _jax.is_tracing() else ():
-            ids = {id(x) for x in jax.tree.leaves(values[index])}
-            if not seen.isdisjoint(ids):
-                values[index] = jax.tree.map(jnp.copy, values[index])
-            seen |= ids
+        before = [raw_value(x) for x in self.variables]
+        placed = [self._placed(i, value) for i, value in enumerate(before)]
+        values = self._unshared(before, placed)
         for variable, value in zip(self.variables, values, strict=True):
             set_raw_value(variable, value)
         self._rest_variables = [*itertools.compress(self.variables, self._is_rest)]
         self._state: Any = tuple(itertools.compress(values, self._is_changed))
         self._rest: Any = tuple(itertools.compress(values, self._is_rest))
+
+    def _unshared(self, before: list[Any], placed: list[Any]) -> list[Any]:
+        """Copies arrays that several Variables hold: the program uses up what changes.
+
+        Clones share arrays, and so do Variables that were set to the same one. What was
+        `before` counts, too: a placed array may have the memory of the one it is from.
+        """
+        values = list(placed)
+        rest = itertools.compress(zip(before, placed, strict=True), self._is_rest)
+        seen = {id(x) for x in jax.tree.leaves(list(rest))}
+        for index in self._changed if not _jax.is_tracing() else ():
+            ids = {id(x) for x in jax.tree.leaves((before[index], placed[index]))}
+            if not seen.isdisjoint(ids):
+                values[index] = jax.tree.map(jnp.copy, placed[index])
+            seen |= ids
+        return values
 
     def _placed(self, index: int, value: Leaf) -> Any:
         path, is_own = self._path(self.variables[index]), self._is_own[index]
@@ -447,11 +456,13 @@ class ReplicaProgram:
         if not all(map(operator.is_, (*state, *rest), (*self._state, *self._rest))):
             values = [raw_value(x) for x in self.variables]
             old = iter(self._state), iter(self._rest)
-            for i, (value, is_rest) in enumerate(
-                zip(values, self._is_rest, strict=True)
-            ):
-                if value is not next(old[is_rest]):
-                    values[i] = self._placed(i, value)
+            placed = [
+                value if value is next(old[is_rest]) else self._placed(i, value)
+                for i, (value, is_rest) in enumerate(
+                    zip(values, self._is_rest, strict=True)
+                )
+            ]
+            values = self._unshared(values, placed)
             state = tuple(itertools.compress(values, self._is_changed))
             rest = tuple(itertools.compress(values, self._is_rest))
             self._state, self._rest = state, rest

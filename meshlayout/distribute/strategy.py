@@ -361,7 +361,7 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         self._check_cross_replica("reduce", "all_reduce")
-        return reduction.reduce_tree(op, value, axis, self.mesh)
+        return reduction.reduce_tree(op, self._divided(value), axis, self.mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dim, without padding.
@@ -383,7 +383,7 @@ class Strategy:
             [[1], [2], [1], [2]]
         """
         self._check_cross_replica("gather", "all_gather")
-        return reduction.gather_tree(value, axis, self.mesh)
+        return reduction.gather_tree(self._divided(value), axis, self.mesh)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, one after another.
@@ -394,7 +394,7 @@ class Strategy:
         Raises:
             StrategyError: Inside a compiled function, if rows are padded.
         """
-        return reduction.local_results(value, self.mesh)
+        return reduction.local_results(self._divided(value), self.mesh)
 
     def _check_cross_replica(self, name: str, instead: str) -> None:
         if current_strategy.get() is not None and not in_cross_replica_context():
@@ -451,6 +451,13 @@ class Strategy:
             return self._place("variable", x, is_own=is_own)
 
         set_raw_value(variable, jax.tree.map(place, raw_value(variable)))
+
+    def _divided(self, value: PyTree) -> PyTree:
+        """Gives each replica what a Variable of one value per replica was reset to."""
+        if isinstance(value, nnx.Variable) and aggregation(value) == "per_replica":
+            if not isinstance(raw_value(value), PerReplica):
+                self._store(value)
+        return value
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync

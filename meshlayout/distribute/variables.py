@@ -250,13 +250,22 @@ def _setting(set_value: Any) -> Any:
     return replacement
 
 
+# Flax looks at the value that it replaces. flax 0.11 sets values by a property.
+_SETTERS: list[Any] = (
+    [(nnx.Variable, "set_value", _setting)]
+    if hasattr(nnx.Variable, "set_value")
+    else [
+        (nnx.Variable, "__setitem__", _setting),
+        (nnx.Variable, "value", lambda x: property(x.fget, _setting(x.fset))),
+    ]
+)
+
 _patches = SharedPatches(
     (nnx.Variable, _VALUE, _value_slot),
     (nnx.Variable, _TRACE, _level_slot),
     (PytreeState, _TRACE, _level_slot),
     (nnx.Pytree, "__getattribute__", _meeting),
-    # flax 0.11 has a property alone, which reads nothing to set it.
-    *[(nnx.Variable, "set_value", _setting)] * hasattr(nnx.Variable, "set_value"),
+    *_SETTERS,
 )
 
 
