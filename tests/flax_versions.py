@@ -5,3 +5,8 @@ from flax import nnx
 
 # A module holds a list of modules: in flax 0.11 as it is, since then wrapped.
 module_list = getattr(nnx, "List", list)
+
+
+def value_of(variable: nnx.Variable) -> object:
+    """Returns the whole value of a Variable, which may be a tree."""
+    return variable.get_value() if hasattr(variable, "get_value") else variable.value

@@ -19,6 +19,7 @@ from meshlayout.distribute import (
 )
 from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
+from tests.flax_versions import value_of
 
 
 def mirrored(replicas):
@@ -154,10 +155,10 @@ def test_variables_say_how_the_values_of_replicas_become_one():
 
     for _ in range(2):
         strategy.run(step)
-    assert float(model["sum"].get_value()) == 10 + 2 * (1 + 2 + 3 + 4)
-    assert float(model["mean"].get_value()) == 10 + 2 * 2.5
-    assert float(model["first"].get_value()) == 10 + 2 * 1
-    values = model["per_replica"].get_value()
+    assert float(value_of(model["sum"])) == 10 + 2 * (1 + 2 + 3 + 4)
+    assert float(value_of(model["mean"])) == 10 + 2 * 2.5
+    assert float(value_of(model["first"])) == 10 + 2 * 1
+    values = value_of(model["per_replica"])
     assert isinstance(values, PerReplica)
     assert [float(v) for v in strategy.local_results(values)] == [12, 14, 16, 18]
 
@@ -394,14 +395,14 @@ def test_a_variable_may_hold_the_parameters_of_linen():
         params = nnx.Variable({"w": jnp.ones((4, 3))})
 
     def step(x):
-        tree = params.get_value()
+        tree = value_of(params)
         grads = jax.grad(lambda tree: (x @ tree["w"]).sum())(tree)
         grads = get_replica_context().all_reduce("SUM", grads)
         params.set_value(jax.tree.map(lambda a, b: a - b, tree, grads))
 
     strategy.run(step, args=(split(strategy, batch()[0]),))
     expected = 1 - batch()[0].sum(axis=0)[:, None] * np.ones((1, 3))
-    np.testing.assert_allclose(params.get_value()["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(value_of(params)["w"], expected, rtol=1e-5)
 
 
 def test_values_are_reduced_to_where_they_are_wanted():

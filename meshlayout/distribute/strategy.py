@@ -454,9 +454,9 @@ class Strategy:
 
     def _divided(self, value: PyTree) -> PyTree:
         """Gives each replica what a Variable of one value per replica was reset to."""
-        if isinstance(value, nnx.Variable) and aggregation(value) == "per_replica":
-            if not isinstance(raw_value(value), PerReplica):
-                self._store(value)
+        is_own = isinstance(value, nnx.Variable) and aggregation(value) == "per_replica"
+        if is_own and not isinstance(raw_value(value), PerReplica):
+            self._store(value)
         return value
 
     def __repr__(self) -> str:
