@@ -1,5 +1,7 @@
 """What differs between the versions of Flax that are tested."""
 
+from typing import Any
+
 from flax import nnx
 
 
@@ -7,6 +9,6 @@ from flax import nnx
 module_list = getattr(nnx, "List", list)
 
 
-def value_of(variable: nnx.Variable) -> object:
+def value_of(variable: Any) -> Any:
     """Returns the whole value of a Variable, which may be a tree."""
     return variable.get_value() if hasattr(variable, "get_value") else variable.value
