@@ -12,7 +12,7 @@ from jax.core import Tracer
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
-from meshlayout.distribute.gradients import current
+from meshlayout.distribute.variables import current
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import PerReplica
