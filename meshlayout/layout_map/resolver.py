@@ -31,7 +31,7 @@ from meshlayout.layout_map.metadata import (
     means_nothing,
     own_layout_metadata,
 )
-from meshlayout.layout_map.optimizer_states import OptimizerSlot
+from meshlayout.layout_map.optimizer_slots import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
@@ -271,10 +271,6 @@ class Resolver:
     ) -> "_Decision":
         if owner is None or slot is None:
             return self._replicate(array, "belongs to no parameter")
-        if slot.dims is None:
-            why = f"of shape unlike its parameter {owner.path!r}"
-            lost = "replicated: its dims cannot be told from the parameter's"
-            return self._replicate(array, why, lost)
         layout = slot.layout(len(array.shape), owner.layout)
         if array.shape and (kind := self._options.optimizer_memory_kind) is not None:
             layout = layout.with_memory_kind(kind)
@@ -299,14 +295,12 @@ class Resolver:
         fit = self._fit(array, answer.layout, policy, "default, ")
         return _Decision(fit, None, "default", answer.note)
 
-    def _replicate(
-        self, array: "_ArrayAt", reason: str, lost: str | None = None
-    ) -> "_Decision":
+    def _replicate(self, array: "_ArrayAt", reason: str) -> "_Decision":
         rank = len(array.shape)
         if rank not in self._replicated:
             self._replicated[rank] = Layout.replicated(self._options.mesh, rank)
         fit = self._fit(array, self._replicated[rank], "error", "")
-        return _Decision(fit._replace(lost=lost), None, reason, None)
+        return _Decision(fit, None, reason, None)
 
     # From a rule to a layout that fits.
 
