@@ -57,7 +57,6 @@ from meshlayout.step import (
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
     make_train_step as make_train_step,
-    scan_epoch as scan_epoch,
 )
 from meshlayout.trainer import (
     History as History,
@@ -112,7 +111,6 @@ __all__ = [
     "pack",
     "parallel",
     "relayout",
-    "scan_epoch",
     "shutdown",
     "state",
     "step",
