@@ -50,7 +50,6 @@ from meshlayout.state import (
     create as create,
     describe as describe,
     optimizer_by_path as optimizer_by_path,
-    with_layouts as with_layouts,
 )
 from meshlayout.step import (
     compile_step as compile_step,
@@ -120,7 +119,6 @@ __all__ = [
     "unpack",
     "virtual_devices",
     "visualize",
-    "with_layouts",
     "zero_rule",
 ]
 

@@ -589,13 +589,11 @@ def states_born_anywhere(run):
             scoped = build()
             variables = nn.Dense(8).init(jax.random.key(0), np.ones((2, 4)))
         rules = {"keys": ("batch",), "w": ("model", "batch")}
-        own = ml.with_layouts(nnx.Linear, kernel=mesh.layout(None, "model"))
         found[kind] = numbers(
             [
                 nnx.state(ml.create(build, layouts)),
                 nnx.state(scoped),
                 variables,
-                nnx.state(own(4, 8, rngs=nnx.Rngs(0))),
                 ml.create(keys, ml.LayoutMap(mesh, rules)),
                 state_on(mesh).rng,
             ]

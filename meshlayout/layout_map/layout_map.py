@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _paths, _render
@@ -295,14 +296,14 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
         inside = state_indices(tree, flat)
+        owners = [index for index in range(len(flat.leaves)) if index not in inside]
+        if not inside or not owners:  # of an optimizer state alone, rules decide
+            return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
         # Parameters first, as the slots take their layouts.
         resolutions = [
             None if index in inside else resolver.leaf(leaf)
             for index, leaf in enumerate(flat.leaves)
         ]
-        owners = [index for index in range(len(flat.leaves)) if index not in inside]
-        if not inside or not owners:  # an optimizer state alone: rules decide
-            return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
         leaves = [flat.leaves[index] for index in sorted(inside)]
         slots = find_slots(leaves, [flat.leaves[index] for index in owners])
         for index, resolution in zip(
@@ -418,7 +419,16 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             owners: The resolution of each leaf of `params`.
         """
         flat = _paths.flatten(opt_state)
-        slots = find_slots(flat.leaves, _paths.flatten(params).leaves)
+        named = _paths.flatten(params).leaves
+        slots = find_slots(flat.leaves, named)
+        for leaf in flat.leaves if not any(slots) else ():
+            if np.size(leaf.value) > 1:
+                msg = (
+                    f"{leaf.path!r} of the optimizer state, like all others, belongs "
+                    f"to none of params=, such as {named[0].path!r}. Pass the argument "
+                    "of optimizer.init."
+                )
+                raise LayoutMapError(msg)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(

@@ -135,7 +135,7 @@ def state_indices(tree: PyTree, flat: _paths.Flat) -> set[int]:
         flat: The same tree, flattened.
     """
     # Most trees have no optimizer state: a search of names and types is cheap.
-    is_named = any(OPT_STATE in leaf.path for leaf in flat.leaves)
+    is_named = OPT_STATE in "\n".join([leaf.path for leaf in flat.leaves])
     if not is_named and not any(map(_is_optax_type, flat.node_types)):
         return set()
     if _paths.holds_modules(tree):
