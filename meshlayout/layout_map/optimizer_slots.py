@@ -100,7 +100,7 @@ def _dims_of(
     if shape == whole:
         return tuple(range(len(whole)))
     if math.prod(shape) == 1:  # the placeholder of a factor that there is not
-        return None
+        return ()
     extra = len(shape) - len(whole)
     if extra > 0 and whole and shape[extra:] == whole:  # a history, as L-BFGS keeps
         return (*[None] * extra, *range(len(whole)))
