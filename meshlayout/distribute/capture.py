@@ -163,7 +163,7 @@ class Roots:
             elif isinstance(value, types.MethodType | functools.partial) or (
                 # It would keep models alive, and all of its items are compared.
                 isinstance(value, (tuple, list, dict))
-                and len(value) == num_kept[id(value)] > 0
+                and (get is getattr or len(value) == num_kept[id(value)] > 0)
             ):
                 token = _size
             else:  # its id must stay this value's
