@@ -215,14 +215,6 @@ def test_scopes_cannot_be_nested():
     assert not has_strategy()
 
 
-def test_variables_of_another_strategy_are_refused():
-    one, other = mirrored(2), mirrored(4)
-    with one.scope():
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(StrategyError, match="the variable model/kernel is on"):
-        other.run(lambda: model(jnp.ones((1, 4))))
-
-
 def test_code_knows_in_which_context_it_runs():
     strategy = mirrored(2)
     assert (has_strategy(), in_cross_replica_context()) == (False, False)

@@ -96,9 +96,7 @@ class ReplicaTrace:
         leaves, treedef = jax.tree.flatten(grads)
 
         def missing() -> list[bool]:
-            return [
-                self.differs(x) or not self._is_mapped(x, COMBINED) for x in leaves
-            ]
+            return [self.differs(x) or not self._is_mapped(x, COMBINED) for x in leaves]
 
         if self._axis is None:
             return grads

@@ -151,7 +151,9 @@ class Arguments:
         own, objects = iter(arrays), iter(self.objects)
         values = [x if isinstance(x, bool) else next(own) for x in self.forms]
         leaves = self._values.unflatten(values)
-        return self._treedef.unflatten(next(objects) if x is None else x for x in leaves)
+        return self._treedef.unflatten(
+            next(objects) if x is None else x for x in leaves
+        )
 
     def call(self, fn: Callable[..., PyTree], arrays: Iterable[Any]) -> PyTree:
         """Calls the function with one replica's arrays, and with the objects."""

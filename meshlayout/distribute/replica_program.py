@@ -305,7 +305,8 @@ class ReplicaProgram:
         self._strategy, self._name = strategy, arguments.name
         self.roots = roots = Roots(fn, arguments.named_objects())
         with roots.refuse_appends(self._name):
-            self._seen = seen = examine(strategy, fn, arguments, roots.path_of)
+            seen = examine(strategy, fn, arguments, roots.path_of)
+        self._seen = seen._replace(nodes=[])  # which a program does not keep alive
         self.roots.keep({*map(id, (*seen.variables, *seen.nodes))}, gone)
         self.modes = Modes(seen.nodes, gone)
         self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
@@ -407,7 +408,10 @@ class ReplicaProgram:
 
     def inputs(self, arguments: Arguments) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        state, rest = list(map(raw_value, self._changed)), list(map(raw_value, self._rest))
+        state, rest = (
+            list(map(raw_value, self._changed)),
+            list(map(raw_value, self._rest)),
+        )
         values = state + rest
         if len(self._values) != len(values) or not all(
             map(operator.is_, values, self._values)
