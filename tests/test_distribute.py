@@ -17,7 +17,6 @@ from meshlayout.distribute import (
     has_strategy,
     in_cross_replica_context,
 )
-from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 from tests.flax_versions import value_of
 
