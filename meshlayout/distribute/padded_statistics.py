@@ -17,16 +17,21 @@ from flax import linen as nn, nnx
 from jax.typing import ArrayLike
 
 from meshlayout._patches import SharedPatches
-from meshlayout.collectives import ReduceOp, get_replica_context, padding_mask
+from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
 from meshlayout.step.model_call import ModuleCall, intercepting
 from meshlayout.step.objective import WeightMask
 
 
+def _mask() -> jax.Array | None:
+    context = get_replica_context()
+    return None if context is None else context.mask
+
+
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
     """Leaves padding out of what is updated inside, in a context of a replica."""
-    mask = padding_mask.get()
+    mask = _mask()
     if mask is None:
         with _welford:
             yield
@@ -53,7 +58,7 @@ class _ReplicaMask(WeightMask):
         is_masked = uses_average or kwargs.get("mask") is not None
         if norm.axis_name is None or is_masked or context is None:
             return super().call(call, args, kwargs)
-        mask = WeightMask(context.all_gather(padding_mask.get(), 0))
+        mask = WeightMask(context.all_gather(_mask(), 0))
         rows = mask.call(call, (context.all_gather(x, 0), *others), kwargs)
         start = context.replica_id_in_sync_group * x.shape[0]
         return jax.lax.dynamic_slice_in_dim(rows, start, x.shape[0])
@@ -62,7 +67,7 @@ class _ReplicaMask(WeightMask):
 def _masked_norm(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def replacement(self: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-        mask = padding_mask.get()
+        mask = _mask()
         if mask is None:
             return call(self, *args, **kwargs)
         args = args or (kwargs.pop("x"),)
@@ -79,7 +84,7 @@ def _masked_average(update: Callable[..., None]) -> Callable[..., None]:
     def replacement(
         self: nnx.metrics.Average, mask: ArrayLike | None = None, **kwargs: Any
     ) -> None:
-        if padding_mask.get() is None or self.argname not in kwargs:
+        if _mask() is None or self.argname not in kwargs:
             update(self, **({} if mask is None else {"mask": mask}), **kwargs)
             return
         values = jnp.asarray(kwargs[self.argname])
@@ -95,7 +100,7 @@ def _masked_average(update: Callable[..., None]) -> Callable[..., None]:
 
 def _weights(metric: Any, values: jax.Array, *, has_mask: bool) -> jax.Array:
     """Returns 1 for each value that is real, and 0 for padding."""
-    padding = padding_mask.get()
+    padding = _mask()
     if padding is None or (has_mask and values.shape[:1] != padding.shape):
         weights = jnp.float32(1)
     elif not values.ndim:
@@ -118,7 +123,7 @@ def _merged_welford(update: Callable[..., None]) -> Callable[..., None]:
     def replacement(self: Any, **kwargs: Any) -> None:
         context = get_replica_context()
         is_alone = context is None or context.axis_name is None
-        has_padding = padding_mask.get() is not None
+        has_padding = _mask() is not None
         if (is_alone and not has_padding) or self.argname not in kwargs:
             update(self, **kwargs)
             return
