@@ -139,8 +139,8 @@ def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     is_real = None if mask is None else mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return (jnp.sum if op is ReduceOp.SUM else jnp.mean)(x, axes, where=is_real)
-    if mask is not None:  # a copy of a real row changes nothing
-        x = jnp.where(is_real, x, x[jnp.argmax(mask)])
+    if is_real is not None:  # a copy of a real row changes nothing
+        x = jnp.where(is_real, x, x[jnp.argmax(is_real)])
     extreme = (jnp.max if op is ReduceOp.MAX else jnp.min)(x, axes)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         # An all-reduce between devices may drop a NaN, which jnp.max does not.

@@ -26,12 +26,7 @@ from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.arguments import Arguments, is_on
 from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
 from meshlayout.distribute.program_cache import ProgramCache
-from meshlayout.distribute.values import (
-    REPLICA_AXIS,
-    PerReplica,
-    check_replicas,
-    per_replica,
-)
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, per_replica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
@@ -279,8 +274,7 @@ class Strategy:
         return reduction.reduce_tree(op, value, axis, self.mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the values of all replicas, as for `reduce`, without padding.
-        """
+        """Concatenates the values of all replicas along a dim, without padding."""
         _check_cross_replica("gather", "use get_replica_context().all_gather")
         return reduction.gather_tree(self._stored(value), axis, self.mesh)
 
@@ -297,7 +291,6 @@ class Strategy:
     def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
         """Returns an array of a variable where this strategy keeps it."""
         if isinstance(x, PerReplica):
-            check_replicas(x, self.mesh, f"run: the variable {path}")
             return x
         if is_own:
             return per_replica([x] * len(self.mesh.local_devices), self.mesh)
