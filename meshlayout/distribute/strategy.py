@@ -292,7 +292,7 @@ class Strategy:
         """Returns an array of a variable where this strategy keeps it."""
         if isinstance(x, PerReplica):
             return x
-        if is_own:
+        if is_own and self.mesh.size > 1:
             return per_replica([x] * len(self.mesh.local_devices), self.mesh)
         if isinstance(x, jax.ShapeDtypeStruct):
             sharding = self._layout(x.shape, x.dtype).sharding
