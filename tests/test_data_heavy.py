@@ -106,17 +106,6 @@ def test_bfloat16_of_a_tf_dataset_stays_bfloat16(mesh, tf):
     check(data, {"x": X.astype(jnp.bfloat16)})
 
 
-def test_ragged_tensors_of_a_tf_dataset_are_an_error(mesh, tf):
-    ragged = tf.ragged.constant([[1], [2, 3]])
-    dataset = tf.data.Dataset.from_tensor_slices({"words": ragged, "y": Y[:2]})
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert str(error.value) == (
-        "leaf 'words' of the tf.data.Dataset is a RaggedTensor, not a dense tensor. "
-        "Make it one with map, for instance by to_tensor() or tf.sparse.to_dense."
-    )
-
-
 def test_examples_of_a_tf_dataset_that_differ_in_shape_are_an_error(mesh, tf):
     dataset = tf.data.Dataset.from_generator(
         lambda: ({"t": np.zeros(n), "y": n} for n in (2, 3)),

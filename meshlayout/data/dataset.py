@@ -165,7 +165,7 @@ def make_plan(
             opened = as_source(made, batched=batched)
         else:
             opened, rows = first_batch(made, batched=batched)
-            if infers_size:
+            if infers_size and batch_size_of is not None:
                 is_stream = isinstance(opened, Elements)
                 is_only = opened.is_only_batch if is_stream else lambda: False
                 options["global_batch_size"] = batch_size_of(rows, is_only)

@@ -98,7 +98,8 @@ class ModelCode:
 
 
 def _load_code(code: bytes, token: str) -> ModelCode:
-    return ModelCode(*pickle.loads(code), token)
+    graphdef, module, boxed, tx = pickle.loads(code)
+    return ModelCode(graphdef, module, boxed, tx, token)
 
 
 @jax.tree_util.register_dataclass

@@ -118,6 +118,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
             "that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
             f"Hugging Face, got {_checks.shown(obj)}."
         )
+    source: Any = obj
     passes = itertools.count()
 
     def begin(epoch: int) -> Iterator[PyTree]:
@@ -130,7 +131,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
             )
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
-        iterable = obj if hasattr(obj, "__iter__") else obj()
+        iterable = source if hasattr(obj, "__iter__") else source()
         if not hasattr(iterable, "__iter__"):
             raise DataError(
                 f"the source is a function that returned {_checks.shown(iterable)}; it "
@@ -138,7 +139,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
             )
         return iter(iterable)
 
-    num_rows = len(obj) if batched is False and hasattr(obj, "__len__") else None
+    num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
     # Where batches differ, reading them raises a better error.
     if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
         num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
