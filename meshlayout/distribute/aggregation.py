@@ -81,8 +81,8 @@ class ReplicaTrace:
 
     def _decide(self, choice: Callable[[], T]) -> T:
         """Decides in the first trace, and repeats that in the second."""
-        is_first = self._earlier is None
-        self.decisions.append(choice() if is_first else next(self._earlier, None))
+        earlier = self._earlier
+        self.decisions.append(choice() if earlier is None else next(earlier, None))
         return self.decisions[-1]
 
     def summed(self, grads: PyTree) -> PyTree:
@@ -220,7 +220,7 @@ def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operator)
-    def replacement(self: Tracer, other: Any) -> Any:
+    def replacement(self: Any, other: Any) -> Any:
         result, watch = operator(self, other), current.get()
         if watch is not None and (name != "getitem" or other is ...):
             x, y = map(watch.replica.terms_of, (self, other))

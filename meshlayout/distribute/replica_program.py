@@ -9,6 +9,7 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
+import collections
 import functools
 import itertools
 import operator
@@ -444,8 +445,7 @@ class ReplicaProgram:
             state, out = self.step(*inputs)
         finally:
             self._call = None
-        for variable, value in zip(self._changed, state, strict=True):
-            set_raw_value(variable, value)
+        collections.deque(map(set_raw_value, self._changed, state), 0)
         self._placed = (*state, *inputs[1])
         count = self._strategy.num_replicas_in_sync
         for index in itertools.compress(range(len(out)), self._seen.differs):
