@@ -163,21 +163,6 @@ def test_gradients_of_what_was_sent_are_those_of_all_replicas_losses():
 SUMS = ("SUM", "MEAN")
 
 
-def test_derivatives_of_higher_order_and_forward_mode_agree_with_one_device():
-    def tangents(function, x):
-        return jax.jvp(lambda x: jax.jvp(function, (x,), (x,))[1], (x,), (x + 1,))[1]
-
-    def replica(x):
-        return {
-            op: tangents(lambda x, op=op: all_reduce(op, x * x * x).sum(), x)
-            for op in SUMS
-        }
-
-    for op, results in on_replicas(replica, X).items():
-        expected = tangents(lambda x, op=op: JNP[op](x * x * x, axis=0).sum(), X)
-        np.testing.assert_allclose(results, [expected] * NUM_REPLICAS, rtol=1e-5)
-
-
 # Inside of other transformations.
 
 
@@ -271,22 +256,6 @@ def test_what_is_no_operation_is_refused(two, op):
     message = f"reduce_op must be 'SUM', 'MEAN', 'MAX' or 'MIN', got {op!r}.{hint}"
     assert message_of(two.run, replica) == message
     assert message_of(two.reduce, op, 1.0, axis=None) == message
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda context: context.all_reduce("SUM", {"a": 1.0, "b": "x"}),
-        lambda context: context.all_reduce("SUM", jax.random.key(0)),
-        lambda context: context.all_gather(jnp.ones((2, 3)), 2),
-        lambda context: context.all_gather(jnp.ones((2, 3)), -3),
-        lambda context: context.all_gather(1.0, 0),
-        lambda context: context.all_gather(jnp.ones(2), 1.5),
-    ],
-)
-def test_what_cannot_be_combined_is_jaxs_error(two, bad):
-    with pytest.raises((TypeError, ValueError)):
-        two.run(lambda: bad(get_replica_context()))
 
 
 def test_values_of_all_replicas_are_not_taken_for_one_replicas_own(two):
