@@ -67,9 +67,9 @@ def losses_of(model, images, labels):
 
 
 @functools.cache
-def trained_by_hand(build, num_images=NUM_IMAGES):
+def trained_by_hand(build):
     """On one device: the losses, the parameters, and the training accuracy."""
-    split = some_images().first(num_images)
+    split = some_images()
     graph, params = nnx.split(build(), nnx.Param)
     optimizer = optax.adam(LEARNING_RATE)
     slots = optimizer.init(params)
@@ -127,8 +127,8 @@ def test_what_was_saved_under_a_strategy_is_restored_without_one(tmp_path):
     batches = strategy.distribute_dataset((split.images, split.labels), SIZE)
     training = CustomTraining(strategy, small)
     loss = training.train(itertools.islice(iter(batches), 2))
-    expected, _, _ = trained_by_hand(small, 2 * SIZE)
-    np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-5)
+    expected, _, _ = trained_by_hand(small)
+    np.testing.assert_allclose(loss, np.mean(expected[:2]), rtol=1e-5)
     with ml.Checkpointer(tmp_path / "run") as ck:
         ck.save(1, training.state)
         plain = CustomTraining(ml.distribute.get_strategy(), small)
