@@ -186,10 +186,11 @@ def test_values_that_are_not_of_rows_are_refused_in_a_short_batch():
     with pytest.raises(MetricError) as refusal:
         strategy.run(lambda x: ml.metrics.Mean().update(x[0].ravel()), (batch,))
     assert str(refusal.value) == (
-        "Mean: values f32[6] has not one entry per row of this replica's batch of 2 "
+        "Mean: values f32[12] has not one entry per row of this replica's batch of 4 "
         "rows, some of which may be padding. Give weights, made of "
         "get_replica_context().example_mask."
     )
+    assert "with twice its rows" in "".join(refusal.value.__notes__)
 
     def with_weights(inputs):
         weights = jnp.repeat(get_replica_context().example_mask, 3)

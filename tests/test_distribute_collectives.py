@@ -85,7 +85,6 @@ def test_trees_keep_their_structure_and_replicas_know_their_number():
     def replica(x):
         context = get_replica_context()
         assert context.num_replicas_in_sync == NUM_REPLICAS
-        assert repr(context) == "ReplicaContext(num_replicas_in_sync=4)"
         tree = {"a": x, "b": (1, 2.5), "c": None, "d": [np.ones(2), True]}
         return all_reduce(ReduceOp.SUM, tree), context.replica_id_in_sync_group
 

@@ -181,8 +181,8 @@ def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
     assert [part["a"].tolist() for part in parts] == [[6, 8], [6, 8]]
     assert [part["a"].devices() for part in parts] == [{d} for d in jax.devices()[:2]]
     assert message_of(two.reduce, "SUM", 3.0, axis=None) == (
-        "reduce takes values of replicas, as run returns, got 3.0, which is not on the "
-        "devices of 2 replicas: there is nothing to combine."
+        "reduce takes what run returns, got 3.0, which is not on the devices of 2 "
+        "replicas: there is nothing to combine."
     )
 
 
