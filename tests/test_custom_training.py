@@ -150,10 +150,9 @@ def test_what_was_saved_under_a_strategy_is_restored_without_one(tmp_path):
 # Metrics of short batches.
 
 
-def short_batch(strategy, rows=5):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, 3)).astype("float32")
-    y = np.arange(rows, dtype="int32") % 3
+def short_batch(strategy):
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+    y = np.arange(5, dtype="int32") % 3
     (batch,) = strategy.distribute_dataset((x, y), 8)
     return batch, x, y
 
