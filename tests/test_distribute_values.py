@@ -44,19 +44,6 @@ def uneven(strategy):
 # What tf.distribute's page on strategies shows.
 
 
-def test_reduce_of_replica_ids_is_their_sum():
-    for replicas, expected in ((1, 0), (2, 1), (8, 28)):
-        strategy = mirrored(replicas)
-        ids = strategy.run(lambda: get_replica_context().replica_id_in_sync_group)
-        assert int(strategy.reduce("SUM", ids, axis=None)) == expected
-
-
-def test_reduce_over_replicas_alone_or_over_examples_too(two):
-    value = values(two, np.arange(4), np.arange(4, 8))
-    assert two.reduce("SUM", value, axis=None).tolist() == [4, 6, 8, 10]
-    assert int(two.reduce("SUM", value, axis=0)) == 28
-
-
 def test_a_last_batch_of_six_is_reduced_by_its_own_denominator(two):
     value = values(two, np.arange(4), np.arange(4, 6))
     assert int(two.reduce("SUM", value, axis=0)) == 15
