@@ -101,8 +101,6 @@ def test_a_damaged_step_is_passed_over_where_that_is_asked_for(tmp_path):
     max(files_of(where), key=lambda path: path.stat().st_size).unlink()
     with ml.Checkpointer(tmp_path) as ck:
         with pytest.warns(ml.errors.CheckpointWarning):
-            assert_same_bits(ck.restore(STATE, fallback=True), STATE)
-        with pytest.warns(ml.errors.CheckpointWarning):
             assert_same_bits(ck.resume(STATE), STATE)
 
 

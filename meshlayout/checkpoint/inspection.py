@@ -26,7 +26,7 @@ class Inspection:
     """The contents of a checkpoint; text by `str` or `print`, HTML in notebooks.
 
     `saved_at` is in UTC; `has_data` says whether it holds the state of an input
-    iterator; `nbytes` are the bytes of the state, and `file_bytes` those on the disk.
+    iterator; `nbytes` are the bytes of the state.
     """
 
     step: int
@@ -37,57 +37,43 @@ class Inspection:
     metrics: Mapping[str, float]
     has_data: bool
     nbytes: int
-    file_bytes: int
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], file_bytes: int) -> "Inspection":
+    def of(cls, facts: Mapping[str, Any]) -> "Inspection":
         """Returns the inspection of a step, from the facts of its save."""
         leaves = facts["items"]["state"]
-        specs = specs_of(leaves)
-        rows = [
-            (
-                x.path,
-                x.shape,
-                y["dtype"],
-                y.get("layout", ""),
-                y.get("mesh", ""),
-                x.nbytes,
-            )
-            for x, y in zip(specs, leaves, strict=True)
-        ]
-        return cls(
-            facts["step"],
-            datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
-            facts["processes"],
-            tuple(InspectedLeaf(*row) for row in rows),
-            facts["metadata"],
-            facts["metrics"],
-            facts["data"] is not None,
-            sum(spec.nbytes for spec in specs),
-            file_bytes,
+        on = [(leaf["dtype"], leaf.get("layout"), leaf.get("mesh")) for leaf in leaves]
+        rows = tuple(
+            InspectedLeaf(x.path, x.shape, dtype, layout or "", mesh or "", x.nbytes)
+            for x, (dtype, layout, mesh) in zip(specs_of(leaves), on, strict=True)
         )
+        saved_at = datetime.datetime.fromtimestamp(facts["time"], datetime.UTC)
+        names = "step", "processes", "metadata", "metrics"
+        step, processes, metadata, metrics = (facts[name] for name in names)
+        has_data, nbytes = facts["data"] is not None, sum(x.nbytes for x in rows)
+        return cls(step, saved_at, processes, rows, metadata, metrics, has_data, nbytes)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                self._title(),
-                _render.text_table(*self._table(), align="lllr"),
-                *self._notes(),
-            ]
-        )
+        return f"{self._title()}\n{_render.text_table(*self._table(), align='lllr')}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        texts = {"caption": self._title(), "notes": self._notes()}
-        return _render.html_table(*self._table(), align="lllr", **texts)
+        return _render.html_table(*self._table(), align="lllr", caption=self._title())
 
     def _title(self) -> str:
         meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}
-        on = f" on {', '.join(meshes)}" if meshes else ""
-        many = "" if self.num_processes == 1 else f" by {self.num_processes} processes"
-        return (
-            f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
+        facts = {
+            f"saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}": True,
+            f"by {self.num_processes} processes": self.num_processes > 1,
+            f"on {', '.join(meshes)}": meshes,
+            _render.bytes_text(self.nbytes): True,
+            f"metrics {self.metrics}": self.metrics,
+            f"metadata {self.metadata}": self.metadata,
+            "with the position of the data": self.has_data,
+        }
+        return ", ".join(
+            [f"step {self.step}", *(x for x, is_so in facts.items() if is_so)]
         )
 
     def _table(self) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -96,14 +82,3 @@ class Inspection:
             (x.path or "(the array)", text(x.dtype, x.shape), x.layout, size(x.nbytes))
             for x in self.leaves
         ]
-
-    def _notes(self) -> list[str]:
-        state, disk = map(_render.bytes_text, (self.nbytes, self.file_bytes))
-        metrics = ", ".join(f"{name} {x:.6g}" for name, x in self.metrics.items())
-        notes = {
-            f"{len(self.leaves)} leaves, {state}; {disk} on disk.": True,
-            f"metrics: {metrics}": metrics,
-            f"metadata: {self.metadata!r}": self.metadata,
-            "with the state of the input iterator": self.has_data,
-        }
-        return [text for text, is_there in notes.items() if is_there]
