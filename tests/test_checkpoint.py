@@ -432,7 +432,7 @@ def test_no_name_becomes_part_of_another(ck):
 def test_layouts_alone_go_by_the_paths_that_inspect_shows(ck, mesh_2x4):
     ck.save(1, train_state(mesh_2x4))
     mesh = ml.create_mesh({"fsdp": 8})
-    assert "params/up/kernel" in [leaf.path for leaf in ck.inspect().leaves]
+    assert "params/up/kernel" in ck.inspect().arrays
     made = ck.restore(ml.LayoutMap(mesh, {"^params/up/kernel$": (None, "fsdp")}))
     assert str(ml.fetch_layout(made["params"]["up"]["kernel"])) == "[unsharded, fsdp]"
     mu = made["opt_state"]["0"]["mu"]["up"]["kernel"]  # follows its parameter
@@ -637,19 +637,16 @@ def test_inspect_is_a_table_of_what_was_saved(ck, mesh_2x4):
     ck.save(7, state, metadata={"note": "x"}, metrics={"loss": 0.25}, data=Counter())
     ck.wait()
     found = ck.inspect(7)
-    lines = str(found).splitlines()
+    title, *table = str(found).splitlines()
     assert re.fullmatch(
-        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, on Mesh\(batch=2, "
-        r"model=4\), 136 B, metrics {'loss': 0.25}, metadata {'note': 'x'}, with the "
-        "position of the data",
-        lines[0],
+        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, 136 B, {'loss': 0.25}, "
+        "{'note': 'x'}",
+        title,
     )
-    assert lines[1:] == [
-        "path    array       layout          bytes",
-        "──────  ──────────  ──────────────  ─────",
-        "kernel  f32[8, 4]   [batch, model]  128 B",
-        "key     key<fry>[]                    8 B",
-        "steps   int[]                         0 B",
+    assert [line.split(maxsplit=1) for line in table[2:]] == [
+        ["kernel", "f32[8, 4] [batch, model] Mesh(batch=2, model=4)"],
+        ["key", "key<fry>[]"],
+        ["steps", "int[]"],
     ]
     assert (found.step, found.nbytes, found.metrics) == (7, 136, {"loss": 0.25})
     assert "kernel" in found._repr_html_()
@@ -746,12 +743,11 @@ def test_save_inside_jit_is_refused(ck):
     [
         (
             {"keep": 0},
-            "keep must be a positive integer, got 0. None is for no limit.",
+            "keep must be a positive integer, got 0.",
         ),
         (
             {"keep": np.arange(2)},
-            "keep must be a positive integer, got an array of shape (2,). None is for no "
-            "limit.",
+            "keep must be a positive integer, got an array of shape (2,).",
         ),
         (
             {"best": "loss"},
@@ -769,8 +765,7 @@ def test_a_wrong_directory_is_refused():
     with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(3)
     assert str(caught.value) == (
-        "a checkpoint directory must be a path, got 3. Write "
-        "Checkpointer('/data/run') or 'gs://...'."
+        "a checkpoint directory must be a path, got 3."
     )
 
 
@@ -792,8 +787,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
         "step must be a non-negative integer, got 'newest'."
     )
     assert message(lambda: ck.restore_numpy(step="best")) == (
-        "there is no best step without a metric. Write Checkpointer(directory, "
-        "best=('val_accuracy', 'max'))."
+        "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
     )
     assert message(lambda: ck.save(-1, {})) == (
         "step must be a non-negative integer, got -1."

@@ -347,8 +347,8 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
             with pytest.raises(ml.errors.CheckpointError) as caught:
                 ck.save(step, state_of(1, mesh_2x4))
             assert str(caught.value) == (
-                f"{tmp_path}/{step} is in the way: no Checkpointer of this version "
-                "wrote it, or it is damaged. Save to another directory, or remove it."
+                f"{tmp_path}/{step} is in the way: it is no intact step of this "
+                "version. Remove it."
             )
     assert files_of(tmp_path) == before
     assert restored(Checkpointer(tmp_path), mesh_2x4)[0] == 2
@@ -369,8 +369,7 @@ time.sleep(100)
 def test_of_two_runs_only_one_saves(tmp_path, monkeypatch):
     state = {"x": np.zeros(3)}
     refused = (
-        f"another run or Checkpointer saves to {tmp_path}. Save to another directory, "
-        "or end that one first."
+        f"another run or Checkpointer saves to {tmp_path}. End that one first."
     )
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)],

@@ -55,29 +55,23 @@ class Checkpointer:
 
     A step is saved completely or not at all: a killed process or a full disk leaves the
     earlier steps intact, and a step that is saved again is there at every moment. A
-    restore compares all files with what was saved. A step is a plain directory of
-    Orbax, and anyone can load its arrays without this package.
+    step is a plain directory of Orbax; a restore compares its files with their hashes.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
     stays in host memory until the files are written. The next save waits for that, and
     raises its error, as do `wait`, `close` and `restore`. A process that ends finishes
     its save first.
 
-    The first save locks the directory for this run until `close`, or the end of a
-    `with` block; any number of runs may read, which changes nothing on the disk. All
-    processes of a job open the checkpointer, on a directory that they share, and save
-    and restore the same steps in the same order.
+    The first save locks the directory for this run until `close`; any number of runs
+    may read, which changes nothing on the disk. All processes of a job share the
+    directory, and save and restore the same steps in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run` in Google Cloud Storage, which
-            needs gcsfs (the extra `gcs`) and has no locks.
+        directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
+            `gcs`) and has no locks.
         keep: How many of the latest steps to keep; None for all.
         every: Save only when this many steps have passed since the last save.
-        best: The name of a metric, and `"max"` or `"min"`: also keep the step with the
-            best value.
-
-    Raises:
-        CheckpointError: If an argument is wrong.
+        best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
 
     Example:
         >>> import tempfile
@@ -105,25 +99,19 @@ class Checkpointer:
         self._preemption, self._is_preempted = contextlib.ExitStack(), lambda: False
         self._last = 0  # the step that was saved or restored last
         self.directory = steps.as_directory(directory)
+        for name, count in {"keep": keep, "every": every}.items():
+            if count is not None:
+                _checks.count(name, count, error=CheckpointError)
         if best is not None and (len(best) != 2 or best[1] not in ("max", "min")):
             msg = f"best must be ('val_accuracy', 'max') or such, got {best!r}."
             raise CheckpointError(msg)
-        self.best = best
-        for name, count in {"keep": keep, "every": every}.items():
-            if count is not None:
-                _checks.count(
-                    name, count, error=CheckpointError, hint="None is for no limit."
-                )
-        self._keep, self._every = keep, every
+        self.best, self._keep, self._every = best, keep, every
         # A channel pairs messages by their order. The threads of saves have the same
         # one, as this thread uses it only once the last save has ended.
         self._channel = Channel(
             f"checkpoint/{next(_numbers)}",
             what="the same save or restore",
-            hint=(
-                "All processes have to open, save and restore the same checkpoints in "
-                "the same order; process 0 alone cannot."
-            ),
+            hint="All processes have to save and restore the same steps in one order.",
             timeout_s=_TIMEOUT_S,
             error=CheckpointError,
         )
@@ -152,16 +140,15 @@ class Checkpointer:
             step: The number of the step.
             state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
                 Linen variables, an Optax state.
-            data: The input iterator, whose position is saved with the state: an object
-                with `get_state()` and `set_state(state)`.
-            metadata: Other values: numbers, strings, lists and dicts of them; or a
-                function that returns them, which is called only if a save is due.
+            data: The input iterator, whose position is saved with the state.
+            metadata: Other values that JSON can hold; or a function that returns them,
+                which is called only if a save is due.
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
         Raises:
-            CheckpointError: If the state cannot be saved, an earlier save failed in the
-                background, or the processes save different states.
+            CheckpointError: If the state cannot be saved, an earlier save failed, or
+                the processes save different states.
             Preempted: After SIGTERM, once the step is saved.
         """
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
@@ -182,24 +169,17 @@ class Checkpointer:
             values = metadata() if callable(metadata) else metadata
             facts["metadata"] = positions.as_json(values, "metadata")
             facts["processes"] = jax.process_count()
-            paths = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
-            own = {
-                "the step": str(step),
-                "the directory": str(self.directory),
-                "the digest of paths, shapes and dtypes": paths[:8],
-            }
+            digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
+            own = {"the step": str(step), "the directory": str(self.directory)}
+            own["the digest of paths, shapes and dtypes"] = digest[:8]
             sums = replica_sums(x for tree in arrays.values() for x in tree.values())
             position = positions.position_of(data)
         messages = self._channel.exchange((own, sums, position))
         unlike = difference({p: x for p, (x, _, _) in messages.items()})
-        unlike = unlike or replica_difference(
-            {p: x for p, (_, x, _) in messages.items()}
-        )
+        sums = {process: x for process, (_, x, _) in messages.items()}
+        unlike = unlike or replica_difference(sums)
         if unlike:
-            msg = (
-                f"nothing is saved, as the processes differ: {unlike}. All of them "
-                "have to save the same state as the same step."
-            )
+            msg = f"nothing is saved, as the processes differ: {unlike}."
             raise CheckpointError(msg)
         all_positions = [x for _, _, x in messages.values()]
         facts["data"] = None if data is None else positions.joined(all_positions)
@@ -278,10 +258,7 @@ class Checkpointer:
 
     def _best_of(self, paths: Mapping[int, Path]) -> int | None:
         if self.best is None:
-            msg = (
-                "there is no best step without a metric. Write "
-                "Checkpointer(directory, best=('val_accuracy', 'max'))."
-            )
+            msg = "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
             raise CheckpointError(msg)
         metrics: dict[int, Mapping[str, float]] = {}
         for step, path in paths.items():
@@ -319,11 +296,11 @@ class Checkpointer:
         dtype: DTypeLike | None = None,
         verify: bool = True,
     ) -> Any:
-        r"""Returns a new state, or a new model, with the values that were saved.
+        """Returns a new state, or a new model, with the values that were saved.
 
         `like` stays as it is: write `model = checkpointer.restore(model)`. Every device
         reads only its own slices, whatever mesh, layouts and number of processes the
-        state was saved on. All files of the step are compared with what was saved.
+        state was saved on.
 
         Args:
             like: The state to restore into, concrete or abstract (`ml.describe`,
@@ -332,13 +309,10 @@ class Checkpointer:
                 device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
-            data: The input iterator, which is moved to its saved position. One that
-                cannot go there directly is read up to it.
-            partial: Whether arrays of `like` may be missing, and keep their values, and
-                extra saved arrays are ignored; or patterns of the paths to leave as
-                they are.
-            rename: `{pattern: replacement}`, applied to the saved paths as by
-                `re.sub`, for example `{r"^encoder/": "model/encoder/"}`.
+            data: The input iterator, which is moved to its saved position.
+            partial: Whether arrays may be missing, and keep their values in `like`, and
+                extra ones are ignored; or patterns of the paths to leave as they are.
+            rename: `{pattern: replacement}`, applied to the saved paths as by `re.sub`.
             dtype: A dtype for every array of its kind, if not that of `like`.
             verify: Whether to compare the hashes of all files, and not only the sizes.
 
@@ -369,11 +343,10 @@ class Checkpointer:
     def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
         """Returns the newest intact state, or `state` itself if nothing was saved.
 
-        Use this at the beginning of a training loop that calls `save` after each step.
-        From then on, until the checkpointer is closed, SIGTERM has the next `save`
-        save, and end the process with status 75: started again, it resumes there. The
-        iterator `data` is moved to its saved position. A damaged newest step is skipped
-        with a CheckpointWarning.
+        Use this at the beginning of a training loop that calls `save` after each step:
+        until `close`, SIGTERM has the next `save` save, and end the process with status
+        75. The iterator `data` is moved to its saved position. Damaged steps are
+        skipped, with a CheckpointWarning.
         """
         restored = self.newest(lambda step: self.restore(state, step=step, data=data))
         self._preemption.close()
@@ -391,8 +364,9 @@ class Checkpointer:
                 damaged.append(str(error))
                 continue
             if damaged:
-                which = f"restored step {step}, the newest that is intact."
-                msg = f"{which} Damaged: {' '.join(damaged)}"
+                msg = (
+                    f"restored step {step}, the newest intact one: {' '.join(damaged)}"
+                )
                 warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
             return result
         if damaged:
@@ -405,7 +379,6 @@ class Checkpointer:
     ) -> T:
         """Reads a step, the same on all processes, as `restore` and `Trainer` do."""
         self.wait()
-        _checks.flag("verify", verify, where="restore", error=CheckpointError)
         confirm = functools.partial(self._channel.exchange, None)
         while True:
             number, name, mark = self._channel.on_first(lambda: self._choose(step))

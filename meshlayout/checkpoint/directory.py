@@ -11,8 +11,7 @@ call is there a moment without an intact copy of a step: readers take a sealed `
 for step 5 if there is no `5`, and whoever takes the lock finishes what was cut off.
 
 In Google Cloud Storage nothing can be renamed. There Orbax writes a step under its own
-name, and commits it by a file that is written last and deleted first. The store has its
-own checksums, so that there are no seals.
+name, and commits it by a file that is written last and deleted first.
 """
 
 import contextlib
@@ -38,9 +37,8 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# What declares a step whole: here the sizes and hashes of its files, in a store a file
-# of Orbax. Orbax's metadata hold the facts of a step that we give it. Before this
-# format, steps had a manifest.
+# What declares a step whole: the sizes and hashes of its files, or Orbax's commit in a
+# store. What Orbax keeps for us: the facts of a step. What steps of older formats have.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
 _STEP = r"(0|[1-9]\d*)(\.new)?"
@@ -49,24 +47,21 @@ _LEFTOVER = r"\d+\.(new(\.orbax-checkpoint-tmp.*)?|deleting-\d+)"
 _TOKEN, _SHARED_S = ".shared", 5.0
 
 
-def path_text(name: str, path: object, hint: str = "") -> str:
+def path_text(name: str, path: object) -> str:
     """Returns a user's path as a string, or raises CheckpointError."""
     text = path.__fspath__() if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        msg = f"{name} must be a path, got {_checks.shown(path)}. {hint}"
-        raise CheckpointError(msg.rstrip())
+        raise CheckpointError(f"{name} must be a path, got {_checks.shown(path)}.")
     return text
 
 
 def as_directory(path: object) -> Path:
     """Returns an absolute path; in a store, Orbax's kind of path."""
-    hint = "Write Checkpointer('/data/run') or 'gs://...'."
-    text = path_text("a checkpoint directory", path, hint)
+    text = path_text("a checkpoint directory", path)
     if text.startswith("gs://"):
         require("gcsfs", extra="gcs", purpose="A directory in gs://")
         epath = require("etils.epath", extra="checkpoint", purpose="Checkpointing")
-        # What other machines write is seen at once. etils has no public way to reach
-        # its client; `test_checkpoint_store` notices if this is left out.
+        # What other machines write is seen at once (`test_checkpoint_store`).
         client = epath.backend.fsspec_backend.fs("gs://")
         client.invalidate_cache()
         client.dircache.use_listings_cache = False
@@ -105,17 +100,13 @@ def _is_step(path: Path) -> bool:
     """Returns whether it is whole, of an older format, or has only lost its seal."""
     if is_whole(path) or is_remote(path) or path.suffix:
         return is_whole(path)
-    with contextlib.suppress(OSError):
-        if b'"format"' in (path / _FACTS).read_bytes():
-            return True
-    return (path / _MANIFEST).exists()
+    return b'"format"' in (mark(path) or b"") or (path / _MANIFEST).exists()
 
 
 def mark(path: Path) -> bytes | None:
     """Returns what tells this copy of a step from one that takes its place."""
     with contextlib.suppress(OSError):
         return (path / _FACTS).read_bytes()  # the time of the save is among them
-    return None
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -133,34 +124,31 @@ def read_facts(path: Path) -> dict[str, Any]:
         if facts["format"] != 4:
             raise ValueError("it has another format")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path / _FACTS, f"cannot be read: {error}") from error
+        raise _damaged(path / _FACTS, error) from error
     return facts
 
 
 def check(path: Path, *, verify: bool) -> None:
-    """Compares this process's share of a step's files with what was saved.
+    """Raises DamagedCheckpointError unless this process's share of files is as saved.
 
-    Raises DamagedCheckpointError, which names the file. Without `verify`, only sizes
-    are compared.
+    Without `verify`, only sizes are compared.
     """
-    if is_remote(path):
-        return
     file = path / _SEAL
     try:
-        files = json.loads(file.read_bytes())
+        files = {} if is_remote(path) else json.loads(file.read_bytes())
         for name in _share({name: size for name, (size, _) in files.items()}):
             file, saved = path / name, files[name]
             found = _digest(file) if verify else [file.stat().st_size, saved[1]]
             if found != saved:
                 raise ValueError(f"size and SHA-256 are {found}, and were {saved}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, f"is not as it was saved: {error}") from error
+        raise _damaged(file, error) from error
 
 
-def _damaged(path: Path, what: str) -> DamagedCheckpointError:
+def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{path} {what}. Restore another step, or `resume`, which takes the newest "
-        "intact one; verify=False reads whatever is there."
+        f"{path} is not as it was saved: {error}. Restore another step, or `resume`, "
+        "which takes the newest intact one; verify=False reads whatever is there."
     )
 
 
@@ -170,21 +158,16 @@ def _damaged(path: Path, what: str) -> DamagedCheckpointError:
 def clear(directory: Path, step: int) -> None:
     """Makes room for a step, or raises CheckpointError if something else is there."""
     path = directory / str(step)
-    if not path.exists():
-        return
-    is_ours = is_whole(path)
-    if is_remote(path):
+    is_ours = is_whole(path) or not path.exists()
+    if is_remote(path) and path.exists():
         # What a save or deletion that was cut off left has no other files at its top.
         files = {x.name for x in path.iterdir() if not x.is_dir()}
         is_ours = files <= {"", _COMMIT, _FACTS, "orbax.checkpoint"}
+        if is_ours:
+            delete(path)
     if not is_ours:
-        msg = (
-            f"{path} is in the way: no Checkpointer of this version wrote it, or it is "
-            "damaged. Save to another directory, or remove it."
-        )
+        msg = f"{path} is in the way: it is no intact step of this version. Remove it."
         raise CheckpointError(msg)
-    if is_remote(path):
-        delete(path)
 
 
 def digests(path: Path) -> dict[str, list[Any]]:
@@ -269,20 +252,17 @@ _held: set[Path] = set()
 def lock(directory: Path, owner: object) -> Callable[[], Any]:
     """Takes the lock of a directory, and returns a function that frees it.
 
-    The system frees it with the process, and when the process closes any descriptor of
-    the file: nothing else may open it, and `_held` says whether this process has it.
+    The system frees it, too, when this process ends, or closes any descriptor of the
+    file: so nothing else opens it.
     """
     nobody = "%s cannot be locked (%s): nobody guards it from other runs"
     if is_remote(directory):
         logger.warning(nobody, directory, "it is in a store")
         return lambda: None
     key = directory.resolve()
-    busy = CheckpointError(
-        f"another run or Checkpointer saves to {directory}. Save to another directory, "
-        "or end that one first."
-    )
+    busy = f"another run or Checkpointer saves to {directory}. End that one first."
     if key in _held:
-        raise busy
+        raise CheckpointError(busy)
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -290,7 +270,7 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise busy from None
+        raise CheckpointError(busy) from None
     except (ImportError, OSError) as error:
         logger.warning(nobody, directory, error)
     _held.add(key)
@@ -316,10 +296,7 @@ def find_token(directory: Path, token: str) -> None:
     end_s, file = time.monotonic() + _SHARED_S, directory / _TOKEN
     while token and not (file.exists() and file.read_text() == token):
         if time.monotonic() > end_s:
-            msg = (
-                f"process {jax.process_index()} does not see what process 0 wrote to "
-                f"{directory}: the processes do not share this directory. Give one "
-                "that all machines share."
-            )
+            who = f"process {jax.process_index()} and process 0"
+            msg = f"{who} do not share the directory {directory}: all of them have to."
             raise CheckpointError(msg)
         time.sleep(0.02)

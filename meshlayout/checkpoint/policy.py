@@ -8,12 +8,7 @@ from meshlayout.errors import CheckpointError, did_you_mean
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
-    """Returns whether a step is to be saved, after the one saved or restored last.
-
-    Example:
-        >>> [is_due(step, 10, 12) for step in (19, 20, 25)]
-        [False, True, True]
-    """
+    """Returns whether a step is to be saved, after the one saved or restored last."""
     # Not `step % every`: with several steps per call, multiples may be passed over.
     return every is None or step // every > min(last, step) // every
 
@@ -21,12 +16,7 @@ def is_due(step: int, every: int | None, last: int) -> bool:
 def steps_to_delete(
     steps: Collection[int], keep: int | None, kept: Collection[int | None] = ()
 ) -> list[int]:
-    """Returns the steps to delete: neither the last ones nor `kept`.
-
-    Example:
-        >>> steps_to_delete([1, 2, 3, 4, 5, 6], 2, {3})
-        [1, 2, 4]
-    """
+    """Returns the steps to delete: neither the last ones nor `kept`."""
     old = [] if keep is None else sorted(steps)[:-keep]
     return [step for step in old if step not in kept]
 
@@ -34,12 +24,7 @@ def steps_to_delete(
 def best_of(
     best: tuple[str, str], metrics: Mapping[int, Mapping[str, float]]
 ) -> int | None:
-    """Returns the step with the best metric, the latest of a tie, or None.
-
-    Example:
-        >>> best_of(("loss", "min"), {1: {"loss": 0.5}, 2: {"loss": 0.3}, 3: {}})
-        2
-    """
+    """Returns the step with the best metric, the latest of a tie, or None."""
     name, mode = best
     sign = 1.0 if mode == "max" else -1.0
     values = {step: sign * found.get(name, math.nan) for step, found in metrics.items()}

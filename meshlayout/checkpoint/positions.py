@@ -62,15 +62,11 @@ def joined(positions: Sequence[Any]) -> list[Any]:
 
 
 def move_to_position(data: Any, positions: Sequence[Any]) -> None:
-    """Moves this process's iterator to its position among those of all processes.
-
-    One that cannot go there directly but takes `skip=True` reads up to it; the log says
-    so.
-    """
+    """Moves this process's iterator to its position among those of all processes."""
     if len(positions) not in (1, jax.process_count()):
+        count = f"{len(positions)} processes"
         msg = (
-            f"the step has {len(positions)} different positions of input iterators, of "
-            "as many processes. Restore on as many, or without data=."
+            f"the data were at other positions on each of {count}: restore on {count}."
         )
         raise CheckpointError(msg)
     state = positions[jax.process_index() % len(positions)]

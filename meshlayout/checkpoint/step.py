@@ -37,9 +37,8 @@ class Save:
     """One running save, of trees by name of arrays by path; see `orbax.start_writing`.
 
     A Future tells of its end, and whether the thread or an interrupted caller was
-    first. `Thread.join` cannot be trusted: in Python 3.11 and 3.12 an exception inside
-    it, such as Ctrl-C, marks a running thread as stopped. The channel connects the
-    threads of the processes; `after` is called on process 0 once the step exists.
+    first: in Python 3.11 and 3.12, Ctrl-C in `Thread.join` marks a running thread as
+    stopped. `after` is called on process 0 once the step exists.
     """
 
     def __init__(
@@ -76,8 +75,6 @@ class Save:
         return error
 
     def _finish(self) -> None:
-        if not self._end.done():
-            logger.info("the process ends once step %d is saved", self._step)
         error = self.error()
         if error is not None:  # no later call is left to raise it
             logger.error("%s", error)
@@ -121,8 +118,8 @@ class Save:
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
         activity.now.checkpoint = f"step {self._step} in {self._directory}"
-        size, save_s = _render.bytes_text(nbytes), time.perf_counter() - begin_s
-        logger.info("saved step %d: %s in %.2f s", self._step, size, save_s)
+        seconds, size = time.perf_counter() - begin_s, _render.bytes_text(nbytes)
+        logger.info("saved step %d: %s in %.2f s", self._step, size, seconds)
         channel.on_first(self._after)
 
     def _await(self, response: Any) -> None:
@@ -191,8 +188,7 @@ class SavedStep:
     def source(self, tree: str = "state") -> orbax.OrbaxTree:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
-        name = f"step {self.number}" + ("" if tree == "state" else f", {tree},")
-        return orbax.OrbaxTree(self.path, tree, leaves, name, self.confirm)
+        return orbax.OrbaxTree(self.path, tree, leaves, str(self.path), self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
