@@ -364,9 +364,8 @@ class Checkpointer:
                 damaged.append(str(error))
                 continue
             if damaged:
-                msg = (
-                    f"restored step {step}, the newest intact one: {' '.join(damaged)}"
-                )
+                msg = f"restored step {step}, the newest that is intact."
+                msg = " ".join([msg, *damaged])
                 warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
             return result
         if damaged:
