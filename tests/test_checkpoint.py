@@ -764,9 +764,7 @@ def test_a_wrong_option_is_refused(tmp_path, options, message):
 def test_a_wrong_directory_is_refused():
     with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(3)
-    assert str(caught.value) == (
-        "a checkpoint directory must be a path, got 3."
-    )
+    assert str(caught.value) == ("a checkpoint directory must be a path, got 3.")
 
 
 def test_steps_that_do_not_exist_are_refused(ck):

@@ -368,9 +368,7 @@ time.sleep(100)
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_of_two_runs_only_one_saves(tmp_path, monkeypatch):
     state = {"x": np.zeros(3)}
-    refused = (
-        f"another run or Checkpointer saves to {tmp_path}. End that one first."
-    )
+    refused = f"another run or Checkpointer saves to {tmp_path}. End that one first."
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
