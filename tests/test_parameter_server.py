@@ -108,7 +108,6 @@ def test_one_worker_computes_what_flax_alone_does(monkeypatch, num_servers):
     assert_same_state(training.model, model)
     assert_same_state(training.optimizer, optimizer)
     assert training.num_steps[...] == 6
-    assert training.ray.num_duplicates == 0
     # A second round starts from where the first one ended.
     training.run(2)
     assert_same_state(training.model, trained_alone(8)[0])
@@ -122,16 +121,10 @@ def test_two_workers_apply_each_closure_once(monkeypatch):
     assert training.coordinator.done()
 
 
-# Two servers: the pushes of a closure are two calls, and a worker can die between them.
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("method", ["pull", "push"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(
-    monkeypatch, when, method, count
-):
+def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(monkeypatch, when):
     def fault(*event):
-        if event == (when, method, count):
+        if event == (when, 3):
             raise WorkerKilled
 
     training = Training(monkeypatch, 1, 2, fault=fault)
@@ -140,14 +133,10 @@ def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(
     assert np.isfinite(losses).all()
     assert training.ray.num_workers_started == 2
     assert training.optimizer.step[...] == training.num_steps[...] == 6
-    # Of the push that had arrived, the second one is left out.
-    arrived = {("before", 3): 1, ("after", 2): 1, ("after", 3): 2}
-    expected = arrived.get((when, count), 0) if method == "push" else 0
-    assert training.ray.num_duplicates == expected
 
 
 def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
-    def fault(when, method, count):
+    def fault(when, count):
         raise WorkerKilled
 
     training = Training(monkeypatch, 1, fault=fault)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
 from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.parameter_server.pushes import worker_strategy
+from meshlayout.distribute.parameter_server.worker import worker_strategy
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
@@ -66,6 +65,7 @@ class ParameterServerStrategy(Strategy):
         # Objects on the coordinator are on one of its devices.
         mesh = create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
         super().__init__(mesh)
+        self._coordinator: Any = None
 
     def run(
         self,
@@ -86,9 +86,5 @@ class ParameterServerStrategy(Strategy):
         return worker_strategy, ()
 
     def __repr__(self) -> str:
-        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        servers = f"{self.num_servers} parameter server{'s' * (self.num_servers > 1)}"
-        return f"{type(self).__name__}({workers}, {servers})"
-
-    def _store(self, variable: "nnx.Variable[Any]") -> None:
-        """Leaves a Variable as it is: the coordinator places it when it is used."""
+        counts = f"num_workers={self.num_workers}, num_servers={self.num_servers}"
+        return f"{type(self).__name__}({counts})"
