@@ -54,7 +54,7 @@ class LocalRay:
         RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
     )
 
-    cloudpickle = types.SimpleNamespace(CloudPickler=cloudpickle.Pickler)
+    cloudpickle = cloudpickle
 
     def __init__(self, fault=None):
         self.fault = fault or (lambda when, count: None)

@@ -77,16 +77,12 @@ class ReplicaProgram:
         self._forgotten: dict[int, str] = {}
         mask = arguments.mask
         self._rows = None if mask is None else mask.shape[0] // self._count
-        entries = capture.walk(fn, arguments.objects)
-        self._path = capture.namer(entries)
-        with capture.refuse_appends(fn, self._name, entries):
+        self.roots = capture.Roots(fn, arguments.objects)
+        with self.roots.refuse_appends(self._name):
             nodes = self._examine(arguments)
-        touched = {*map(id, self.variables), *nodes}
-        self.roots = capture.Roots(entries, touched, gone)
         self.modes = Modes([x.node for x in nodes.values()], gone)
         self._place()
-        paths = {id(x): self._path(x) for x in self._changed_variables}
-        self._path = lambda variable: paths.get(id(variable), "")
+        self.roots.keep({*map(id, self.variables), *nodes}, gone)
 
         def step(state: Any, rest: Any, leaves: Any) -> Any:
             return self._traced_step(state, rest, leaves)
@@ -441,13 +437,20 @@ class ReplicaProgram:
         return values
 
     def _placed(self, index: int, value: Leaf) -> Any:
-        path, is_own = self._path(self.variables[index]), self._is_own[index]
+        is_own = self._is_own[index]
 
         def place(x: Leaf) -> Any:
-            return self._strategy._place(path, x, is_own=is_own)
+            try:
+                return self._strategy._place("", x, is_own=is_own)
+            except StrategyError:  # named only now: the search takes time
+                path = self._path(self.variables[index])
+                return self._strategy._place(path, x, is_own=is_own)
 
         with jax.ensure_compile_time_eval():
             return jax.tree.map(place, value, is_leaf=_is_per_replica)
+
+    def _path(self, variable: Variable) -> str:
+        return capture.Roots(self._fn, self._arguments.objects).path_of(variable)
 
     def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
@@ -475,12 +478,12 @@ class ReplicaProgram:
 
     def __call__(self, fn: Callable[..., PyTree], arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        inputs = self.inputs(arguments)
-        if _jax.is_tracing():
-            self._check_trace()
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._fn, self._arguments = fn, arguments
         try:
+            inputs = self.inputs(arguments)
+            if _jax.is_tracing():
+                self._check_trace()
             state, out = self.step(*inputs)
         finally:
             self._fn = self._arguments = None

@@ -14,7 +14,7 @@ import pickle
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,21 +52,12 @@ class RemoteValue(Future[PyTree]):
     num_lost = 0
 
     def fetch(self) -> PyTree:
-        """Waits for the function, and returns what it returned, as NumPy arrays.
-
-        Raises:
-            StrategyError: If it was cancelled.
-            Exception: The function's own exception, if it raised one.
-        """
+        """Waits for the function; returns NumPy arrays, or raises its exception."""
         return self.result()
 
 
-class PerWorkerDataset(Iterator[Any]):
-    """A dataset of which each worker has its own.
-
-    Made by `ClusterCoordinator.create_per_worker_dataset`. `iter` makes an iterator of
-    it, to be passed to scheduled functions, which call `next`.
-    """
+class PerWorkerDataset:
+    """A dataset of which each worker has its own, or an iterator of it."""
 
     def __init__(self, dataset_fn: Any, iterators: dict[int, Any]) -> None:
         self._dataset_fn, self._iterators = dataset_fn, iterators
@@ -77,11 +68,7 @@ class PerWorkerDataset(Iterator[Any]):
         return PerWorkerDataset(self._dataset_fn, self._iterators)
 
     def __next__(self) -> Any:
-        msg = (
-            "next(iterator) was called on the coordinator, and the batches are on the "
-            "workers. Pass the iterator to a scheduled function, as in schedule(step, "
-            "args=(iterator,)), and call next(iterator) there."
-        )
+        msg = "the batches are on the workers: call next in a scheduled function."
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
@@ -93,13 +80,10 @@ class ClusterCoordinator:
 
     A scheduled function runs on one worker as it is, one operation at a time; what is
     worth compiling goes through `strategy.run(fn, args)`. `next(iterator)` takes a
-    worker's own next batch. An optimizer's `update` pushes gradients to the parameter
-    servers, which apply them, once per closure, when the function has ended; until
-    then, it sees parameters as they were at its beginning.
-
-    Random streams of models (`nnx.Dropout`) differ between closures, and start again
-    from the same numbers if a closure is run again. `nnx.BatchStat` variables, metrics,
-    and variables with `aggregation="sum"` or `"mean"` get all closures' changes added.
+    worker's own next batch. What `optimizer.update` gets is applied on the parameter
+    servers, exactly once, when the function has ended; it sees parameters as they were
+    when it began. `nnx.BatchStat` variables, metrics, and variables with
+    `aggregation="sum"` or `"mean"` get the changes of all functions added.
 
     Args:
         strategy: The strategy.
@@ -136,7 +120,7 @@ class ClusterCoordinator:
         self._iterators: dict[int, Any] = {}
         self._numbers = itertools.count()
         self._queue = queue.Queue[tuple[Closure, RemoteValue] | None]()
-        self._failed: tuple[str, BaseException] | None = None
+        self._failed: BaseException | None = None
         for worker in range(strategy.num_workers):
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
 
@@ -149,8 +133,7 @@ class ClusterCoordinator:
         """Runs a function on any worker, some time later; returns at once.
 
         Args:
-            fn: The function. It may use NNX models, optimizers and metrics, and returns
-                arrays, numbers, and trees of them.
+            fn: The function. It may use NNX models, optimizers and metrics.
             args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
@@ -158,9 +141,6 @@ class ClusterCoordinator:
         Returns:
             Where its result will be. If a function that was scheduled before has raised
             an exception, this one is cancelled, until `join` has raised that.
-
-        Raises:
-            StrategyError: If it cannot be sent to a worker, or a server has died.
         """
         if not callable(fn) or not isinstance(args, (tuple, list)):
             msg = "schedule takes a function and a tuple of its arguments: args=(x,)."
@@ -168,7 +148,7 @@ class ClusterCoordinator:
         if type(fn).__module__.partition(".")[0] in ("jax", "jaxlib", "flax"):
             # A jitted function could not draw batches, nor push.
             fn = getattr(fn, "__wrapped__", fn)
-        name, inputs = getattr(fn, "__qualname__", type(fn).__name__), []
+        inputs: list[Any] = []
 
         def apart(leaf: Any) -> Any:
             kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
@@ -179,16 +159,17 @@ class ClusterCoordinator:
 
         tree = tuple(args), dict(kwargs or {})
         arguments = jax.tree.map(apart, tree, is_leaf=is_whole)
+        name = getattr(fn, "__qualname__", type(fn).__name__)
         note = (
             f"schedule pickles {name}, with all that it uses, to send it to a worker. "
-            "Make files, locks and connections in the dataset function, which runs "
-            "there."
+            "Make files and locks in the dataset function, which runs there."
         )
-        with self._store.lock, _checks.noted(note):
-            payload, variables = pickled((fn, arguments), self._store.name)
-            self._store.place([*variables])
+        with self._store.lock:
+            with _checks.noted(note):
+                payload, variables = pickled((fn, arguments), self._store.name)
+            self._store.place(variables)
         number, values = next(self._numbers), pickle.dumps(inputs)
-        closure = Closure(name, number, self._put(payload), values, [*variables])
+        closure = Closure(name, number, self._put(payload), values, variables)
         result = RemoteValue()
         result.set_running_or_notify_cancel()
         self._queue.put((closure, result))
@@ -202,10 +183,9 @@ class ClusterCoordinator:
 
         Raises:
             Exception: The exception of a function, with the worker's traceback as a
-                note. Functions that had not started are cancelled. It is raised once;
-                then functions can be scheduled again.
-            StrategyError: If a parameter server died; says which checkpoint is the
-                last.
+                note. Those that had not started are cancelled. It is raised once; then
+                functions can be scheduled again.
+            StrategyError: If a parameter server died; names the last checkpoint.
         """
         with self._store.lock:
             self._store.place()
@@ -222,29 +202,23 @@ class ClusterCoordinator:
         return True
 
     def fetch(self, value: PyTree) -> PyTree:
-        """Waits for the results in a tree of `RemoteValue`s, and returns them.
-
-        Raises:
-            Exception: The exception of one of the functions; `join` raises it as well.
-        """
-        return jax.tree.map(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value
-        )
+        """Waits for the `RemoteValue`s in a tree, and returns their results."""
+        fetched = lambda x: x.fetch() if isinstance(x, RemoteValue) else x  # noqa: E731
+        return jax.tree.map(fetched, value)
 
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any]
     ) -> PerWorkerDataset:
         """Makes a dataset on each worker, by calling a function there.
 
+        `iter` makes an iterator of it, to be passed to scheduled functions. A batch
+        that one has taken is used up, also if it then fails.
+
         Args:
             dataset_fn: Called as `dataset_fn(context)` if it needs an argument, else as
                 `dataset_fn()`; returns anything that yields batches.
                 `context.input_pipeline_id` is the worker's number. A worker that
                 replaces a dead one calls it anew.
-
-        Returns:
-            What `iter` makes an iterator of, to be passed to scheduled functions. A
-            batch that was taken is used up, also if the function then fails.
         """
         takes_context = any(
             x.default is x.empty and x.kind < x.VAR_POSITIONAL
@@ -254,10 +228,7 @@ class ClusterCoordinator:
         return PerWorkerDataset(put, self._iterators)
 
     def shutdown(self) -> None:
-        """Ends workers and servers; what has not run is cancelled.
-
-        Call `join` before. The coordinator cannot be used afterwards.
-        """
+        """Ends workers and servers; call `join` before."""
         ended = StrategyError("the coordinator was shut down.")
         self._store.ended = self._store.ended or ended
         for _ in range(self.strategy.num_workers):
@@ -272,34 +243,33 @@ class ClusterCoordinator:
         self.shutdown()
 
     def _serve(self, worker: int) -> None:
-        """Runs closures on one worker, and starts another when that dies."""
-        count, options = self.strategy.num_workers, self.strategy._worker_options
-        start = self._ray.remote(RemoteWorker).options(**options).remote
+        """Has a worker run closures, and starts another when it dies."""
         while (scheduled := self._queue.get()) is not None:
             closure, result = scheduled
             try:
-                if worker not in self._workers:
-                    self._workers[worker] = start(worker, count)
                 result.set_result(self._run(worker, closure))
             except BaseException as error:
                 is_lost = isinstance(error, self._ray.exceptions.RayActorError)
                 if is_lost:
                     del self._workers[worker]
                     result.num_lost += 1
-                if is_lost and result.num_lost < _MOST_LOST:
+                    error.add_note(f"{closure.name} was running on this worker.")
+                if is_lost and result.num_lost < _MOST_LOST and not self._store.ended:
                     self._queue.put(scheduled)
                 else:
-                    self._failed = self._failed or (closure.name, error)
+                    self._failed = self._failed or error
                     result.set_exception(error)
             self._queue.task_done()
 
     def _run(self, worker: int, closure: Closure) -> PyTree:
-        store, ray = self._store, self._ray
+        store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
-            kind = type(self._failed[1]).__name__
-            msg = f"{closure.name} was cancelled: {self._failed[0]} raised {kind}."
+            msg = f"{closure.name} was cancelled: another one raised {self._failed!r}."
             raise StrategyError(msg)
+        if worker not in self._workers:
+            start = ray.remote(RemoteWorker).options(**strategy._worker_options).remote
+            self._workers[worker] = start(worker, strategy.num_workers)
         pulled = store.pull(closure.variables)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
         answers = run.remote(closure, dict(self._iterators), *pulled.values())
@@ -322,6 +292,6 @@ class ClusterCoordinator:
 
     def _raise_error(self) -> None:
         self._store.wait({})
-        if self._failed is not None:
-            (_, error), self._failed = self._failed, None
+        error, self._failed = self._failed, None
+        if error is not None:
             raise error

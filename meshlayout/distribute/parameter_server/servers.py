@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
-from meshlayout.layout_map.optimizer_states import find_slots
+from meshlayout.layout_map.optimizer_slots import find_slots
+
+
+# What a closure changes on a server: gradients for optimizers, and increments.
+Push: TypeAlias = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
 
 class UpdateRule(NamedTuple):
@@ -32,13 +36,6 @@ class UpdateRule(NamedTuple):
     params: PyTree
     slots: PyTree
     step: str
-
-
-class Push(NamedTuple):
-    """What a closure changes on a server: gradients for optimizers, and increments."""
-
-    grads: list[tuple[str, dict[str, Any]]]
-    added: dict[str, Any]
 
 
 class ParameterServer:
@@ -66,8 +63,9 @@ class ParameterServer:
 
     def push(self, push: Push) -> None:
         """Applies what a closure changes."""
-        new = {name: self._values[name] + x for name, x in push.added.items()}
-        for optimizer, grads in push.grads:
+        updates, added = push
+        new = {name: self._values[name] + x for name, x in added.items()}
+        for optimizer, grads in updates:
             new |= self._updates[optimizer](self._values | new, grads)
         # An error comes up here at the latest, when nothing has been changed.
         self._values |= jax.block_until_ready(new)
@@ -124,15 +122,16 @@ class VariableStore:
 
     def place_optimizer(self, name: str, params: PyTree) -> None:
         """Puts the state of an optimizer on the servers of its parameters."""
-        optimizer, places, names = (
-            self._objects[name],
-            self._places,
-            jax.tree.leaves(params),
-        )
+        optimizer, places = self._objects[name], self._places
         if name in self._rules and self._rules[name].tx is optimizer.tx:
             return
-        is_leaf = _paths.is_nnx_object
-        slots = jax.tree.map(self.name, optimizer.opt_state, is_leaf=is_leaf)
+
+        def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
+            value = _paths.box_value(variable)
+            return self.name(variable) if jax.tree.leaves(value) else value
+
+        is_leaf, names = _paths.is_nnx_object, jax.tree.leaves(params)
+        slots = jax.tree.map(slot_of, optimizer.opt_state, is_leaf=is_leaf)
         rule = UpdateRule(optimizer.tx, params, slots, self.name(optimizer.step))
         values, state = jax.tree.map(self._value, (params, slots))
         servers = tuple({places[n][0]: None for n in names})
@@ -147,7 +146,8 @@ class VariableStore:
             )
             raise StrategyError(msg)
         added, places[rule.step] = jax.tree.leaves(slots), servers
-        for slot_name, slot in zip(added, find_slots(state, values), strict=True):
+        found = find_slots(*(_paths.flatten(tree).leaves for tree in (state, values)))
+        for slot_name, slot in zip(added, found, strict=True):
             places[slot_name] = places[names[slot.param]] if slot else servers
         self._send([*added, rule.step], {name: rule})
         self._rules[name] = rule

@@ -14,7 +14,7 @@ dataset as its number.
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshlayout import _checks, _optional, _paths
+from meshlayout import _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
-from meshlayout.distribute.capture import namer, refuse_appends, walk
+from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.parameter_server.servers import Push
 from meshlayout.distribute.strategies import OneDeviceStrategy
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
@@ -43,10 +43,7 @@ def ray_module() -> Any:
 
 
 class Closure(NamedTuple):
-    """A function and its arguments, pickled; arrays and numbers apart, as `inputs`.
-
-    The `payload` is the same for each call of a function: so workers know it.
-    """
+    """A pickled function with its arguments: of these, arrays and numbers apart."""
 
     name: str
     number: int
@@ -56,7 +53,7 @@ class Closure(NamedTuple):
 
 
 class Input(int):
-    """Stands for one of a closure's inputs."""
+    """Stands for one of the arrays and numbers among the arguments of a closure."""
 
 
 def is_whole(argument: object) -> bool:
@@ -103,8 +100,9 @@ class RemoteWorker:
             arrays[name] = x
         for name, x in arrays.items():
             set_raw_value(self.variables[name], x)
+        roots = Roots(fn)
         try:
-            with refuse_appends(fn, closure.name):
+            with roots.refuse_appends(closure.name):
                 result = fn(*args, **kwargs)
         except StopIteration:
             msg = (
@@ -116,16 +114,16 @@ class RemoteWorker:
         changed = {
             n for n, x in arrays.items() if raw_value(self.variables[n]) is not x
         }
-        pushes = [self._push(fn, part, changed) for part in pulled]
+        pushes = [self._push(roots, part, changed) for part in pulled]
         params = {optimizer: self.params[optimizer] for optimizer, _ in self.grads}
         return jax.device_get(result), params, *pushes
 
-    def _push(self, fn: Any, values: Mapping[str, Any], changed: set[str]) -> Push:
+    def _push(self, roots: Roots, values: Mapping[str, Any], changed: set[str]) -> Push:
         """Returns what a closure changes on the server that has these variables."""
-        push = Push([], {})
+        push: Push = [], {}
         for (optimizer, _), grads in self.grads.items():
             own = {n: np.asarray(x) for n, x in grads.items() if n in values}
-            push.grads.extend([(optimizer, own)] if own else [])
+            push[0].extend([(optimizer, own)] if own else [])
         for name in sorted(changed & values.keys()):
             variable, old = self.variables[name], values[name]
             new = np.asarray(raw_value(variable))
@@ -133,21 +131,25 @@ class RemoteWorker:
                 continue  # Flax's transforms give Variables back as new arrays.
             if aggregation(variable) in (None, "first", "per_replica"):
                 msg = (
-                    f"the closure changes {namer(walk(fn))(variable)} without an "
+                    f"the closure changes {roots.path_of(variable)} without an "
                     "nnx.Optimizer, and what several workers assign would get lost. "
                     'Make it with nnx.Variable(x, aggregation="sum") to add changes up.'
                 )
                 raise StrategyError(msg)
-            push.added[name] = new - old
+            push[1][name] = new - old
         return push
+
+    def take(self, updates: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Takes the gradients of optimizers, which are pushed when the closure ends."""
+        for optimizer, grads in updates:
+            self.grads[optimizer, len(self.grads)] = grads
 
     def iterator(self, number: int) -> Any:
         """Returns what an iterator of a per-worker dataset is on this worker."""
         if number not in self._iterators:
             dataset_fn, takes_context = ray_module().get(self._datasets[number])
-            with _checks.noted(f"in the dataset function on worker {self._index}"):
-                batches = dataset_fn(*[self._context] * takes_context)
-                self._iterators[number] = iter(batches)
+            batches = dataset_fn(*[self._context] * takes_context)
+            self._iterators[number] = iter(batches)
         return self._iterators[number]
 
     def variable(self, name: str, kind: Any, metadata: Any, random: Any) -> Any:
@@ -167,12 +169,10 @@ def on_worker(method: str, *args: Any) -> Any:
     return getattr(_worker.get(), method)(*args)
 
 
-def pickled(
-    closure: PyTree, name_of: Callable[[Any], str]
-) -> tuple[bytes, dict[str, None]]:
+def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list[str]]:
     """Returns a pickled closure, and the names of the variables in it."""
-    file, names = io.BytesIO(), dict[str, None]()
-    pickler = ray_module().cloudpickle.CloudPickler(file)
+    file, names = io.BytesIO(), list[str]()
+    pickler = ray_module().cloudpickle.Pickler(file)
     reduce_other = pickler.reducer_override
 
     def reduce(obj: Any) -> Any:
@@ -188,7 +188,7 @@ def pickled(
         if not isinstance(obj, nnx.Variable):
             return reduce_other(obj)
         name, is_random = name_of(obj), isinstance(obj, nnx.RngState)
-        names.update({} if is_random else {name: None})
+        names.extend([] if is_random else [name])  # once for each, as it is pickled
         random = _paths.box_value(obj) if is_random else None
         metadata = dict(obj.get_metadata())
         return on_worker, ("variable", name, type(obj), metadata, random)
@@ -210,20 +210,18 @@ class RemoteOptimizer:
         model, grads = args if self.model is None else (self.model, *args)
         worker, state = _worker.get(), nnx.state(model, self.wrt)
         own = {id(variable): name for name, variable in worker.variables.items()}
-        nodes = dict(nnx.iter_graph(model))
-        names = {id(x): own.get(id(nodes[p])) for p, x in nnx.to_flat_state(state)}
-        if None in names.values():
+        params = jax.tree.map(lambda x: own.get(id(x), ""), state, is_leaf=is_whole)
+        names, values = jax.tree.leaves(params), nnx.state(grads, self.wrt)
+        if "" in names:
             msg = (
                 "optimizer.update got copies of its model's parameters, as in nnx.jit. "
                 "Compile the step by strategy.run."
             )
             raise StrategyError(msg)
-        params = jax.tree.map(lambda x: names[id(x)], state, is_leaf=is_whole)
-        values = jax.tree.leaves(nnx.state(grads, self.wrt), is_leaf=is_whole)
-        arrays = [raw_value(x) if is_whole(x) else x for x in values]
+        leaves = jax.tree.leaves(values, is_leaf=is_whole)
+        arrays = [raw_value(x) if is_whole(x) else x for x in leaves]
         worker.params[self.name] = params
-        by_name = dict(zip(jax.tree.leaves(params), arrays, strict=True))
-        worker.grads[self.name, len(worker.grads)] = by_name
+        worker.take([(self.name, dict(zip(names, arrays, strict=True)))])
 
 
 class WorkerStrategy(OneDeviceStrategy):
@@ -235,9 +233,7 @@ class WorkerStrategy(OneDeviceStrategy):
         """Compiles and calls a function, and hands its gradients over."""
         call = functools.partial(_with_grads, fn)
         result, grads = super().run(call, args, kwargs, options)
-        for (optimizer, _), by_name in grads.items():
-            worker = _worker.get()
-            worker.grads[optimizer, len(worker.grads)] = by_name
+        _worker.get().take((name, by_name) for (name, _), by_name in grads.items())
         return result
 
 
