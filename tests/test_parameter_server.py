@@ -49,8 +49,7 @@ def loss_of(model, batch):
 class Training:
     """A model, an optimizer and a counter in a strategy's scope, and a step."""
 
-    def __init__(self, monkeypatch, *args, tx=None, make=Net, data=batches, **options):
-        strategy, coordinator, ray = start(monkeypatch, *args, **options)
+    def __init__(self, strategy, coordinator, *, tx=None, make=Net, data=batches):
         with strategy.scope():
             model = make(rngs=nnx.Rngs(0))
             optimizer = nnx.Optimizer(model, tx or optax.adam(0.1), wrt=nnx.Param)
@@ -63,17 +62,34 @@ class Training:
             num_steps[...] += 1
             return loss
 
-        self.strategy, self.coordinator, self.ray = strategy, coordinator, ray
+        self.strategy, self.coordinator, self.step = strategy, coordinator, step
         self.model, self.optimizer, self.num_steps = model, optimizer, num_steps
-        self.step = step
-        self.iterator = iter(coordinator.create_per_worker_dataset(lambda: data()))
+        dataset_fn = lambda context: data(context.input_pipeline_id)  # noqa: E731
+        self.iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+
+    def schedule(self, count):
+        args = (self.iterator,)
+        return [self.coordinator.schedule(self.step, args) for _ in range(count)]
 
     def run(self, count):
-        results = [
-            self.coordinator.schedule(self.step, (self.iterator,)) for _ in range(count)
-        ]
+        results = self.schedule(count)
         self.coordinator.join()
         return self.coordinator.fetch(results)
+
+
+@pytest.fixture
+def make_training(monkeypatch):
+    """Returns a function that makes a `Training` on a local Ray."""
+
+    def make(num_workers=1, num_servers=1, fault=None, checkpointer=None, **options):
+        strategy, coordinator, ray = start(
+            monkeypatch, num_workers, num_servers, fault, checkpointer=checkpointer
+        )
+        made = Training(strategy, coordinator, **options)
+        made.ray = ray
+        return made
+
+    return make
 
 
 def trained_alone(count, tx=None, make=Net):
@@ -98,8 +114,8 @@ def assert_same_state(*pair):
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_one_worker_computes_what_flax_alone_does(monkeypatch, num_servers):
-    training = Training(monkeypatch, 1, num_servers)
+def test_one_worker_computes_what_flax_alone_does(make_training, num_servers):
+    training = make_training(1, num_servers)
     losses = training.run(6)
     model, optimizer, expected = trained_alone(6)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
@@ -111,31 +127,31 @@ def test_one_worker_computes_what_flax_alone_does(monkeypatch, num_servers):
     assert_same_state(training.model, trained_alone(8)[0])
 
 
-def test_two_workers_apply_each_closure_once(monkeypatch):
-    training = Training(monkeypatch, 2, 2)
+def test_two_workers_apply_each_closure_once(make_training):
+    training = make_training(2, 2)
     assert np.isfinite(training.run(20)).all()
     assert training.optimizer.step[...] == training.num_steps[...] == 20
     assert training.coordinator.done()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(monkeypatch, when):
+def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(make_training, when):
     def fault(*event):
         if event == (when, 3):
             raise WorkerKilled
 
-    training = Training(monkeypatch, 1, 2, fault=fault)
+    training = make_training(1, 2, fault=fault)
     losses = training.run(6)
     assert np.isfinite(losses).all()
     assert training.ray.num_workers_started == 2
     assert training.optimizer.step[...] == training.num_steps[...] == len(losses) == 6
 
 
-def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
+def test_a_closure_that_kills_every_worker_is_given_up(make_training):
     def fault(when, count):
         raise WorkerKilled
 
-    training = Training(monkeypatch, 1, fault=fault)
+    training = make_training(1, fault=fault)
     with pytest.raises(RayActorError, match="killed") as caught:
         training.run(1)
     assert training.ray.num_workers_started == 5
@@ -143,10 +159,10 @@ def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
 
 
 def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
-    monkeypatch, tmp_path
+    make_training, tmp_path
 ):
     with ml.Checkpointer(tmp_path / "run") as ck:
-        training = Training(monkeypatch, 1, 2, checkpointer=ck)
+        training = make_training(1, 2, checkpointer=ck)
         training.run(3)
         ck.save(3, {"model": training.model, "optimizer": training.optimizer})
         ck.wait()
@@ -178,8 +194,8 @@ def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
         assert_same_state(training.optimizer, trained_alone(4)[1])
 
 
-def test_an_exception_surfaces_in_join_with_the_users_traceback(monkeypatch):
-    training = Training(monkeypatch)
+def test_an_exception_surfaces_in_join_with_the_users_traceback(make_training):
+    training = make_training()
     schedule, args = training.coordinator.schedule, (training.iterator,)
 
     def broken(iterator):
@@ -220,10 +236,10 @@ class Noisy(nnx.Module):
 
 
 @pytest.mark.slow
-def test_statistics_dropout_and_modes_are_those_of_a_closures_model(monkeypatch):
+def test_statistics_dropout_and_modes_are_those_of_a_closures_model(make_training):
     def trained():
-        data = lambda: itertools.repeat(next(batches()))  # noqa: E731
-        training = Training(monkeypatch, make=Noisy, tx=optax.sgd(0.0), data=data)
+        data = lambda _: itertools.repeat(next(batches()))  # noqa: E731
+        training = make_training(make=Noisy, tx=optax.sgd(0.0), data=data)
         return training, training.run(4)
 
     (training, first), (_, second) = trained(), trained()
@@ -279,8 +295,8 @@ def test_keys_and_numbers_travel_and_a_function_that_is_known_is_kept(monkeypatc
     assert answer == (value + 3, code)
 
 
-def test_a_jitted_step_and_an_optimizer_that_holds_its_model_work_alike(monkeypatch):
-    training = Training(monkeypatch)
+def test_a_jitted_step_and_an_optimizer_that_holds_its_model_work_alike(make_training):
+    training = make_training()
     with training.strategy.scope():
         model = Net(rngs=nnx.Rngs(0))
         both = nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -294,8 +310,8 @@ def test_a_jitted_step_and_an_optimizer_that_holds_its_model_work_alike(monkeypa
     assert_same_state(model, trained_alone(3)[0])
 
 
-def test_two_updates_in_a_closure_are_two_updates(monkeypatch):
-    training = Training(monkeypatch, 1, 2, tx=optax.sgd(0.1))
+def test_two_updates_in_a_closure_are_two_updates(make_training):
+    training = make_training(1, 2, tx=optax.sgd(0.1))
     ones = jax.tree.map(jnp.ones_like, nnx.state(training.model, nnx.Param))
     before = jax.tree.map(np.asarray, nnx.state(training.model, nnx.Param))
 
@@ -354,9 +370,9 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     ],
 )
 def test_optimizers_are_exact_where_a_server_has_all_they_look_at(
-    monkeypatch, tx, num_servers
+    make_training, tx, num_servers
 ):
-    training = Training(monkeypatch, 1, num_servers, tx=tx)
+    training = make_training(1, num_servers, tx=tx)
     training.run(3)
     assert_same_state(training.model, trained_alone(3, tx)[0])
 
@@ -369,8 +385,8 @@ def test_optimizers_are_exact_where_a_server_has_all_they_look_at(
         optax.apply_if_finite(optax.sgd(0.1), 3),
     ],
 )
-def test_others_are_refused(monkeypatch, tx):
-    assert message_of(Training(monkeypatch, 1, 2, tx=tx).run, 1) == (
+def test_others_are_refused(make_training, tx):
+    assert message_of(make_training(1, 2, tx=tx).run, 1) == (
         "the optimizer looks at all parameters at once, as clipping by the global norm "
         "does, and they are on 2 parameter servers, each of which would see its own "
         "alone. Use num_servers=1; or call optax.clip_by_global_norm on the gradients in "
@@ -378,8 +394,8 @@ def test_others_are_refused(monkeypatch, tx):
     )
 
 
-def test_closures_that_would_be_wrong_are_refused(monkeypatch):
-    training = Training(monkeypatch)
+def test_closures_that_would_be_wrong_are_refused(make_training):
+    training = make_training()
     model, optimizer, coordinator = (
         training.model,
         training.optimizer,
@@ -461,9 +477,11 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch):
         assert refusal(StrategyError, distribute.ParameterServerStrategy, 1, value)
 
 
-def test_what_is_restored_or_set_on_the_coordinator_arrives_on_all_servers(monkeypatch):
+def test_what_is_restored_or_set_on_the_coordinator_arrives_on_all_servers(
+    make_training,
+):
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    training = Training(monkeypatch, 1, 2, tx=tx)
+    training = make_training(1, 2, tx=tx)
     training.run(2)
     saved = jax.tree.map(
         jnp.copy, (nnx.state(training.model), nnx.state(training.optimizer))
