@@ -32,7 +32,7 @@ from meshlayout.distribute.parameter_server.strategy import ParameterServerStrat
 from meshlayout.distribute.parameter_server.worker import (
     MOST_FUNCTIONS,
     Closure,
-    Input,
+    ClosureInput,
     RemoteWorker,
     is_whole,
     on_worker,
@@ -155,7 +155,7 @@ class ClusterCoordinator:
             if not isinstance(leaf, kinds) or isinstance(leaf, bool):  # mostly a switch
                 return leaf
             inputs.append(leaf)
-            return Input(len(inputs) - 1)
+            return ClosureInput(len(inputs) - 1)
 
         tree = tuple(args), dict(kwargs or {})
         arguments = jax.tree.map(apart, tree, is_leaf=is_whole)

@@ -52,7 +52,7 @@ class Closure(NamedTuple):
     variables: list[str]
 
 
-class Input(int):
+class ClosureInput(int):
     """Stands for one of the arrays and numbers among the arguments of a closure."""
 
 
@@ -89,7 +89,7 @@ class RemoteWorker:
         self._datasets, self.grads = datasets, {}
         fn, arguments = self._load(closure.payload)
         inputs = pickle.loads(closure.inputs)
-        put = lambda x: inputs[x] if isinstance(x, Input) else x  # noqa: E731
+        put = lambda x: inputs[x] if isinstance(x, ClosureInput) else x  # noqa: E731
         args, kwargs = jax.tree.map(put, arguments, is_leaf=is_whole)
         arrays = {n: jnp.asarray(x) for part in pulled for n, x in part.items()}
         for name, x in self._random.items():
