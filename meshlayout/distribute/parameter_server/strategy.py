@@ -7,7 +7,7 @@ the machines of its cluster, which takes the place of `TF_CONFIG`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -63,10 +63,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(mesh)
         self._coordinator: Any = None
 
-    def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
-    ) -> Any:
-        """Compiles and calls a function in a scheduled one; an error elsewhere."""
+    def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
         msg = (
             "ParameterServerStrategy.run was called on the coordinator, which computes "
             "nothing itself: call it in a function that you pass to "

@@ -227,12 +227,8 @@ class RemoteOptimizer:
 class WorkerStrategy(OneDeviceStrategy):
     """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
 
-    def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
-    ) -> Any:
-        """Compiles and calls a function, and hands its gradients over."""
-        call = functools.partial(_with_grads, fn)
-        result, grads = super().run(call, args, kwargs, options)
+    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
+        result, grads = super()._run(functools.partial(_with_grads, fn), args, kwargs)
         _worker.get().take((name, by_name) for (name, _), by_name in grads.items())
         return result
 
