@@ -173,12 +173,11 @@ def _read(
         if is_changed[-1] and differs and aggregation(variable) != "per_replica":
             differing.append(variable)
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         msg = (
             f"{name} would leave different values of "
-            f"{', '.join(map(path_of, differing[:3]))}{more} on the replicas: the new "
-            "values are computed from what differs between them. Combine that first, "
-            "as get_replica_context().all_reduce('MEAN', x) does, or say how the "
+            f"{', '.join(map(path_of, differing[:3]))} on the replicas: the new values "
+            "are computed from what differs between them. Combine that first, as "
+            "get_replica_context().all_reduce('MEAN', x) does, or say how the "
             "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
             "'sum', 'first', 'per_replica'."
         )
