@@ -23,7 +23,6 @@ from meshlayout.checkpoint.load import to_numpy
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.save import Save, failures
 from meshlayout.checkpoint.saved_step import GoneError, SavedStep
-from meshlayout.checkpoint.tree import saved_leaves
 from meshlayout.cluster import activity
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
@@ -188,7 +187,7 @@ class Checkpointer:
                     steps.recover(self.directory)  # what a save that failed left
                     steps.clear(self.directory, step)
             trees = {"state": state, **(_beside or {})}
-            saved = {name: saved_leaves(tree) for name, tree in trees.items()}
+            saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
             facts["metrics"] = policy.metric_values(metrics, self.best)

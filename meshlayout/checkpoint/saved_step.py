@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import jax
 
 from meshlayout.checkpoint import directory as steps
-from meshlayout.checkpoint.load import load
+from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.orbax import OrbaxTree, undisturbed
+from meshlayout.checkpoint.orbax import saved_tree, undisturbed
 from meshlayout.checkpoint.positions import check_continues
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -86,11 +86,11 @@ class SavedStep:
             raise CheckpointError(msg)
         return self.facts["data"]
 
-    def source(self, tree: str = "state") -> OrbaxTree:
+    def source(self, tree: str = "state") -> Source:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
         name = f"step {self.number}" + ("" if tree == "state" else f", {tree},")
-        return OrbaxTree(self.path, tree, leaves, name, self.confirm)
+        return saved_tree(self.path, tree, leaves, name, self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
