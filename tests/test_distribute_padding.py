@@ -84,10 +84,11 @@ def test_values_that_are_not_of_rows_of_a_padded_batch_are_refused(strategy):
     with pytest.raises(ml.errors.StrategyError) as error:
         strategy.run(test_step, args=short)
     assert str(error.value) == (
-        "Average.update: values of shape (6,) are not one per row of this replica's "
-        "batch of 2 rows, some of which may be padding. Give one value, or one array, "
+        "Average.update: values of shape (12,) are not one per row of this replica's "
+        "batch of 4 rows, some of which may be padding. Give one value, or one array, "
         "per row."
     )
+    assert "with twice its rows" in "".join(error.value.__notes__)
     assert average.count[...] == 24
 
 

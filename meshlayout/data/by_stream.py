@@ -38,16 +38,17 @@ class Elements:
     """The elements of a stream, one pass after another.
 
     The first decides about all (its shapes, and whether it is a batch), and a generator
-    yields it only once: it is looked at, remembered, and yielded again.
+    yields it only once: it is looked at, remembered, and yielded again. If it could be
+    an example or a batch, that is an error unless the caller would `prefer_batches`.
     """
 
-    def __init__(self, source: StreamSource) -> None:
+    def __init__(self, source: StreamSource, *, prefer_batches: bool = False) -> None:
         name, flags = type(source).__name__, (True, False, None)
         _checks.choice(f"batched of the {name}", source.batched, flags, error=DataError)
         if source.num_rows is not None:
             what = f"num_rows of the {name}"
             _checks.count(what, source.num_rows, at_least=0, error=DataError)
-        self.source = source
+        self.source, self._prefer_batches = source, prefer_batches
         self._stream: Any = None
         # The element that was looked at, with the position before it; until it is read.
         self._first: tuple[PyTree, JSON] | None = None
@@ -59,7 +60,9 @@ class Elements:
         batched, state = self.source.batched, self.position()
         for element in self.rest():
             if batched is None and not is_placed(element) and looks_batched(element):
-                raise DataError(ambiguous("the source"))
+                if not self._prefer_batches:
+                    raise DataError(ambiguous("the source"))
+                batched = True
             if batched is not False and is_placed(element):
                 rows, count = element, len(jax.tree.leaves(element)[0])
             else:

@@ -6,11 +6,11 @@ iterators. A dataset is not an iterator: it only counts the epochs that its iter
 have taken, so that several loops over it can run at once.
 """
 
+import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
@@ -18,7 +18,6 @@ from meshlayout.data.adapters import (
     arrays,
     grain,
     hugging_face,
-    iterables,
     tensorflow,
     tfds,
     torch,
@@ -133,19 +132,6 @@ def distribute_dataset(
     )
 
 
-def dataset_of(
-    open_source: Callable[[], Source],
-    layout_or_mesh: LayoutOrMesh,
-    options: DataOptions,
-    clock: Clock,
-    close: Callable[[], None] = lambda: None,
-) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened here, and closed with it."""
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    plan = DataPlan(open_source, layout, options, clock, close=close)
-    return DistributedDataset(plan)
-
-
 def make_plan(
     source: Any,
     layout_or_mesh: LayoutOrMesh,
@@ -155,55 +141,56 @@ def make_plan(
     batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
     assemble: Assemble | None = None,
     is_made: bool = True,
+    clock: Clock | None = None,
+    close: Callable[[], None] = lambda: None,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
 
     Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
     source's first batch (None if it yields examples), and a function that tells whether
     that batch is all there is. A source that is not `is_made` is a function that makes
-    it, whose elements are batches where they could be either.
+    it, whose elements are batches where they could be either. `close` closes it.
     """
-    clock = Clock()
+    clock = clock or Clock()
     layout = batch_layout(layout_or_mesh, clock.warn)
     agreement = Agreement(layout.mesh)
-    opened: Source | Elements | None = None
+    options = dict(options)
+    opened: Source | Elements
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
     with agreement.failure_told():
-        has_size = options.get("global_batch_size") is not None
-        if not is_made or (not has_size and batch_size_of is not None):
-            source = source if is_made else source()
-            opened, rows = first_batch(source, clock, batched=batched)
-            if not has_size and batch_size_of is not None:
+        infers_size = options.get("global_batch_size") is None and batch_size_of
+        made = source if is_made else source()
+        if is_made and not infers_size:
+            opened = as_source(made, batched=batched)
+        else:
+            opened, rows = first_batch(made, batched=batched)
+            if infers_size and batch_size_of is not None:
                 is_stream = isinstance(opened, Elements)
                 is_only = opened.is_only_batch if is_stream else lambda: False
-                options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
+                options["global_batch_size"] = batch_size_of(rows, is_only)
         checked = checked_options(options)
-        if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
-            raise DataError(
-                f"the source is an iterator, which can be read once, and epochs="
-                f"{checked.epochs}. Give a function that makes one, as lambda: "
-                "make_iterator()."
-            )
-
-    def open_source() -> Source | Elements:
-        return as_source(source, clock, batched=batched) if opened is None else opened
-
     return DataPlan(
-        open_source, layout, checked, clock, agreement=agreement, assemble=assemble
+        lambda: opened,
+        layout,
+        checked,
+        clock,
+        agreement=agreement,
+        assemble=assemble,
+        close=close,
     )
 
 
 def checked_options(options: Mapping[str, Any]) -> DataOptions:
     """Returns options by name, checked; refuses names that do not exist."""
-    names = list(inspect.signature(DataOptions).parameters)
+    names = [field.name for field in dataclasses.fields(DataOptions)]
     for name in options:
         _checks.choice("an option of a dataset", name, names, error=DataError)
     return DataOptions(**{"global_batch_size": None, **options})
 
 
 def first_batch(
-    dataset: object, clock: Clock, *, batched: bool | None
+    dataset: object, *, batched: bool | None
 ) -> tuple[Source | Elements, int | None]:
     """Opens a source; returns it with the rows of its first batch, None of examples.
 
@@ -211,51 +198,38 @@ def first_batch(
     examples has no size of batches to learn. Of a stream, returns the elements that
     have looked at the first, which a generator could not yield again.
     """
-    kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if batched is None and isinstance(dataset, list) and dataset:
         batched = looks_batched(dataset[0])
-    elif batched is None and "DatasetV2" in kinds:
-        batched = True  # tf.data does not say, and tf.distribute takes batches
-    source = as_source(dataset, clock, batched=batched)
-    # Other frameworks know whether they are batched, or ask; a plain iterable does not.
-    if batched is None and isinstance(source, iterables.IterableSource):
-        source = iterables.adapt(dataset, batched=True)
+    source = as_source(dataset, batched=batched)
     if not isinstance(source, StreamSource):
         return source, None
-    elements = Elements(source)
-    _, rows = elements.look()
-    # Of examples, an adapter may make blocks to read them faster: not the user's.
-    return elements, None if batched is False else rows
+    elements = Elements(source, prefer_batches=batched is None)
+    return elements, elements.look()[1]
 
 
-def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
+def as_source(obj: object, *, batched: bool | None = None) -> Source:
     """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):
         # A class has the methods that a protocol checks for, but none that can be
         # called: take it as a function that makes an iterable.
         obj = functools.partial(obj)
+    source: Source | None = None
     if isinstance(obj, (RandomAccessSource, StreamSource)):
-        if batched is not None:
-            raise DataError(
-                f"a {type(obj).__name__} is a source that already defines what it "
-                f"yields. Leave out batched={batched}."
-            )
-        if isinstance(obj, RandomAccessSource):
-            read = obj.read_rows
-            _checks.function("read_rows", read, "indices", "epoch", error=DataError)
-        else:
-            _checks.function("open", obj.open, "epoch", error=DataError)
-        return obj
+        source = obj
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     class_names = {kind.__name__ for kind in type(obj).__mro__}
     for package in dict.fromkeys(packages):
-        adapter = _ADAPTERS.get(package)
-        source = adapter(obj, class_names, clock, batched=batched) if adapter else None
-        if source is not None:
-            return source
-    rows = arrays.adapt(obj, batched=batched)
-    return iterables.adapt(obj, batched=batched) if rows is None else rows
+        if source is None and package in _ADAPTERS:
+            source = _ADAPTERS[package](obj, class_names, batched=batched)
+    source = arrays.adapt(obj, batched=batched) if source is None else source
+    yields = getattr(source, "batched", False)  # one with random access has rows
+    if batched not in (None, yields):
+        known = {False: "yields single examples", True: "yields batches"}
+        what = known.get(yields, "decides by itself what it yields")
+        text = _checks.type_text(obj)
+        raise DataError(f"{text} {what}: leave out batched={batched}.")
+    return source
 
 
 class DistributedDataset:
@@ -297,12 +271,6 @@ class DistributedDataset:
                 "itertools.islice(iterator, steps) takes a number of them."
             )
         return steps
-
-    def __reduce__(self) -> NoReturn:
-        raise DataError(
-            "a dataset holds threads and devices, and cannot be pickled. Make another "
-            "one; get_state() of its iterator saves a position in it."
-        )
 
     def __iter__(self) -> DataIterator:
         return self.iterator()

@@ -17,16 +17,21 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from meshlayout._patches import Patch, SharedPatches
-from meshlayout.collectives import ReduceOp, get_replica_context, padding_mask
+from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
 from meshlayout.step.model_call import ModuleCall, intercepting
 from meshlayout.step.objective import WeightMask
 
 
+def _padding_mask() -> jax.Array | None:
+    context = get_replica_context()
+    return None if context is None else context.mask
+
+
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
     """Leaves padding out of what is updated inside, in a context of a replica."""
-    mask = padding_mask.get()
+    mask = _padding_mask()
     # Linen calls back for any module's calls; NNX has nothing of the kind.
     masks = () if mask is None else (WeightMask(mask),)
     with _patches, intercepting(nn.Module(), masks):
@@ -34,7 +39,7 @@ def padding_left_out() -> Iterator[None]:
 
 
 def _normalized(call: Any, norm: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-    mask = padding_mask.get()
+    mask = _padding_mask()
     if mask is None:
         return call(norm, *args, **kwargs)
     args = args or (kwargs.pop("x"),)
@@ -47,7 +52,7 @@ def _update_average(
 ) -> None:
     # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
     # none and ignores what it is given.
-    if padding_mask.get() is None or metric.argname not in kwargs:
+    if _padding_mask() is None or metric.argname not in kwargs:
         update(metric, **({} if mask is None else {"mask": mask}), **kwargs)
         return
     values = jnp.asarray(kwargs[metric.argname])
@@ -80,7 +85,7 @@ def _update_welford(update: Any, metric: nnx.metrics.Welford, **kwargs: Any) -> 
 
 def _weights(metric: Any, values: jax.Array, mask: Any = None) -> jax.Array:
     """Returns 1 for each value that is real, and 0 for padding."""
-    padding, weights = padding_mask.get(), jnp.float32(1)
+    padding, weights = _padding_mask(), jnp.float32(1)
     if padding is not None and not values.ndim:
         weights = padding.max()  # one number counts once, if any row is real
     elif padding is not None and len(values) == len(padding):

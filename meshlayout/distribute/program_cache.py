@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshlayout.distribute.arguments import Arguments
 from meshlayout.distribute.capture import Roots, function_key
-from meshlayout.distribute.forgotten import check_forgotten
 from meshlayout.distribute.replica_program import ReplicaProgram
 from meshlayout.errors import RecompileWarning, stack_level
 
@@ -48,11 +47,10 @@ class ProgramCache:
     def find(self, fn: Any, arguments: Arguments) -> ReplicaProgram:
         """Returns the program for a call, compiling it if there is none yet."""
         key = function_key(fn), arguments.signature
-        objects = [value for _, value in arguments.objects]
         others: list[tuple[_Version, Any]] = []
         for index, version in enumerate(self._versions):
             if version.key == key and version.roots is not None:
-                difference = version.roots.difference(fn, objects)
+                difference = version.roots.difference(fn, arguments.objects)
                 program = version.program
                 if not difference and program and program.modes.are_current():
                     if index:
@@ -60,7 +58,6 @@ class ProgramCache:
                     return program
                 others.append((version, difference))
         name = getattr(fn, "__name__", "fn")
-        check_forgotten(name, key[0], arguments)
         version = _Version(key)
         program = ReplicaProgram(self._strategy, fn, arguments, version.gone)
         version.program, version.roots = program, program.roots
