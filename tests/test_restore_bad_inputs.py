@@ -62,7 +62,7 @@ def test_every_option_of_a_loader_works_or_is_refused_in_a_sentence(
             assert value in (None, "") or option == "like", (option, value)
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, "step", "data", "verify", "fallback"])
+@pytest.mark.parametrize("option", [*OPTIONS, "step", "data"])
 def test_every_option_of_restore_works_or_is_refused_in_a_sentence(saved, option):
     ck = ml.Checkpointer(saved / "own")
     for value in BAD:
@@ -150,7 +150,7 @@ def test_a_key_of_another_generator_is_refused(tmp_path):
         ck.save(1, state)
         message = error_of(ck.restore, {"key": jax.random.key(0), "w": jnp.ones(2)})
         assert message.startswith(
-            "step 1 does not fit the state to restore: 1 of another dtype.\n"
+            f"{tmp_path}/1 does not fit the state to restore: 1 of another dtype.\n"
             "differs  wanted          saved\n"
             "───────  ──────────────  ──────────────\n"
             "dtype    key key<fry>[]  key key<rbg>[]\n"

@@ -12,10 +12,7 @@ from meshlayout.checkpoint.foreign import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )
-from meshlayout.checkpoint.inspection import (
-    InspectedLeaf as InspectedLeaf,
-    Inspection as Inspection,
-)
+from meshlayout.checkpoint.inspection import Inspection as Inspection
 from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
