@@ -63,7 +63,7 @@ def test_every_option_of_a_loader_works_or_is_refused_in_a_sentence(
             assert value in (None, "") or option == "like", (option, value)
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, "step", "data", "verify", "fallback"])
+@pytest.mark.parametrize("option", [*OPTIONS, "step", "data"])
 def test_every_option_of_restore_works_or_is_refused_in_a_sentence(saved, option):
     ck = ml.Checkpointer(saved / "own")
     for value in BAD:

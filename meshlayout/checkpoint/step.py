@@ -188,7 +188,8 @@ class SavedStep:
     def source(self, tree: str = "state") -> orbax.OrbaxTree:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
-        return orbax.OrbaxTree(self.path, tree, leaves, str(self.path), self.confirm)
+        name = f"step {self.number}"
+        return orbax.OrbaxTree(self.path, tree, leaves, name, self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
