@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlayout import _render
-from meshlayout.checkpoint.tree import specs_of
+from meshlayout.checkpoint.orbax import specs_of
 
 
 @dataclass(frozen=True)
