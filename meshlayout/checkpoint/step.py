@@ -188,8 +188,7 @@ class SavedStep:
     def source(self, tree: str = "state") -> Source:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
-        name = f"step {self.number}"
-        return orbax.saved_tree(self.path, tree, leaves, name, self.confirm)
+        return orbax.saved_tree(self.path, tree, leaves, str(self.path), self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""
