@@ -218,7 +218,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """
         return self._call(args, {}, is_again=True)
 
-    def _call(self, args: Any, kwargs: dict[str, Any], *, is_again: bool = False) -> Any:
+    def _call(
+        self, args: Any, kwargs: dict[str, Any], *, is_again: bool = False
+    ) -> Any:
         ambient = jax.sharding.get_abstract_mesh()
         try:
             if ambient is self._no_mesh or ambient.empty:
