@@ -423,35 +423,6 @@ class Sampler:
         return 10
 
 
-@pytest.mark.parametrize("per_process", [False, True])
-def test_a_loader_of_a_part_is_warned_of_unless_the_part_was_asked_for(
-    mesh, per_process, caplog
-):
-    members = {
-        "sampler": Sampler(),
-        "batch_sampler": None,
-        "batch_size": None,
-        "drop_last": False,
-        "__iter__": lambda self: ({"y": row * row} for row in range(10)),
-    }
-    loader = stand_in("torch", "DataLoader", **members)()
-    data = distribute_dataset(
-        loader, mesh, global_batch_size=8, per_process=per_process
-    )
-    assert values(data) == squares(range(10))
-    warned = (
-        []
-        if per_process
-        else [
-            "The DataLoader's sampler gives each of 2 processes its own part: say "
-            "per_process=True."
-        ]
-    )
-    sentences = [note for note in data.report().notes if "sampler" in note]
-    assert sentences == warned
-    assert [text for text in caplog.messages if "sampler" in text] == warned
-
-
 class HuggingFaceMembers:
     features = None
 

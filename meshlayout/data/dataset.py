@@ -7,7 +7,6 @@ have taken, so that several loops over it can run at once.
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -23,8 +22,6 @@ from meshlayout.data.adapters import (
     tfds,
     torch,
 )
-from meshlayout.data.agreement import Agreement
-from meshlayout.data.by_stream import Elements
 from meshlayout.data.examples import looks_batched
 from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
@@ -164,68 +161,35 @@ def make_plan(
     it, whose elements are batches where they could be either.
     """
     clock = Clock()
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    agreement = Agreement(layout.mesh)
-    opened: Source | Elements | None = None
-    # The other processes are waiting to compare their options with this one's: a
-    # mistake made on one process alone must not leave them waiting.
-    with agreement.failure_told():
-        has_size = options.get("global_batch_size") is not None
-        if not is_made or (not has_size and batch_size_of is not None):
-            source = source if is_made else source()
-            opened, rows = first_batch(source, clock, batched=batched)
-            if not has_size and batch_size_of is not None:
-                is_stream = isinstance(opened, Elements)
-                is_only = opened.is_only_batch if is_stream else lambda: False
-                options = {**options, "global_batch_size": batch_size_of(rows, is_only)}
-        checked = checked_options(options)
-        if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
+
+    def open_source() -> Source:
+        made = source if is_made else source()
+        nonlocal batched
+        if batched is None and batch_size_of is not None:
+            batched = _prefers_batches(made)
+        epochs = options.get("epochs", 1)
+        if hasattr(made, "__next__") and (epochs or 1) > 1:
             raise DataError(
                 f"the source is an iterator, which can be read once, and epochs="
-                f"{checked.epochs}. Give a function that makes one, as lambda: "
+                f"{epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
+        return as_source(made, clock, batched=batched)
 
-    def open_source() -> Source | Elements:
-        return as_source(source, clock, batched=batched) if opened is None else opened
-
-    return DataPlan(
-        open_source, layout, checked, clock, agreement=agreement, assemble=assemble
-    )
+    layout = batch_layout(layout_or_mesh, clock.warn)
+    how: dict[str, Any] = {"batch_size_of": batch_size_of, "assemble": assemble}
+    return DataPlan(open_source, layout, options, clock, **how)
 
 
-def checked_options(options: Mapping[str, Any]) -> DataOptions:
-    """Returns options by name, checked; refuses names that do not exist."""
-    names = list(inspect.signature(DataOptions).parameters)
-    for name in options:
-        _checks.choice("an option of a dataset", name, names, error=DataError)
-    return DataOptions(**{"global_batch_size": None, **options})
+def _prefers_batches(dataset: object) -> bool | None:
+    """Returns `batched` of a source whose elements may be batches or examples.
 
-
-def first_batch(
-    dataset: object, clock: Clock, *, batched: bool | None
-) -> tuple[Source | Elements, int | None]:
-    """Opens a source; returns it with the rows of its first batch, None of examples.
-
-    Elements that could be batches or examples are taken for batches, since a source of
-    examples has no size of batches to learn. Of a stream, returns the elements that
-    have looked at the first, which a generator could not yield again.
+    A source of examples has no size of batches to learn.
     """
+    if isinstance(dataset, list) and dataset:
+        return looks_batched(dataset[0])
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
-    if batched is None and isinstance(dataset, list) and dataset:
-        batched = looks_batched(dataset[0])
-    elif batched is None and "DatasetV2" in kinds:
-        batched = True  # tf.data does not say, and tf.distribute takes batches
-    source = as_source(dataset, clock, batched=batched)
-    # Other frameworks know whether they are batched, or ask; a plain iterable does not.
-    if batched is None and isinstance(source, iterables.IterableSource):
-        source = iterables.adapt(dataset, batched=True)
-    if not isinstance(source, StreamSource):
-        return source, None
-    elements = Elements(source)
-    _, rows = elements.look()
-    # Of examples, an adapter may make blocks to read them faster: not the user's.
-    return elements, None if batched is False else rows
+    return True if "DatasetV2" in kinds else None
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
@@ -282,7 +246,7 @@ class DistributedDataset:
     @property
     def global_batch_size(self) -> int:
         """Rows of a global batch, padding included."""
-        return self._plan.options.global_batch_size
+        return self._plan.identity["global_batch_size"]
 
     @property
     def weights(self) -> str | int | None:

@@ -17,7 +17,6 @@ from meshlayout.data.examples import (
     ambiguous,
     as_array,
     empty,
-    is_placed,
     leaf_path,
     leaf_text,
     looks_batched,
@@ -63,8 +62,6 @@ def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
     if batched is True or not _is_sequence(obj):
         return None
     if batched is None and len(obj) and looks_batched(obj[0]):
-        if is_placed(obj[0]):  # nobody places single examples: a list of batches
-            return None
         raise DataError(ambiguous("the source"))
     return item_rows(obj)
 
