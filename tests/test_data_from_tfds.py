@@ -530,33 +530,42 @@ def test_several_processes_read_their_rows_and_resume_what_one_process_began(dir
 # What cannot be had
 
 
+def unreadable(directory, split, reason):
+    return (
+        f"split '{split}' of tiny/1.0.0 cannot be read ({reason}). It has 'train', and "
+        f"parts of them, as 'train[:10%]'. If {directory}/tiny/1.0.0 is damaged, remove "
+        "it and prepare it again with `tfds build tiny --file_format=array_record`."
+    )
+
+
+WAY_OUT = (
+    "name a directory that has it with data_dir=, as `tfds build "
+    "--file_format=array_record` makes elsewhere, or run `make data` in a checkout, "
+    "which has Fashion-MNIST even without internet."
+)
+
+
 def test_an_unknown_data_set_is_an_error_with_the_nearest_name(mesh, tmp_path):
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("fashon_mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)
     assert str(error.value) == (
-        f"TFDS has no dataset 'fashon_mnist' and none is prepared in {tmp_path}. Did "
-        "you mean 'fashion_mnist'?"
+        f"the dataset 'fashon_mnist' is not prepared in {tmp_path} and cannot be "
+        "downloaded and prepared here (TFDS knows no such dataset: Dataset "
+        "fashon_mnist not found; the nearest name is fashion_mnist): " + WAY_OUT
     )
 
 
-def test_an_unknown_split_is_an_error_with_those_there_are(mesh, directory):
-    with pytest.raises(ml.errors.DataError) as error:
-        from_tfds("tiny", "trian", mesh, global_batch_size=8, data_dir=directory)
-    assert str(error.value) == (
-        "tiny/1.0.0 has no split 'trian' (Unknown split 'trian'. Should be one of "
-        "['train']). It has 'train', and parts of them, as 'train[:10%]'."
-    )
-
-
-@pytest.mark.parametrize("split", ["train[:0%]", "train[5:5]"])
-def test_an_empty_part_of_a_split_is_an_error_that_says_what_there_is(
-    mesh, directory, split
-):
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ("trian", "Unknown split 'trian'. Should be one of ['train']"),
+        ("train[5:5]", "it has no examples"),
+    ],
+)
+def test_a_wrong_split_is_an_error_with_those_there_are(mesh, directory, split, reason):
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", split, mesh, global_batch_size=8, data_dir=directory)
-    assert str(error.value) == (
-        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part."
-    )
+    assert str(error.value) == unreadable(directory, split, reason)
 
 
 def test_decoders_leave_features_as_they_are_stored(tiny):
@@ -614,11 +623,8 @@ def test_a_damaged_directory_is_an_error_that_names_it(mesh, directory, tmp_path
             data_dir=tmp_path,
             map=numbers_and_images,
         )
-    assert str(error.value) == (
-        f"the prepared dataset in {tmp_path}/tiny/1.0.0 cannot be read "
-        "(tiny-train.array_record-00001-of-00004 is missing). Remove that directory "
-        "and prepare it again with `tfds build tiny --file_format=array_record`."
-    )
+    reason = "tiny-train.array_record-00001-of-00004 is missing"
+    assert str(error.value) == unreadable(tmp_path, "train", reason)
 
 
 @pytest.mark.skipif(
@@ -636,11 +642,9 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)
     assert str(error.value) == (
-        f"mnist/3.0.1 is not prepared in {tmp_path}/mnist/3.0.1 and cannot be "
-        "downloaded and prepared here (No module named 'tensorflow'): prepare it "
-        "elsewhere with `tfds build mnist --file_format=array_record` and name that "
-        "directory with data_dir=, or run `make data` in a checkout, which has "
-        "Fashion-MNIST even without internet."
+        f"the dataset 'mnist/3.0.1' is not prepared in {tmp_path}/mnist/3.0.1 and "
+        "cannot be downloaded and prepared here (No module named 'tensorflow'): "
+        + WAY_OUT
     )
 
 

@@ -177,10 +177,6 @@ def test_an_iteration_that_was_left_early_does_not_change_the_next():
 
 
 def test_an_iterator_is_read_once():
-    assert message(lambda: distributed(examples(8)(), epochs=2)) == (
-        "the source is an iterator, which can be read once, and epochs=2. Give a "
-        "function that makes one, as lambda: make_iterator()."
-    )
     data = distributed(examples(8)())
     assert len(list(data)) == 2
     assert message(lambda: list(data)) == (
@@ -785,13 +781,13 @@ def test_what_is_not_a_state_is_refused():
 def test_a_source_whose_state_is_not_json_is_refused():
     class Odd(SeekableIterator):
         def get_state(self) -> Any:
-            return {1, 2}
+            return np.int64(3)
 
     class Source:
         def __iter__(self):
             return Odd([{"y": row} for row in range(8)])
 
-    with pytest.raises(TypeError, match="set is not JSON serializable") as error:
+    with pytest.raises(ValueError, match="malformed node") as error:
         distributed(Source())
     assert "The source's get_state must return JSON." in error.value.__notes__
 

@@ -80,14 +80,6 @@ def test_rows_may_be_asked_for_with_a_mesh_a_sharding_or_a_number(mesh_2x4):
     for layout in (mesh_2x4, mesh_2x4.jax_mesh, sharding, ml.Layout.of(sharding)):
         assert md.process_rows(layout, (8, 3)).tolist() == expected
         assert md.process_rows(layout, 8).tolist() == expected
-    with ml.default_mesh(mesh_2x4):
-        assert md.process_rows(PartitionSpec("batch"), 8).tolist() == expected
-
-
-def test_a_process_that_there_is_not_has_no_rows(mesh_2x4):
-    assert message_of(lambda: md.process_rows(mesh_2x4, 8, 5)) == (
-        "process_index must be below 1, the number of processes, got 5."
-    )
 
 
 def test_rows_that_do_not_divide_are_an_error(mesh_2x4):
@@ -95,19 +87,6 @@ def test_rows_that_do_not_divide_are_an_error(mesh_2x4):
         "an array of shape (6,): dim 0 has size 6, which does not divide into 4 shards "
         "over mesh axis 'model' (Layout([model], Mesh(batch=2, model=4))). Nearest "
         "sizes that fit: 4 and 8. To keep the size, leave dim 0 UNSHARDED."
-    )
-
-
-def test_an_array_without_dims_has_no_rows(mesh_2x4):
-    assert message_of(lambda: md.process_rows(mesh_2x4, ())) == (
-        "an array without dims has no rows; global_shape needs its batch dim."
-    )
-
-
-@pytest.mark.parametrize("index", [-1, 1.5, True])
-def test_a_process_index_is_a_whole_number(mesh_2x4, index):
-    assert message_of(lambda: md.process_rows(mesh_2x4, 8, index)) == (
-        f"process_index must be a non-negative integer, got {index!r}."
     )
 
 
@@ -295,12 +274,11 @@ def feistel_order(num_rows, seed, epoch):
         (lambda mesh, x: ml.data.process_rows(x, (8, 2)), []),
         (lambda mesh, x: ml.data.process_rows(mesh, x), [0]),
         (lambda mesh, x: ml.data.process_rows(mesh, (x, 2)), [0]),
-        (lambda mesh, x: ml.data.process_rows(mesh, 8, x), [None, 0]),
         (lambda mesh, x: ml.data.per_replica_batch_size(x, mesh), []),
         (lambda mesh, x: ml.data.per_replica_batch_size(8, x), []),
     ],
     ids=[
-        *("rows of a layout", "rows of a shape", "rows of a size", "rows of a process"),
+        *("rows of a layout", "rows of a shape", "rows of a size"),
         *("rows of a replica", "replicas of a layout"),
     ],
 )

@@ -9,7 +9,7 @@ have taken, so that several loops over it can run at once.
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
@@ -17,7 +17,6 @@ from meshlayout.data.adapters import (
     arrays,
     grain,
     hugging_face,
-    iterables,
     tensorflow,
     tfds,
     torch,
@@ -25,7 +24,7 @@ from meshlayout.data.adapters import (
 from meshlayout.data.examples import looks_batched
 from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
-from meshlayout.data.plan import Assemble, DataOptions, DataPlan
+from meshlayout.data.plan import Assemble, BatchSizeOf, DataPlan
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
 from meshlayout.data.report import Clock, PipelineReport
@@ -130,96 +129,67 @@ def distribute_dataset(
     )
 
 
-def dataset_of(
-    open_source: Callable[[], Source],
-    layout_or_mesh: LayoutOrMesh,
-    options: DataOptions,
-    clock: Clock,
-    close: Callable[[], None] = lambda: None,
-) -> "DistributedDataset":
-    """Returns a dataset of a source that is opened here, and closed with it."""
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    plan = DataPlan(open_source, layout, options, clock, close=close)
-    return DistributedDataset(plan)
-
-
 def make_plan(
     source: Any,
     layout_or_mesh: LayoutOrMesh,
     options: Mapping[str, Any],
     *,
     batched: bool | None = None,
-    batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
+    batch_size_of: BatchSizeOf | None = None,
     assemble: Assemble | None = None,
     is_made: bool = True,
+    clock: Clock | None = None,
+    close: Callable[[], None] = lambda: None,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
 
     Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
     source's first batch (None if it yields examples), and a function that tells whether
     that batch is all there is. A source that is not `is_made` is a function that makes
-    it, whose elements are batches where they could be either.
+    it, whose elements are batches where they could be either. `close` closes it.
     """
-    clock = Clock()
+    clock = clock or Clock()
 
     def open_source() -> Source:
         made = source if is_made else source()
-        nonlocal batched
-        if batched is None and batch_size_of is not None:
-            batched = _prefers_batches(made)
-        epochs = options.get("epochs", 1)
-        if hasattr(made, "__next__") and (epochs or 1) > 1:
-            raise DataError(
-                f"the source is an iterator, which can be read once, and epochs="
-                f"{epochs}. Give a function that makes one, as lambda: "
-                "make_iterator()."
-            )
-        return as_source(made, clock, batched=batched)
+        if batched is None and batch_size_of and isinstance(made, list) and made:
+            return as_source(made, batched=looks_batched(made[0]))
+        return as_source(made, batched=batched)
 
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    how: dict[str, Any] = {"batch_size_of": batch_size_of, "assemble": assemble}
-    return DataPlan(open_source, layout, options, clock, **how)
+    return DataPlan(
+        open_source,
+        batch_layout(layout_or_mesh, clock.warn),
+        options,
+        clock,
+        batch_size_of=batch_size_of,
+        assemble=assemble,
+        close=close,
+    )
 
 
-def _prefers_batches(dataset: object) -> bool | None:
-    """Returns `batched` of a source whose elements may be batches or examples.
-
-    A source of examples has no size of batches to learn.
-    """
-    if isinstance(dataset, list) and dataset:
-        return looks_batched(dataset[0])
-    kinds = {kind.__name__ for kind in type(dataset).__mro__}
-    return True if "DatasetV2" in kinds else None
-
-
-def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
+def as_source(obj: object, *, batched: bool | None = None) -> Source:
     """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):
         # A class has the methods that a protocol checks for, but none that can be
         # called: take it as a function that makes an iterable.
         obj = functools.partial(obj)
+    source: Source | None = None
     if isinstance(obj, (RandomAccessSource, StreamSource)):
-        if batched is not None:
-            raise DataError(
-                f"a {type(obj).__name__} is a source that already defines what it "
-                f"yields. Leave out batched={batched}."
-            )
-        if isinstance(obj, RandomAccessSource):
-            read = obj.read_rows
-            _checks.function("read_rows", read, "indices", "epoch", error=DataError)
-        else:
-            _checks.function("open", obj.open, "epoch", error=DataError)
-        return obj
+        source = obj
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     class_names = {kind.__name__ for kind in type(obj).__mro__}
     for package in dict.fromkeys(packages):
-        adapter = _ADAPTERS.get(package)
-        source = adapter(obj, class_names, clock, batched=batched) if adapter else None
-        if source is not None:
-            return source
-    rows = arrays.adapt(obj, batched=batched)
-    return iterables.adapt(obj, batched=batched) if rows is None else rows
+        if source is None and package in _ADAPTERS:
+            source = _ADAPTERS[package](obj, class_names, batched=batched)
+    source = arrays.adapt(obj, batched=batched) if source is None else source
+    yields = getattr(source, "batched", False)  # one with random access has rows
+    if batched not in (None, yields):
+        known = {False: "yields single examples", True: "yields batches"}
+        what = known.get(yields, "decides by itself what it yields")
+        text = _checks.type_text(obj)
+        raise DataError(f"{text} {what}: leave out batched={batched}.")
+    return source
 
 
 class DistributedDataset:
@@ -261,12 +231,6 @@ class DistributedDataset:
                 "itertools.islice(iterator, steps) takes a number of them."
             )
         return steps
-
-    def __reduce__(self) -> NoReturn:
-        raise DataError(
-            "a dataset holds threads and devices, and cannot be pickled. Make another "
-            "one; get_state() of its iterator saves a position in it."
-        )
 
     def __iter__(self) -> DataIterator:
         return self.iterator()

@@ -7,11 +7,11 @@ order, shards, padding and positions work as for any other source.
 
 import contextlib
 import inspect
-import time
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tfds import feature_dtypes
-from meshlayout.data.dataset import DistributedDataset, dataset_of
+from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.plan import checked_options
 from meshlayout.data.preparation import find_dataset
@@ -93,19 +93,20 @@ def from_tfds(
         options.setdefault("weights", 2)  # appended to the pair
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
     checked = checked_options(options)
-    function = None if map is None else _Map(map, checked.shuffle or 0, _is_random(map))
+    is_random = map is not None and _is_random(map)
     clock, closing = Clock(), contextlib.ExitStack()
 
-    def rows_of(read: _Read, num_rows: int, decoded: Rows | None = None) -> Rows:
+    def rows_of(reader: _Reader, decoded: Rows | None = None) -> Rows:
+        read: Callable[..., list[PyTree]] = reader
         if num_workers:
-            read = workers = Workers(read, num_workers)
+            read = workers = Workers(reader, num_workers)
             closing.callback(workers.close)
 
         def read_rows(indices: np.ndarray, epoch: int) -> PyTree:
-            rows = () if decoded is None else decoded.read_rows(indices, epoch)
+            rows = None if decoded is None else decoded.read_rows(indices, epoch)
             return stack(read((indices, rows), epoch))
 
-        return Rows(num_rows, read_rows)
+        return Rows(len(reader.source), read_rows)
 
     def open_source() -> Rows:
         builder = find_dataset(name, split, data_dir)
@@ -114,34 +115,35 @@ def from_tfds(
         if is_supervised and keys is None:
             msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
             raise DataError(msg)
-        records = _Records(source, keys, feature_dtypes(builder.info.features))
-        one_row = np.zeros(1, np.int64)
+        reader = _Reader(source, keys, feature_dtypes(builder.info.features))
+        mapped = replace(
+            reader, map=map, is_random=is_random, seed=checked.shuffle or 0
+        )
+        row = np.zeros(1, np.int64)
         with _checks.noted("TFDS raised this for the first example."):
-            first = records((one_row, ()), 0)
+            first = stack(reader((row, None), 0))
         # What cannot be placed is refused before the whole split is decoded.
-        mapped = first if function is None else function(first, one_row, 0)
-        describe(stack(mapped), checked.strings, lambda _: None)
-        keep = in_memory
-        if keep is None:
-            why_not = _why_not_kept(stack(first), builder.info, split)
-            keep = why_not is None
+        describe(stack(mapped((row, first), 0)), checked.strings, lambda _: None)
+        why_not = ""
+        if in_memory is None:
+            why_not = _why_not_kept(first, builder.info, split)
             if why_not:
                 clock.note(f"The split is not kept in memory: {why_not}.")
-        if not keep:
-            return rows_of(replace(records, map=function), len(source))
-        decoded = _decoded(rows_of(records, len(source)), clock.note)
+        if in_memory is False or why_not:
+            return rows_of(mapped)
+        decoded = _decoded(rows_of(reader), clock.note)
         closing.close()  # ends the workers that have decoded
-        if function is None:
-            return decoded
-        return rows_of(function.of_decoded, len(source), decoded)
+        return decoded if map is None else rows_of(mapped, decoded)
 
-    return dataset_of(
-        open_source, layout_or_mesh, checked, clock=clock, close=closing.close
+    plan = make_plan(
+        open_source,
+        layout_or_mesh,
+        options,
+        is_made=False,
+        clock=clock,
+        close=closing.close,
     )
-
-
-# Takes row indices and their decoded rows, if they are decoded already; and the epoch.
-_Read: TypeAlias = Callable[[tuple[np.ndarray, PyTree], int], list[PyTree]]
+    return DistributedDataset(plan)
 
 
 def _is_random(function: Any) -> bool:
@@ -150,62 +152,49 @@ def _is_random(function: Any) -> bool:
         msg = f"map must be a function of an example, got {_checks.shown(function)}."
         raise DataError(msg)
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions
+        inspect.signature(function).bind("an example")
+    except TypeError:
+        return True
+    except ValueError:  # some built-in functions have no signature
         return False
-    required = [p.kind < p.VAR_POSITIONAL and p.default is p.empty for p in parameters]
-    return sum(required) == 2
+    return False
 
 
 @dataclass(frozen=True)
-class _Map:
-    """A user's function of an example and, if `is_random`, of a random generator.
-
-    What an example becomes depends on seed, epoch and row alone, never on who maps it
-    or on what shares its batch.
-    """
-
-    function: Callable[..., Any]
-    seed: int
-    is_random: bool
-
-    def __call__(
-        self, examples: Iterable[PyTree], rows: np.ndarray, epoch: int
-    ) -> list[PyTree]:
-        mapped = []
-        for example, row in zip(examples, rows.tolist(), strict=True):
-            seed = [self.seed, epoch, row]
-            rng = [np.random.default_rng(seed)] if self.is_random else []
-            with _checks.noted(f"This was raised by map= at row {row} of the split."):
-                mapped.append(self.function(example, *rng))
-        return mapped
-
-    def of_decoded(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
-        """Returns decoded rows as mapped examples."""
-        indices, decoded = inputs
-        leaves, treedef = jax.tree.flatten(decoded)
-        return self(map(treedef.unflatten, zip(*leaves, strict=True)), indices, epoch)
-
-
-@dataclass(frozen=True)
-class _Records:
+class _Reader:
     """Reads, decodes and maps rows of TFDS's data source, also in a worker process.
 
     `keys` are the features that make up an example, in the form of TFDS's supervised
-    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's.
+    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's. What
+    `map` makes of an example, also by a generator if it `is_random`, depends on seed,
+    epoch and row alone, never on who maps it or on what shares its batch.
     """
 
     source: Any
     keys: PyTree
     dtypes: Mapping[str, np.dtype]
-    map: "_Map | None" = None
+    map: Callable[..., Any] | None = None
+    is_random: bool = False
+    seed: int = 0
 
     def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
-        indices, _ = inputs
-        examples = map(self._typed, self.source.__getitems__(indices.tolist()))
-        return (
-            list(examples) if self.map is None else self.map(examples, indices, epoch)
-        )
+        """Returns examples, given row indices and, if they were decoded, the rows."""
+        indices, decoded = inputs
+        examples: Iterable[PyTree]
+        if decoded is None:
+            examples = map(self._typed, self.source.__getitems__(indices.tolist()))
+        else:
+            leaves, treedef = jax.tree.flatten(decoded)
+            examples = map(treedef.unflatten, zip(*leaves, strict=True))
+        if self.map is None:
+            return list(examples)
+        mapped = []
+        for example, row in zip(examples, indices.tolist(), strict=True):
+            seed = [self.seed, epoch, row]
+            rng = [np.random.default_rng(seed)] if self.is_random else []
+            with _checks.noted(f"This was raised by map= at row {row} of the split."):
+                mapped.append(self.map(example, *rng))
+        return mapped
 
     def _typed(self, example: PyTree) -> PyTree:
         named, treedef = named_leaves(example)
@@ -219,30 +208,24 @@ class _Records:
 
 def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
     """Returns all rows of a split in memory, in the dtypes of the dataset."""
-    start_s = time.perf_counter()
-    arrays: list[np.ndarray] = []
-    treedef: Any = None
+    arrays: PyTree = None
     for start in range(0, len(rows), _CHUNK):
         indices = np.arange(start, min(start + _CHUNK, len(rows)))
-        leaves, treedef = jax.tree.flatten(rows.read_rows(indices, 0))
-        # Allocated once: joining the chunks at the end would take twice the memory.
-        arrays = arrays or [
-            np.empty((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf in leaves
-        ]
-        for array, leaf in zip(arrays, leaves, strict=True):
-            if leaf.shape[1:] != array.shape[1:]:
-                msg = f"examples differ in shape: {leaf.shape[1:]}, {array.shape[1:]}."
-                raise DataError(
-                    f"{msg} Use in_memory=False, and a map= that crops them."
-                )
-            array[indices] = leaf
-    size, took_s = sum(x.nbytes for x in arrays), time.perf_counter() - start_s
-    count = f"{len(rows):,} examples"
-    note(f"Decoded {count} once into {bytes_text(size)} of memory in {took_s:.1f} s.")
-    return array_rows(treedef.unflatten(arrays))
+        chunk = rows.read_rows(indices, 0)
+        if arrays is None:
+            # Allocated once: joining the chunks would take twice the memory.
+            arrays = jax.tree.map(
+                lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), chunk
+            )
+        pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(chunk), strict=True)
+        for array, part in pairs:
+            array[indices] = part
+    size = sum(array.nbytes for array in jax.tree.leaves(arrays))
+    note(f"Decoded {len(rows):,} examples once into {bytes_text(size)} of memory.")
+    return array_rows(arrays)
 
 
-def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
+def _why_not_kept(first: PyTree, info: Any, split: str) -> str:
     """Returns why a decoded split, of such rows, should not be kept in memory."""
     # An unknown dim does not mean that examples differ, but an array cannot be
     # allocated for it without decoding all of them.
@@ -250,12 +233,9 @@ def _why_not_kept(first: PyTree, info: Any, split: str) -> str | None:
     if any(dim is None for leaf in infos for dim in leaf.shape):
         return "examples differ in size"
     leaves = jax.tree.leaves(first)
-    # To Python, a string is 64 bytes and its own, together at most those of the files.
-    size = info.splits[split].num_examples * sum(
-        64 if leaf.dtype == object else leaf.nbytes for leaf in leaves
-    )
-    if any(leaf.dtype == object for leaf in leaves):
-        size += sum(Path(path).stat().st_size for path in info.splits[split].filepaths)
+    strings = [x for leaf in leaves if leaf.dtype == object for x in leaf.flat]
+    row_bytes = sum(leaf.nbytes for leaf in leaves) + sum(map(sys.getsizeof, strings))
+    size = info.splits[split].num_examples * row_bytes
     if size <= _KEPT_BYTES:
-        return None
+        return ""
     return f"decoded, it takes {bytes_text(size)}, more than {bytes_text(_KEPT_BYTES)}"

@@ -21,6 +21,9 @@ import numpy as np
 Builder: TypeAlias = Any
 """A `tfds.core.DatasetBuilder`; TFDS is imported when it is first used."""
 
+# The files of a split, by the ends of their names.
+_KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
+
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -69,28 +72,22 @@ def _numpy_builder(base: Any) -> Any:
 
 def mnist_files(
     builder: Builder, download_manager: Any
-) -> dict[str, tuple[bytes, bytes]]:
+) -> dict[str, tuple[bytes, ...]]:
     """Returns the gzipped files of images and labels of both splits, downloaded."""
     if builder.name == "emnist":
         archive = zipfile.ZipFile(download_manager.download(builder.URL))
         prefix = f"gzip/emnist-{builder.builder_config.name}"
         return {
-            split: (
-                archive.read(f"{prefix}-{split}-images-idx3-ubyte.gz"),
-                archive.read(f"{prefix}-{split}-labels-idx1-ubyte.gz"),
-            )
+            split: tuple(archive.read(f"{prefix}-{split}-{kind}.gz") for kind in _KINDS)
             for split in ("train", "test")
         }
     urls = {
-        split: (
-            urljoin(builder.URL, f"{prefix}-images-idx3-ubyte.gz"),
-            urljoin(builder.URL, f"{prefix}-labels-idx1-ubyte.gz"),
-        )
+        split: [urljoin(builder.URL, f"{prefix}-{kind}.gz") for kind in _KINDS]
         for split, prefix in (("train", "train"), ("test", "t10k"))
     }
     return {
-        split: (Path(images).read_bytes(), Path(labels).read_bytes())
-        for split, (images, labels) in download_manager.download(urls).items()
+        split: tuple(Path(file).read_bytes() for file in files)
+        for split, files in download_manager.download(urls).items()
     }
 
 

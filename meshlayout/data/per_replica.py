@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
 from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
-    row_groups,
+    input_pipeline,
     rows_per_replica,
 )
 from meshlayout.data.plan import Assemble, DataPlan
@@ -46,20 +44,6 @@ class InputContext:
     input_pipeline_id: int
     num_replicas_in_sync: int
 
-    def __post_init__(self) -> None:
-        for name, at_least in (
-            ("num_input_pipelines", 1),
-            ("input_pipeline_id", 0),
-            ("num_replicas_in_sync", 1),
-        ):
-            context = _checks.Context(where="InputContext", error=DataError)
-            _checks.count(name, getattr(self, name), at_least=at_least, **context)
-        if self.input_pipeline_id >= self.num_input_pipelines:
-            raise DataError(
-                "InputContext: input_pipeline_id must be below num_input_pipelines="
-                f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
-            )
-
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns how many rows of a global batch each replica gets."""
         return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
@@ -68,15 +52,7 @@ class InputContext:
     def of(cls, layout_or_mesh: LayoutOrMesh) -> "InputContext":
         """Returns this process's context, for the layout of batches or a mesh."""
         layout = batch_layout(layout_or_mesh)
-        replicas = num_row_shards(layout)
-        # With one row per replica, processes that share a replica share its row.
-        groups = row_groups(layout, replicas)
-        here = jax.process_index()
-        for number, processes in enumerate(groups):
-            if here in processes:
-                return cls(len(groups), number, replicas)
-        msg = f"process {here} has no devices in {layout.mesh!r}, and feeds no replica."
-        raise DataError(msg)
+        return cls(*input_pipeline(layout), num_row_shards(layout))
 
 
 def distribute_datasets_from_function(
@@ -138,13 +114,13 @@ def make_plan_from_function(
         _checks.function(name, fn, "context", error=DataError)
         context = InputContext.of(layout_or_mesh)
         with _checks.noted(f"This was raised by {name}, called with {context}."):
-            dataset = fn(context)
-        if dataset is None:
+            source = fn(context)
+        if source is None:
             raise DataError(
                 f"{name} returned None, and must return a source of batches of the "
                 "per-replica size. A function that ends without `return` gives None."
             )
-        return dataset
+        return source
 
     def batch_size_of(rows: int | None, is_only: Callable[[], bool]) -> int:
         del is_only

@@ -5,25 +5,24 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from meshlayout import _batches, _checks, _jax
-from meshlayout._annotations import AnySharding, Batch, PyTree
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
 from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
-from meshlayout.errors import DataError, LayoutError, StepError
+from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
 
 
-LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | AnySharding
+LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | NamedSharding
 """The layout of batches, or a mesh, whose batch axes then shard the rows."""
 
 
@@ -45,42 +44,26 @@ def process_rows(
         process_index: The process; this one if None.
 
     Returns:
-        The row indices, ascending, int64.
+        The row indices, ascending, int64; none for a process without devices.
 
     Example:
         >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> process_rows(mesh.layout("batch", None), (6, 5))
         array([0, 1, 2, 3, 4, 5])
-        >>> process_rows(mesh, 6, process_index=1)
-        Traceback (most recent call last):
-        meshlayout.errors.DataError: process_index must be below 1, the number of
-            processes, got 1.
     """
-    if not isinstance(global_shape, Sequence):
-        rows = _checks.count("global_shape", global_shape, at_least=0, error=DataError)
-        global_shape = (rows,)
-    shape = tuple(global_shape)
-    if not shape:
-        msg = "an array without dims has no rows; global_shape needs its batch dim."
-        raise LayoutError(msg)
-    full = _batches.leaf_layout(batch_layout(layout), len(shape))
+    is_shape = isinstance(global_shape, Sequence)
+    first = next(iter(global_shape), None) if is_shape else global_shape
+    num_rows = _checks.count("the number of rows", first, at_least=0, error=DataError)
+    rows = _batches.leaf_layout(batch_layout(layout), 1)
     here = jax.process_index() if process_index is None else process_index
-    here = _checks.count("process_index", here, at_least=0, error=DataError)
-    # The mesh of a topology, made for planning, has processes that are not running.
-    num_processes = max(jax.process_count(), processes_of(full.mesh)[-1] + 1)
-    if here >= num_processes:
-        raise DataError(
-            f"process_index must be below {num_processes}, the number of processes, "
-            f"got {here}."
-        )
     # A set: replicas of a shard, and shards of other dims, have the same rows.
-    size = full.shard_shape(shape)[0]
     starts = {
-        full.shard_slices(shape, device)[0].start
-        for device in full.mesh.devices.flat
+        rows.shard_slices((num_rows,), device)[0].start
+        for device in rows.mesh.devices.flat
         if device.process_index == here
     }
+    (size,) = rows.shard_shape((num_rows,))
     parts = [np.arange(start, start + size) for start in sorted(starts)]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
@@ -132,47 +115,46 @@ def batch_layout(
                 "all rows, mesh.layout(...)."
             )
         return _batches.batch_layout(mesh)
-    if isinstance(layout_or_mesh, PartitionSpec):
-        return Layout(layout_or_mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         shown = _checks.shown(layout_or_mesh)
         raise DataError(
             f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a "
             "list of entries, write mesh.layout(...)."
         )
-    layout = Layout.of(layout_or_mesh)
-    _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
-    return layout
+    return Layout.of(layout_or_mesh)
 
 
-def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
-    """Returns the processes that load the same rows, group by group, by first row."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for process in processes_of(layout.mesh):
-        rows = process_rows(layout, global_batch_size, process)
-        groups.setdefault(tuple(rows.tolist()), []).append(process)
+def input_pipeline(layout: Layout) -> tuple[int, int]:
+    """Returns how many groups of processes load the same rows, and the one of this.
+
+    Raises DataError where no source can give this process its own rows.
+    """
+    here, replicas = jax.process_index(), _batches.num_row_shards(layout)
+    # With one row per replica, processes that share a replica share its row.
+    rows = {
+        process: tuple(process_rows(layout, replicas, process).tolist())
+        for process in processes_of(layout.mesh)
+    }
+    groups = sorted(set(rows.values()))
     # Sets of rows that overlap have more rows together than there are.
-    if sum(map(len, groups)) > global_batch_size:
+    if sum(map(len, groups)) > replicas:
         raise DataError(
             f"processes share a part of their rows under {layout!r}, so that no source "
             "can give a process its own rows. Leave out per_process=True, or order the "
             "mesh's devices by process."
         )
-    return [tuple(groups[rows]) for rows in sorted(groups)]
+    if here not in rows:
+        msg = f"process {here} has no devices in {layout.mesh!r}, and feeds no replica."
+        raise DataError(msg)
+    return len(groups), groups.index(rows[here])
 
 
 def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
     """Returns this process's rows, which with `per_process` it alone must fill."""
     per_replica_batch_size(size, layout)
-    rows = process_rows(layout, size)
     if per_process:
-        row_groups(layout, size)
-        if not len(rows):
-            raise DataError(
-                f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
-                "so no rows of its own: with per_process=True it makes no dataset."
-            )
-    return rows
+        input_pipeline(layout)
+    return process_rows(layout, size)
 
 
 def processes_of(mesh: Mesh) -> list[int]:
@@ -194,9 +176,6 @@ class Placement:
         num_rows: int,
         own: np.ndarray,
     ) -> None:
-        per_shard = num_rows // _batches.num_row_shards(layout)
-        # The first row of each shard, and its index among this process's rows.
-        starts = {int(row): i for i, row in enumerate(own) if row % per_shard == 0}
         self._treedef, self._weights_index = spec.treedef, weights_index
         self._num_own = len(own)
         self.has_weights = weights_index is not None
@@ -213,8 +192,8 @@ class Placement:
                 indices: Any = sharding.addressable_devices_indices_map(shape)
                 for rows, *others in indices.values():
                     first, stop, _ = rows.indices(num_rows)
-                    part = slice(starts[first], starts[first] + stop - first)
-                    slices.append((part, *others))
+                    start = int(np.searchsorted(own, first))
+                    slices.append((slice(start, start + stop - first), *others))
                 shards = _jax.shard_placer(shape, dtype, sharding), slices
             self._shards.append(shards)
             abstract.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
@@ -244,16 +223,13 @@ class Placement:
 
 
 def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-    full = None
     try:
         full = _batches.leaf_layout(layout, len(shape))
-        if not full.misfits(shape):
-            return full.sharding
-        full.check(shape, f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}")
+        full.check(shape)
     except LayoutError as error:
-        where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}: "
-        # `check` names the leaf by itself.
-        raise DataError(f"{where if full is None else ''}{error}") from None
+        where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
+        what = str(error).removeprefix(f"an array of shape {shape}: ")
+        raise DataError(f"{where}: {what}") from None
     return full.sharding
 
 
@@ -270,29 +246,23 @@ def find_weights(
     numbered = spec.treedef.unflatten(range(len(spec.leaves)))
     index = _batches.get_weights(numbered, key)
     if index is not None:
-        problem = ""
-        if not isinstance(index, int):
-            problem = f"one per example, and is {_checks.type_text(index)}"
-        elif spec.leaves[index].to is None or spec.leaves[index].dtype.kind == "c":
-            dtype = spec.leaves[index].dtype
-            problem = f"one number per example, and has dtype {dtype}"
-        if problem:
+        leaf = spec.leaves[index] if isinstance(index, int) else None
+        if leaf is None or leaf.to is None or leaf.dtype.kind == "c":
+            given = _checks.type_text(index) if leaf is None else leaf.dtype
             raise DataError(
-                f"the source's {key!r} is taken for the weights, {problem}. Give "
-                "weights= another name."
+                f"the source's {key!r} is taken for the weights, one number per "
+                f"example, and is {given}. Give weights= another name."
             )
         return spec, index
-    weighted: PyTree = None
-    if isinstance(numbered, (Mapping, tuple, list)):
-        with contextlib.suppress(StepError):  # a mapping whose keys are fixed
-            if _batches.takes_weights(numbered, key):
-                weighted = _batches.with_weights(numbered, key, -1)
-    # The default key was not chosen by the user, and weights may never be needed.
-    if weighted is None and key != "weight":
-        msg = f"the source's examples have no place for weights={key!r}. "
-        raise DataError(msg + padding_hint(rows))
-    if weighted is None or not add:
+    if not _batches.takes_weights(numbered, key):
+        # The default key was not chosen by the user, and weights may not be needed.
+        if key != "weight":
+            msg = f"the source's examples have no place for weights={key!r}. "
+            raise DataError(msg + padding_hint(rows))
         return spec, None
+    if not add:
+        return spec, None
+    weighted = _batches.with_weights(numbered, key, -1)
     entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)
     index = [number for _, number in entries].index(-1)
     dtype = np.dtype(np.float32)
@@ -303,10 +273,7 @@ def find_weights(
 
 def padding_hint(rows: PyTree) -> str:
     """Returns what a user can do if such rows have no place for weights of padding."""
+    place = "a dict carries them under a key"
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"
-    elif isinstance(rows, Mapping) and all(isinstance(key, int) for key in rows):
-        place = f"next to integer keys, weights={max(rows) + 1} adds them"
-    else:
-        place = "a dict carries them under a key"
     return f"Padding is marked by weights: {place}. Or choose another remainder=."

@@ -7,16 +7,15 @@ is downloaded before a server has answered.
 
 import importlib
 import logging
-import queue
+import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from meshlayout import _checks
 from meshlayout.data.mnist_family import Builder, new_builder, without_tensorflow
-from meshlayout.errors import DataError, did_you_mean
+from meshlayout.errors import DataError
 
 
 def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
@@ -35,40 +34,30 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
         builder = _prepare(builder)
     full_name, file_format = builder.info.full_name, builder.info.file_format
     if file_format is not None and file_format.value != "array_record":
-        msg = (
+        raise DataError(
             f"{full_name} is prepared as {file_format.value} in {builder.data_path}, "
             "which only TensorFlow reads. Prepare it in another directory with `tfds "
             f"build {builder.name} --file_format=array_record --data_dir=DIR`, or give "
             "distribute_dataset what tfds.load returns."
         )
-        raise DataError(msg)
     splits = builder.info.splits
     try:
-        num_rows = splits[split].num_examples
-    except Exception as error:
-        msg = (
-            f"{full_name} has no split {split!r} ({_first_line(error)}). It has "
-            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
-        )
-        raise DataError(msg) from None
-    if not num_rows:
-        msg = f"split {split!r} of {full_name} has no examples. Name a larger part."
-        raise DataError(msg)
-    try:
         # A file that is missing or damaged is noticed now, not after hours of training.
-        for path in splits[split].filepaths:
-            if not path.exists():
-                missing = f"{path.name} is missing"
-                raise FileNotFoundError(missing)
+        files = splits[split].filepaths
+        problem = "" if files else "it has no examples"
+        for path in files:
+            problem = problem or ("" if path.exists() else f"{path.name} is missing")
+        if problem:
+            raise FileNotFoundError(problem)
         source = builder.as_data_source(split=split)
         source.data_source.__getitems__([0, len(source) - 1])
     except Exception as error:
-        msg = (
-            f"the prepared dataset in {builder.data_path} cannot be read "
-            f"({_first_line(error)}). Remove that directory and prepare it again "
-            f"with `tfds build {builder.name} --file_format=array_record`."
-        )
-        raise DataError(msg) from error
+        raise DataError(
+            f"split {split!r} of {full_name} cannot be read ({_first_line(error)}). "
+            f"It has {', '.join(map(repr, splits))}, and parts of them, as "
+            f"'train[:10%]'. If {builder.data_path} is damaged, remove it and prepare "
+            f"it again with `tfds build {builder.name} --file_format=array_record`."
+        ) from error
     return builder
 
 
@@ -77,15 +66,11 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
     logging.getLogger("absl").addFilter(_without_advice)  # adding it again does nothing
     try:
         return tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
-        # Community datasets are left out: their list would be downloaded.
-        names = tfds.list_builders(with_community_datasets=False)
-        where = f" and none is prepared in {data_dir}" if data_dir else ""
-        msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, names)}"
-        raise DataError(msg) from None
-    except Exception as error:
-        msg = f"TFDS cannot open the dataset {name!r}: {_first_line(error)}."
-        raise DataError(msg) from error
+    except Exception as error:  # no such dataset, version or config
+        near = re.search(r"\w+ -> (\w+)", str(error))
+        nearest = f"; the nearest name is {near[1]}" if near else ""
+        reason = f"TFDS knows no such dataset: {_first_line(error)}{nearest}"
+        raise _unavailable(name, data_dir, reason) from None
 
 
 def _prepare(builder: Builder) -> Builder:
@@ -102,47 +87,46 @@ def _prepare(builder: Builder) -> Builder:
             return new_builder(builder)
         except Exception as error:  # an ImportError where its code needs TensorFlow
             reason, cause = _first_line(error), error
-    msg = (
-        f"{builder.info.full_name} is not prepared in {builder.data_path} and cannot "
-        f"be downloaded and prepared here ({reason}): prepare it elsewhere with `tfds "
-        f"build {builder.name} --file_format=array_record` and name that directory "
-        "with data_dir=, or run `make data` in a checkout, which has Fashion-MNIST "
-        "even without internet."
+    raise _unavailable(builder.info.full_name, builder.data_path, reason) from cause
+
+
+def _unavailable(name: str, directory: Any, reason: str) -> DataError:
+    where = "" if directory is None else f" in {directory}"
+    return DataError(
+        f"the dataset {name!r} is not prepared{where} and cannot be downloaded and "
+        f"prepared here ({reason}): name a directory that has it with data_dir=, as "
+        "`tfds build --file_format=array_record` makes elsewhere, or run `make data` "
+        "in a checkout, which has Fashion-MNIST even without internet."
     )
-    raise DataError(msg) from cause
 
 
 def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
     """Returns why no server of a dataset's files answers; empty if one does.
 
     A file of each is asked for, through the proxies that the environment names, and not
-    read: that may take hours. In threads, since to look up a host has no time-out.
+    read: that may take hours. In a thread, since to look up a host has no time-out.
     """
     requests = importlib.import_module("requests")  # TFDS downloads with it
     urls = [url for url in builder.url_infos or {} if url.startswith("http")]
     by_host = {urlsplit(url).hostname: url for url in reversed(urls)}
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: list[str] = []
 
-    def ask(host: str, url: str) -> None:
-        try:
-            with requests.get(url, timeout=timeout_s, stream=True) as response:
-                status = response.status_code
-            answers.put(f"{host} answers with HTTP {status}" if status >= 400 else "")
-        except requests.RequestException as error:
-            answers.put(f"{host} cannot be reached ({type(error).__name__})")
+    def ask() -> None:
+        for host, url in by_host.items():
+            try:
+                with requests.get(url, timeout=timeout_s, stream=True) as response:
+                    status = response.status_code
+                answer = f"{host} answers with HTTP {status}" if status >= 400 else ""
+            except requests.RequestException as error:
+                answer = f"{host} cannot be reached ({type(error).__name__})"
+            answers.append(answer)
 
-    for item in by_host.items():
-        threading.Thread(target=ask, args=item, daemon=True).start()
-    deadline = time.monotonic() + timeout_s
-    reason = ""
-    for host in by_host:
-        try:
-            reason = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return f"{host} does not answer within {timeout_s:g} s"
-        if not reason:
-            break
-    return reason
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if by_host and not answers:
+        return f"{next(iter(by_host))} does not answer within {timeout_s:g} s"
+    return "" if "" in answers or not answers else answers[-1]
 
 
 def _without_advice(record: logging.LogRecord) -> bool:
@@ -154,4 +138,4 @@ def _without_advice(record: logging.LogRecord) -> bool:
 
 
 def _first_line(error: object) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__

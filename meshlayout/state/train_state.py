@@ -8,18 +8,18 @@ together when a user asks for one.
 
 import copy
 import dataclasses
+import pickle
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
-import cloudpickle
 import jax
 import numpy as np
 import optax
 from flax import linen as nn, nnx
 from jax.core import Tracer
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _jax, _optional, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import StateError, did_you_mean
@@ -90,12 +90,15 @@ class ModelCode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Optimizers consist of local functions, which the standard pickle refuses.
+        cloudpickle: Any = _optional.require(
+            "cloudpickle", extra="ray", purpose="Pickling a TrainState"
+        )
         code = (self.graphdef, self.module, self.boxed, self.tx)
         return _load_code, (cloudpickle.dumps(code), self.token)
 
 
 def _load_code(code: bytes, token: str) -> ModelCode:
-    graphdef, module, boxed, tx = cloudpickle.loads(code)
+    graphdef, module, boxed, tx = pickle.loads(code)
     return ModelCode(graphdef, module, boxed, tx, token)
 
 

@@ -5,6 +5,7 @@ argument, without what only training needs, so that a change of optimizer recomp
 nothing and its arrays are not transferred.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
     StepMesh,
     check_batch,
+    check_divided,
     check_state,
     in_own_mesh,
     noted_call,
@@ -149,7 +151,8 @@ class EvalStep(StepInspection):
             metrics: Metrics to add to; None starts with empty ones.
 
         Raises:
-            StepError: If the state, the batch or the metrics do not fit.
+            StepError: If the state, the batch or the metrics do not fit, or if several
+                devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
         with noted_call(self.__name__, state):
@@ -184,9 +187,9 @@ class EvalStep(StepInspection):
             mesh = step_mesh_of(state)
             # Measuring several models is no recompilation to warn of.
             key = (mesh, state.program)
-            if key not in self._programs:
-                self._programs[key] = self._compiled(mesh)
-            compiled, step_metrics = self._programs[key]
+            is_new = key not in self._programs
+            program = self._compiled(mesh) if is_new else self._programs[key]
+            compiled, step_metrics = program
             # Nothing is donated: what is, is the first argument of a compiled step.
             args = ((), without_optimizer(state), batch)
 
@@ -194,9 +197,14 @@ class EvalStep(StepInspection):
                 check_params(state.params, self._loss.policies)
                 return self._loss.expected_metrics()
 
-            return step_metrics.run(
-                compiled, args, state, metrics, expected, is_lowered=is_lowered
+            run = functools.partial(
+                step_metrics.run, compiled, args, state, metrics, expected
             )
+            if is_new:
+                if not is_lowered:
+                    check_divided(*args[1:], lambda: run(is_lowered=True)[0].as_text())
+                self._programs[key] = program
+            return run(is_lowered=is_lowered)
 
     def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
         step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
@@ -291,6 +299,7 @@ class PredictStep(StepInspection):
     ) -> None:
         self.predict_fn, self.policies = predict_fn, policies
         self._options = (layouts, on_recompile)
+        self._meshes: set[StepMesh] = set()  # those that divide the work
 
         def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
             check_params(state.params, policies)
@@ -313,12 +322,17 @@ class PredictStep(StepInspection):
         """Returns the model's predictions for a global batch.
 
         Raises:
-            StepError: If the state does not fit.
+            StepError: If the state does not fit, or if several devices would all
+                compute the same.
         """
         check_state(self.__name__, state)
         with noted_call(self.__name__, state), in_own_mesh(state):
-            batch = place_host_batch(state, batch)
-            return self._compiled((), without_optimizer(state), batch)[1]
+            args = (without_optimizer(state), place_host_batch(state, batch))
+            mesh = step_mesh_of(state)
+            if mesh not in self._meshes:
+                check_divided(*args, lambda: self._compiled.lower((), *args).as_text())
+                self._meshes.add(mesh)
+            return self._compiled((), *args)[1]
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does.

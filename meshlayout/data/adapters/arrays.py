@@ -1,11 +1,11 @@
-"""Arrays, tables and lists of examples, as sources with random access.
+"""Objects of no framework: arrays, tables, examples by index, and iterables of any.
 
 A tuple, dict or other tree of arrays holds columns, as a data frame does; a list holds
-examples. Where an object could be either, the user is asked: a list of ten arrays of
-ten rows would train on the wrong axis without an error.
+examples or batches. Where an object could be either, the user is asked: a list of ten
+arrays of ten rows would train on the wrong axis without an error.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout.data.adapters import iterables
 from meshlayout.data.examples import (
     ambiguous,
     as_array,
@@ -20,9 +21,9 @@ from meshlayout.data.examples import (
     leaf_path,
     leaf_text,
     looks_batched,
-    named_leaves,
     stack,
 )
+from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
 
@@ -44,25 +45,18 @@ class Rows:
         return self.read(indices, epoch)
 
 
-def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
-    """Returns columns or a sequence of examples as a source; None for anything else."""
-    is_list = isinstance(obj, list)
-    if is_list and obj and all(map(_is_array, obj)) and batched is None:
-        msg = (
-            f"a list of {len(obj)} arrays may be the columns of one dataset, or as "
-            "many examples or batches. Give columns as a tuple or dict; say "
-            "batched=False for examples, or batched=True for batches."
-        )
-        raise DataError(msg)
-    if _is_column_list(obj) or (not is_list and is_columns(obj)):
-        if batched is not None and not is_list:
-            msg = f"columns hold examples: leave out batched={batched}."
-            raise DataError(msg)
+def adapt(obj: Any, *, batched: bool | None) -> Source:
+    """Returns columns, a sequence of examples, or an iterable of any as a source."""
+    if is_columns(obj) or _is_column_list(obj):
         return array_rows(obj)
-    if batched is True or not _is_sequence(obj):
-        return None
+    is_mapping = isinstance(obj, (str, bytes)) or hasattr(obj, "keys")
+    is_indexed = hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+    # An iterator may have a length as well (a progress bar, say), and is read once.
+    if batched or is_mapping or not is_indexed or hasattr(obj, "__next__"):
+        return iterables.adapt(obj, batched=batched)
     if batched is None and len(obj) and looks_batched(obj[0]):
-        raise DataError(ambiguous("the source"))
+        hint = " Columns of one dataset go into a tuple or a dict." * _is_array(obj[0])
+        raise DataError(ambiguous("the source") + hint)
     return item_rows(obj)
 
 
@@ -72,12 +66,7 @@ def is_columns(obj: Any) -> bool:
         return False
     if _is_array(obj) or _is_frame(obj):
         return True
-    if callable(obj):
-        return False
-    try:
-        leaves = jax.tree.leaves(obj, is_leaf=_is_column_list)
-    except ValueError:  # which `named_leaves` explains
-        leaves, _ = named_leaves(obj)
+    leaves = [] if callable(obj) else jax.tree.leaves(obj, is_leaf=_is_column_list)
     return bool(leaves) and not jax.tree_util.all_leaves([obj])
 
 
@@ -121,13 +110,6 @@ def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
     return Rows(len(items), read)
 
 
-def refuse_batched(what: str, *, batched: bool | None) -> None:
-    """Raises DataError for `batched=True` with a source of single examples."""
-    if batched:
-        msg = f"{what} yields single examples. Leave out batched=True."
-        raise DataError(msg)
-
-
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
     out = empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy would gather into a temporary buffer first.
@@ -151,12 +133,3 @@ def _is_column_list(node: Any) -> bool:
     if not isinstance(node, list) or not node:
         return False
     return all(isinstance(item, _SINGLE) or _is_column_list(item) for item in node)
-
-
-def _is_sequence(obj: Any) -> bool:
-    is_other = isinstance(obj, (str, bytes, Mapping)) or hasattr(obj, "keys")
-    if is_other or not hasattr(obj, "__getitem__") or not hasattr(obj, "__len__"):
-        return False
-    # An iterator may have a length as well (a progress bar, say), and is read once.
-    is_random = isinstance(obj, Sequence) or not isinstance(obj, Iterable)
-    return is_random or not hasattr(obj, "__next__")

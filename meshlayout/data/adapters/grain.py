@@ -1,8 +1,8 @@
 """Grain's datasets and loaders as sources.
 
-Grain has no public API to find out whether a dataset batches, filters or shuffles: the
-class names of its steps are a hint. A step that a later release renames leads to an
-error that asks for `batched=` or `to_iter_dataset()`, never to wrong rows;
+Grain has no public API to find out whether a dataset batches or filters: the class
+names of its steps are a hint. A step that a later release renames leads to an error
+that asks for `batched=` or `to_iter_dataset()`, never to wrong rows;
 `test_data_adapters` covers each of the hints.
 """
 
@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import Rows, item_rows
+from meshlayout.data.adapters.arrays import Rows
 from meshlayout.data.adapters.iterables import IteratorSource, NumberedItems
 from meshlayout.data.examples import ambiguous, looks_batched, stack
 from meshlayout.data.protocols import Source
-from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
@@ -26,22 +25,22 @@ from meshlayout.errors import DataError
 _ENDLESS = 2**48
 
 
-def adapt(
-    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
-) -> Source | None:
-    """Returns a MapDataset, IterDataset, DataLoader or data source as a source."""
-    steps = [type(step).__name__ for step in _steps(obj)]
-    batched = _makes_batches(steps) if batched is None else batched
+def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
+    """Returns a MapDataset, an IterDataset or a DataLoader as a source."""
+    steps = " ".join(type(step).__name__ for step in _steps(obj))
+    changes = re.findall("[Bb]atch|Flat|Split|Pack", steps)
+    if (
+        batched is None and changes and changes[0] != "Flat"
+    ):  # the last step comes first
+        batched = changes[0] not in ("Split", "Pack")
     if "MapDataset" in class_names:
         return _map_dataset(obj, steps, batched=batched)
     if "IterDataset" in class_names or "DataLoader" in class_names:
-        return IteratorSource(lambda epoch: _pass(obj, steps, clock, epoch), batched)
-    if hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not batched:
-        return item_rows(obj)
+        return IteratorSource(lambda epoch: _pass(obj), batched)
     return None
 
 
-def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Source:
+def _map_dataset(dataset: Any, steps: str, *, batched: bool | None) -> Source:
     """Returns a MapDataset as a source; by row if it holds one example per index.
 
     Indices beyond the length are those of later epochs: a dataset that shuffles has a
@@ -49,7 +48,7 @@ def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Sou
     """
     length = len(dataset)
     is_endless = length > _ENDLESS
-    if batched or is_endless or any("Filter" in name for name in steps):
+    if batched or is_endless or "Filter" in steps:
 
         def begin(epoch: int) -> NumberedItems:
             first = 0 if is_endless else epoch * length
@@ -72,29 +71,14 @@ def _map_dataset(dataset: Any, steps: list[str], *, batched: bool | None) -> Sou
     return Rows(length, read)
 
 
-def _pass(dataset: Any, steps: list[str], clock: Clock, epoch: int) -> Iterator[PyTree]:
+def _pass(dataset: Any) -> Iterator[PyTree]:
     """Returns an iterator over an IterDataset or a DataLoader; neither has epochs."""
-    names = " ".join(steps)
-    if epoch and "Shuffle" in names and "Repeat" not in names:
-        clock.warn(
-            "Grain's IterDataset shuffles, and repeats one order in every epoch. Give "
-            "the MapDataset, which has another one in each; or repeat() it before "
-            "to_iter_dataset(), and take as many batches as you want."
-        )
     # Grain's worker processes read a flag of absl's, which raises unless flags were
     # parsed, by `absl.app.run` or like this. A test of worker processes notices.
     flags: Any = sys.modules["absl.flags"]
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     return iter(dataset)
-
-
-def _makes_batches(steps: list[str]) -> bool | None:
-    """Returns whether the last step that says so makes batches; None if none does."""
-    changes = re.findall("[Bb]atch|Flat|Split|Pack", " ".join(steps))
-    if changes and changes[0] != "Flat":
-        return changes[0] not in ("Split", "Pack")
-    return None
 
 
 def _steps(dataset: object) -> Iterator[object]:

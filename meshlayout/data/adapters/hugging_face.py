@@ -1,42 +1,26 @@
 """Hugging Face's datasets as sources.
 
-Rows come from Arrow tables, which keep the dtypes of the features: the "numpy" format
-would turn all numbers into int64 and float32. Lists become arrays; structures inside
-lists (a list of dicts) have no columns, and are left to the user's own map.
+Rows come in the package's "numpy" format, streamed examples as Python's lists, and both
+become arrays in the dtypes of their features. Structures inside lists (a list of dicts)
+have no columns, and are left to the user's own map.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import Rows, refuse_batched
+from meshlayout.data.adapters.arrays import Rows
 from meshlayout.data.adapters.iterables import IteratorSource
-from meshlayout.data.examples import as_batch, leaf_text
+from meshlayout.data.examples import as_batch, leaf_text, stack
 from meshlayout.data.protocols import JSON, Source
-from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
-# By path; None marks what an Arrow table does not hold as arrays.
-Dtypes: TypeAlias = Mapping[str, np.dtype | None]
-
-# Names, so that the package need not be imported. A feature class that is not listed
-# takes the slower way through the "numpy" format.
-_LISTS = ("List", "LargeList", "Sequence")
-_STRINGS = ("string", "large_string", "binary", "large_binary")
-_NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
-
-_FIX = "with the dataset's map or filter."
-
-
-def adapt(
-    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
-) -> Source | None:
+def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
     """Returns a Dataset or IterableDataset of the `datasets` package as a source."""
-    del clock
     if "DatasetDict" in class_names or "IterableDatasetDict" in class_names:
         msg = (
             f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
@@ -44,37 +28,34 @@ def adapt(
         )
         raise DataError(msg)
     if "IterableDataset" in class_names:
-        dtypes = {} if obj.features is None else _dtypes(dict(obj.features))
         readers: set[_Pass] = set()
-        return IteratorSource(lambda epoch: _Pass(obj, dtypes, epoch, readers), batched)
-    if "Dataset" not in class_names:
-        return None
-    refuse_batched("a Hugging Face Dataset", batched=batched)
-    return _dataset_rows(obj)
+        return IteratorSource(lambda epoch: _Pass(obj, epoch, readers), batched)
+    return _dataset_rows(obj) if "Dataset" in class_names else None
 
 
 def _dataset_rows(dataset: Any) -> Rows:
     """Returns a Dataset as a source with random access, in the user's format if any."""
-    kind, names = dataset.format["type"], dataset.format["columns"]
-    plain, arrays = [], dataset
-    if kind in (None, "arrow", "pandas", "polars"):  # those of tables hold no arrays
-        dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
-        # By identity: to NumPy, a dtype of None equals float64.
-        plain = [name for name in names if all(d is not None for d in dtypes[name])]
-        others = [name for name in names if name not in plain]
-        arrays = dataset.with_format("numpy", columns=others)
-    tables = dataset.with_format("arrow", columns=plain)
+    features, names, views = dataset.features, dataset.format["columns"], [dataset]
+    if dataset.format["type"] in (None, "arrow", "pandas", "polars"):
+        texts = [x for x in names if re.search("string|binary", repr(features[x]))]
+        others = [name for name in names if name not in texts]
+        # A dtype of None keeps those of the features; otherwise, all numbers would
+        # become int64 and float32. NumPy's strings would lose trailing nulls.
+        numbers = dataset.with_format("numpy", columns=others, dtype=None)
+        views = [numbers] * bool(others)
+        views += [dataset.with_format(None, columns=texts)] * bool(texts)
+
+    def column(values: Any, name: str) -> PyTree:
+        is_array = isinstance(values, np.ndarray)
+        if isinstance(values, list) or (is_array and values.dtype.hasobject):
+            rows = [{name: _arrays(value, features[name], name)} for value in values]
+            return stack(rows)[name]
+        return _arrays(values, features[name], name) if is_array else values
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        columns: dict[str, PyTree] = {}
-        if plain:
-            table = tables[indices.tolist()]
-            for name in table.column_names:
-                columns[name] = _column(table.column(name).combine_chunks(), name)
-        if len(plain) < len(names):
-            columns |= arrays[indices.tolist()]
-        return as_batch(_as_arrays(columns, {}))[0]
+        columns = [item for view in views for item in view[indices.tolist()].items()]
+        return as_batch({name: column(values, name) for name, values in columns})[0]
 
     return Rows(len(dataset), read)
 
@@ -87,13 +68,10 @@ class _Pass(Iterator[PyTree]):
     `readers` are those that have read since the latest of them started.
     """
 
-    def __init__(
-        self, dataset: Any, dtypes: Dtypes, epoch: int, readers: "set[_Pass]"
-    ) -> None:
-        self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
-        self._readers, self._can_seek = readers, _can_seek(dataset)
-        self._iterator: Any = None
-        self._start: JSON = "start"  # where nothing is read yet, and there is no state
+    def __init__(self, dataset: Any, epoch: int, readers: "set[_Pass]") -> None:
+        self._dataset, self._epoch, self._readers = dataset, epoch, readers
+        self._can_seek = _can_seek(getattr(dataset, "_ex_iterable", None))
+        self.set_state("start")  # where nothing is read yet, and there is no state
 
     def __next__(self) -> PyTree:
         if self._iterator is None:
@@ -104,110 +82,71 @@ class _Pass(Iterator[PyTree]):
             self._readers.clear()
             self._iterator = iter(self._dataset)
         self._readers.add(self)
-        return _as_arrays(next(self._iterator), self._dtypes)
+        return _arrays(next(self._iterator), self._dataset.features, "")
 
     def get_state(self) -> JSON:
         if self._iterator is None:
             return self._start
-        if not self._can_seek or self._readers != {self}:
-            return None
-        # A copy: the dataset later changes the object that it returns.
-        return json.loads(json.dumps(self._dataset.state_dict()))
+        is_exact = self._can_seek and self._readers == {self}
+        return self._dataset.state_dict() if is_exact else None
 
     def set_state(self, state: JSON) -> None:
         self._start, self._iterator = state, None
 
-    def close(self) -> None:
-        self._iterator = iter(())
 
-
-def _can_seek(dataset: object) -> bool:
+def _can_seek(step: Any) -> bool:
     """Returns whether a dataset's own state leads to the same examples again.
 
     A shuffle buffer is refilled after resuming, with other examples, and no public
-    attribute reveals whether there is one. `_ex_iterable` is private: without it, or
-    with other names in it, states are not trusted, and resuming asks for `skip=True`.
+    attribute reveals whether there is one. With other names in it, or without the
+    private `_ex_iterable`, states are not trusted, and resuming asks for `skip=True`.
     `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
     """
-    steps = [getattr(dataset, "_ex_iterable", None)]
-    for step in steps:
-        name = type(step).__name__
-        if step is None or ("Shuffled" in name and "Buffer" in name):
-            return False
-        inner = getattr(step, "ex_iterable", None)
-        steps += getattr(step, "ex_iterables", ()) if inner is None else [inner]
-    return True
+    if step is None or "BufferShuffled" in type(step).__name__:
+        return False
+    inner = [*getattr(step, "ex_iterables", ())]
+    if hasattr(step, "ex_iterable"):
+        inner.append(step.ex_iterable)
+    return all(map(_can_seek, inner))
 
 
-def _as_arrays(node: Any, dtypes: Dtypes, path: str = "") -> PyTree:
-    """Returns an example or a batch with its lists as arrays."""
+def _arrays(node: Any, feature: Any, path: str) -> PyTree:
+    """Returns a value with its lists as arrays, in the dtypes of its feature."""
     if isinstance(node, dict):
-        paths = {name: f"{path}/{name}".lstrip("/") for name in node}
-        return {k: _as_arrays(inner, dtypes, paths[k]) for k, inner in node.items()}
-    if isinstance(node, (bool, int, float)):
-        return np.asarray(node, dtypes.get(path))[()]
-    is_objects = isinstance(node, np.ndarray) and node.dtype == object
-    if not isinstance(node, list) and not is_objects:
-        return node
-    values = np.asarray(node, object)
-    kinds = {type(value) for value in values.flat}
+        features = feature if isinstance(feature, dict) else {}
+        return {
+            name: _arrays(inner, features.get(name), f"{path}/{name}".lstrip("/"))
+            for name, inner in node.items()
+        }
+    dtype, kinds = _dtype(feature), set()
+    if isinstance(node, np.ndarray) and node.dtype != object:
+        # In the "numpy" format, integers next to None are floats.
+        is_missing = node.dtype.kind == "f" and dtype is not None and dtype.kind in "iu"
+        kinds = {type(None)} if is_missing else set()
+    elif isinstance(node, (list, np.ndarray)) or node is None:
+        kinds = set(map(type, np.asarray(node, object).flat))
+    elif not isinstance(node, (bool, int, float)):
+        return node  # a string or an image
     problem = ""
-    if dict in kinds:
-        problem = (
-            "is a list of structures, which has no columns. Make arrays of their "
-            f"fields {_FIX}"
-        )
-    elif type(None) in kinds:  # which NumPy would turn into NaN
-        problem = f"has rows that are None. Fill them in, or leave them out, {_FIX}"
+    if type(None) in kinds:
+        problem = "has rows that are None. Fill them in, or leave them out,"
+    elif dict in kinds:
+        problem = "is a list of structures. Make arrays of their fields"
     elif kinds & {list, np.ndarray}:
-        problem = f"is ragged: items differ in shape. Pad or crop them to one, {_FIX}"
+        problem = "is ragged: items differ in shape. Pad or crop them to one,"
     if problem:
-        msg = f"{leaf_text(path)} {problem}"
-        raise DataError(msg)
-    is_strings = bool(kinds) and kinds <= {str, bytes}
-    return values if is_strings else np.asarray(node, dtypes.get(path))
+        fix = "with the dataset's map or filter."
+        raise DataError(f"{leaf_text(path)} {problem} {fix}")
+    if kinds and kinds <= {str, bytes}:  # NumPy's own strings lose trailing nulls
+        return np.asarray(node, object)
+    return np.asarray(node, dtype)[()]
 
 
-def _column(column: Any, path: str) -> PyTree:
-    """Returns a column of an Arrow table as arrays with one row per example."""
-    if hasattr(column, "storage"):  # an extension type, such as Array2D
-        return _column(column.storage, path)
-    if column.null_count:
-        msg = (
-            f"{leaf_text(path)} has rows that are None. Fill them in, or leave them "
-            f"out, {_FIX}"
-        )
-        raise DataError(msg)
-    if str(column.type).startswith("struct"):
-        fields = [column.type.field(i).name for i in range(column.type.num_fields)]
-        return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
-    if not hasattr(column, "value_lengths"):
-        return column.to_numpy(zero_copy_only=False)
-    lengths = set(column.value_lengths().to_pylist())
-    if len(lengths) > 1:
-        msg = (
-            f"{leaf_text(path)} is ragged: rows have lengths from {min(lengths)} to "
-            f"{max(lengths)}. Pad or crop them to one, {_FIX}"
-        )
-        raise DataError(msg)
-    # One array of all items, which reshapes to rows without a Python loop.
-    items = _column(column.flatten(), path)
-    return items.reshape(len(column), -1, *items.shape[1:])
-
-
-def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
-    """Returns the dtypes of a feature's values as arrays, by path."""
-    if isinstance(feature, dict):
-        dtypes: dict[str, np.dtype | None] = {}
-        for name, inner in feature.items():
-            dtypes |= _dtypes(inner, f"{path}/{name}".lstrip("/"))
-        return dtypes
-    while isinstance(feature, list) or type(feature).__name__ in _LISTS:
+def _dtype(feature: Any) -> np.dtype | None:
+    """Returns the dtype of a feature's numbers; None for strings, images and others."""
+    while isinstance(feature, list) or hasattr(feature, "feature"):  # of a list
         feature = feature[0] if isinstance(feature, list) else feature.feature
-    if getattr(feature, "dtype", "") in _STRINGS:
-        return {path: np.dtype(object)}
     try:
-        is_number = type(feature).__name__ in _NUMBERS
-        return {path: np.dtype(feature.dtype) if is_number else None}
-    except TypeError:
-        return {path: None}
+        return np.dtype(feature.dtype)
+    except (AttributeError, TypeError):
+        return None

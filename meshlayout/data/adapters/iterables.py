@@ -4,9 +4,9 @@ An iterator that has `get_state` and `set_state`, as Grain's have, resumes where
 any other is read again from the start of the epoch, if the user agrees.
 """
 
-import base64
+import ast
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,6 @@ class IteratorSource:
         return IteratorStream(self.begin(epoch))
 
 
-class IterableSource(IteratorSource):
-    """The source of an iterable of no framework, whose elements could be anything.
-
-    A class of its own, because `distribute_datasets_from_function` takes ambiguous
-    elements of such a source for batches.
-    """
-
-
 class IteratorStream:
     """One pass over an iterator, which can seek if it has the methods for it."""
 
@@ -56,53 +48,35 @@ class IteratorStream:
         return next(self._iterator)
 
     def get_state(self) -> JSON:
-        """Returns the iterator's own position, or None if it has none."""
+        """Returns the iterator's own position, or None if it has none.
+
+        As a Python literal: JSON lacks bytes, which are the state of Grain's
+        DataLoader, and makes lists of tuples, which mean another position to Grain.
+        """
         if not hasattr(self._iterator, "set_state"):
             return None
-        return _to_json(self._iterator.get_state())
+        state = self._iterator.get_state()
+        text = None if state is None else repr(state)
+        ast.literal_eval(text or "None")  # what cannot be read back is an error now
+        return text
 
     def set_state(self, state: JSON) -> None:
         """Moves the iterator to a position; raises DataError if it refuses it."""
         try:
-            self._iterator.set_state(_from_json(state))
+            self._iterator.set_state(ast.literal_eval(state))
         except DataError:
             raise
         except Exception as error:
-            msg = (
+            raise DataError(
                 f"the source refuses the position of the state ({type(error).__name__}"
                 f": {error}). The state is of another source or of another version of "
                 "its library, or it is damaged."
-            )
-            raise DataError(msg) from error
+            ) from error
 
     def close(self) -> None:
         """Closes a generator, so that its `finally` clauses run."""
         if hasattr(self._iterator, "close"):
             self._iterator.close()
-
-
-# JSON has neither bytes, as Grain's DataLoader has for a state, nor tuples, and to
-# Grain's ConcatThenSplitIterDataset a list in their place means another position.
-def _to_json(state: Any) -> JSON:
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode("ascii")}
-    if isinstance(state, tuple):
-        return {"tuple": [*map(_to_json, state)]}
-    if isinstance(state, dict):
-        return {key: _to_json(entry) for key, entry in state.items()}
-    return [*map(_to_json, state)] if isinstance(state, list) else state
-
-
-def _from_json(state: JSON) -> Any:
-    if isinstance(state, list):
-        return [*map(_from_json, state)]
-    if not isinstance(state, dict):
-        return state
-    if state.keys() == {"base64"}:
-        return base64.b64decode(state["base64"])
-    if state.keys() == {"tuple"}:
-        return tuple(map(_from_json, state["tuple"]))
-    return {key: _from_json(entry) for key, entry in state.items()}
 
 
 class NumberedItems(Iterator[PyTree]):
@@ -126,7 +100,7 @@ class NumberedItems(Iterator[PyTree]):
         """Returns the number of items that were read."""
         return self._next
 
-    def set_state(self, state: JSON) -> None:
+    def set_state(self, state: int) -> None:
         """Moves to a position."""
         if not 0 <= state <= self._length:
             msg = f"the position is after item {state}, and there are {self._length}"
@@ -134,46 +108,39 @@ class NumberedItems(Iterator[PyTree]):
         self._next = state
 
 
-def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
+def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
     """Returns an iterable, an iterator or a generator function as a source."""
+    is_source = callable(obj) or hasattr(obj, "__iter__")
     # Iterating over a table would yield the names of its columns.
-    is_table = isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
-    is_source = callable(obj) or hasattr(obj, "__iter__") or hasattr(obj, "__next__")
-    if isinstance(obj, (str, bytes)) or is_table or not is_source:
-        msg = (
+    if isinstance(obj, (str, bytes)) or hasattr(obj, "keys") or not is_source:
+        raise DataError(
             "the source must be arrays, a list of examples, an iterable, a function "
             "that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
             f"Hugging Face, got {_checks.shown(obj)}."
         )
-        raise DataError(msg)
     source: Any = obj
     passes = itertools.count()
 
     def begin(epoch: int) -> Iterator[PyTree]:
         # An exhausted iterator would look like an epoch without examples.
         if next(passes) and hasattr(obj, "__next__"):
-            msg = (
+            raise DataError(
                 f"the source is an iterator ({type(obj).__name__}), which can be read "
                 f"once, and epoch {epoch + 1} starts. Give a function that makes one, "
                 "as lambda: make_iterator()."
             )
-            raise DataError(msg)
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
-        is_made = hasattr(obj, "__iter__") or hasattr(obj, "__next__")
-        iterable: Any = source if is_made else source()
-        if hasattr(iterable, "__iter__"):
-            return iter(iterable)
-        if not hasattr(iterable, "__next__"):
-            msg = (
+        iterable = source if hasattr(obj, "__iter__") else source()
+        if not hasattr(iterable, "__iter__"):
+            raise DataError(
                 f"the source is a function that returned {_checks.shown(iterable)}; it "
                 "must return an iterator, or be a generator function."
             )
-            raise DataError(msg)
-        return iterable
+        return iter(iterable)
 
     num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
     # Where batches differ, reading them raises a better error.
     if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
         num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
-    return IterableSource(begin, batched, num_rows)
+    return IteratorSource(begin, batched, num_rows)

@@ -5,19 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from meshlayout.data.adapters.arrays import Rows, item_rows, refuse_batched
+from meshlayout.data.adapters.arrays import Rows, item_rows
 from meshlayout.data.examples import named_leaves
-from meshlayout.data.report import Clock
 
 
-def adapt(
-    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
-) -> Rows | None:
+def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Rows | None:
     """Returns the result of `tfds.data_source` as a source."""
-    del clock
+    del batched
     if "BaseDataSource" not in class_names:
         return None
-    refuse_batched("a TFDS data source", batched=batched)
     return item_rows(obj, feature_dtypes(obj.dataset_info.features))
 
 

@@ -5,29 +5,17 @@ user's choice, and are left to do what they do in PyTorch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import item_rows, refuse_batched
+from meshlayout.data.adapters.arrays import item_rows
 from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.protocols import Source
-from meshlayout.data.report import Clock
 from meshlayout.errors import DataError
 
 
-@dataclass(frozen=True)
-class LoaderSource(IteratorSource):
-    """A DataLoader, whose sampler gives each of `num_parts` processes its own part."""
-
-    num_parts: int = 1
-
-
-def adapt(
-    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
-) -> Source | None:
+def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
     """Returns a DataLoader, or a Dataset with a length, as a source."""
-    del clock
     if "DataLoader" in class_names:
         return _loader_source(obj, batched=batched)
     if "IterableDataset" in class_names:
@@ -35,17 +23,15 @@ def adapt(
             "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
             "torch.utils.data.DataLoader."
         )
-    if "Dataset" in class_names and hasattr(obj, "__len__"):
-        refuse_batched("a PyTorch Dataset", batched=batched)
-        return item_rows(obj)
-    return None
+    is_rows = "Dataset" in class_names and hasattr(obj, "__len__")
+    return item_rows(obj) if is_rows else None
 
 
-def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
+def _loader_source(loader: Any, *, batched: bool | None) -> IteratorSource:
     """Returns a DataLoader as a source, of batches if it makes any."""
     batches = loader.batch_sampler
-    if batched is None:
-        batched = batches is not None or None
+    if batched is None and batches is not None:
+        batched = True
     # With a batch sampler of the user's, the sampler of rows is inside of that.
     sampler: Any = getattr(batches, "sampler", loader.sampler)
 
@@ -62,5 +48,4 @@ def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
         num_rows = len(sampler)
         if batches is not None and batches.drop_last:
             num_rows -= num_rows % batches.batch_size
-    num_parts = getattr(sampler, "num_replicas", 1)
-    return LoaderSource(begin, batched, num_rows, num_parts)
+    return IteratorSource(begin, batched, num_rows)
