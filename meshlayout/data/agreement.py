@@ -1,17 +1,13 @@
 """What processes agree on about one dataset: how it is made, and where streams end.
 
 Every process decides alone which rows are its own: with a source that differs between
-them (a shuffle without a seed, a loader that gives each its own part), examples would
-be lost silently. So options and digests of some rows are compared when it is made.
-
-With random access the number of batches is known then, and nothing is exchanged later:
-a process that fails is named by the others' watch. How long a stream is, only reading
-shows, and a step that only some processes take hangs in its collectives. So before each
-batch of a stream, in the background, the processes tell each other whether they have
-it; an error or an end on one of them then ends the loops of all at the same step.
+them, examples would be lost silently. So options and checksums of some rows are
+compared when a dataset is made. With random access nothing is exchanged later. How long
+a stream is, only reading shows, and a step that only some processes take hangs in its
+collectives: so before each batch, the processes tell each other whether they have it,
+and an error or an end on one of them ends the loops of all at the same step.
 """
 
-import contextlib
 import itertools
 import zlib
 from collections import defaultdict
@@ -41,8 +37,7 @@ WAY_OUT = (
 
 _SAMPLE = 16  # rows of a source with random access that are compared
 
-# How long to wait for another process's batch. Its loop may be busy for long, with
-# compiling or with work that is only its own, and this one's thread is ahead of both.
+# How long to wait for another process's batch: its loop may be busy with compiling.
 _STEP_S = 3600.0
 
 # Numbers the datasets of each group of processes: the processes make them in the same
@@ -60,7 +55,7 @@ class Agreement:
         self.has_others = len(self._processes) > 1
         number = next(_counts[tuple(self._processes)])
         self._name = f"data/{'-'.join(map(str, self._processes))}/{number}"
-        self._channel = self._channel_of(self._name)
+        self.channel = self._channel_of(self._name)
         self._iterations = itertools.count()
 
     def _channel_of(self, name: str) -> Channel:
@@ -68,20 +63,16 @@ class Agreement:
             name,
             self._processes,
             what="the same dataset",
-            hint="All processes must make the same datasets in the same order, and "
-            "iterate over them alike.",
+            hint="All of them make the same datasets in the same order, and iterate "
+            "over them alike.",
             warn_after_s=60,
             error=DataError,
         )
 
-    def failure_told(self) -> contextlib.AbstractContextManager[None]:
-        """Tells the others of an error inside, in `exchange`."""
-        return self._channel.failure_told()
-
     def exchange(self, facts: dict[str, JSON], own: T) -> dict[int, T]:
         """Returns each process's `own`; raises DataError if facts differ."""
         failure = "process {process} cannot make the dataset: {failure}"
-        values = self._channel.exchange((facts, own), failure=failure)
+        values = self.channel.exchange((facts, own), failure=failure)
         (first, (facts, _)), *others = values.items()
         for name, fact in facts.items():
             for process, (other, _) in others:
@@ -148,9 +139,8 @@ class Turns:
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:
     """Returns checksums of some rows of two epochs, leaf by leaf.
 
-    Two epochs, for a source that shuffles by itself, maybe only from the second on.
-    Rows are read twice: a leaf that differs between the readings (augmented without a
-    seed, say) shows nothing about the order, and is left out.
+    Two, for a source that shuffles by itself. Rows are read twice: a leaf that differs
+    between the readings (augmented without a seed, say) shows nothing, and is left out.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
     first, second = (

@@ -4,12 +4,12 @@ The rows of a batch follow from seed, epoch and the number of the batch, so that
 number of processes agree without communicating, and resuming is arithmetic. The shuffle
 is a Feistel network, which needs no table and never changes: NumPy's permutation may
 differ between releases, and a run that resumed after an upgrade would lose some rows
-and repeat others. Up to a million rows, the order of an epoch is computed once as a
-table, which is faster per batch; it is the same order.
+and repeat others.
 """
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,8 @@ from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.report import Clock
 
 
-# Up to this many rows, the order of a whole epoch is computed at once: 8 MB.
+# Up to this many rows, the order of a whole epoch is computed at once, which is faster
+# per batch: 8 MB.
 _LARGEST_TABLE = 2**20
 
 # Rounds of the Feistel network. Four make a good permutation of random functions (Luby
@@ -47,50 +48,44 @@ class HostBatch:
     is_padded_elsewhere: bool = False
 
 
-class Order:
-    """The order of one epoch, from 0: a function of seed and number of rows."""
+def order(
+    num_rows: int, seed: int | None, epoch: int
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the order of an epoch, from 0: a function of places that gives rows."""
+    if seed is None:
+        return lambda places: places
+    # NumPy promises that seed sequences do not change, unlike its generators.
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+    permuted = functools.partial(_permuted_rows, num_rows, keys)
+    if num_rows > _LARGEST_TABLE:
+        return permuted
+    return permuted(np.arange(num_rows)).__getitem__
 
-    def __init__(self, num_rows: int, seed: int | None, epoch: int) -> None:
-        self._num_rows = num_rows
-        self._table: np.ndarray | None = None
-        self._keys: list[np.uint64] | None = None
-        if seed is None:
-            return
-        # NumPy promises that seed sequences do not change, unlike its generators.
-        entropy = np.random.SeedSequence([seed, epoch])
-        self._keys = list(entropy.generate_state(_ROUNDS, np.uint64))
-        if num_rows <= _LARGEST_TABLE:
-            self._table = self._permuted_rows(np.arange(num_rows))
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the row indices at some positions of the order, int64."""
-        if self._table is not None:
-            return self._table[positions]
-        return positions if self._keys is None else self._permuted_rows(positions)
+def _permuted_rows(num_rows: int, keys: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Returns the row at each place, by a permutation that needs no table.
 
-    def _permuted_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the row at each position, by a permutation that needs no table.
+    A Feistel network permutes the integers below a power of 4. A result that is not a
+    row is permuted again until it is one: cycle walking (Black and Rogaway, 2002,
+    "Ciphers with arbitrary finite domains"). At most three quarters of the integers are
+    not rows, so few rounds are needed.
+    """
+    half = ((num_rows - 1).bit_length() + 1) // 2
+    rows = _permuted(places.astype(np.uint64), keys, half)
+    outside = np.flatnonzero(rows >= num_rows)
+    while outside.size:
+        rows[outside] = _permuted(rows[outside], keys, half)
+        outside = outside[rows[outside] >= num_rows]
+    return rows.astype(np.int64)
 
-        A Feistel network permutes the integers below a power of 4. A result that is
-        not a row is permuted again until it is one: cycle walking (Black and Rogaway,
-        2002, "Ciphers with arbitrary finite domains"). At most three quarters of the
-        integers are not rows, so few rounds are needed.
-        """
-        half = ((self._num_rows - 1).bit_length() + 1) // 2
-        rows = self._permuted(positions.astype(np.uint64), half)
-        outside = np.flatnonzero(rows >= self._num_rows)
-        while outside.size:
-            rows[outside] = self._permuted(rows[outside], half)
-            outside = outside[rows[outside] >= self._num_rows]
-        return rows.astype(np.int64)
 
-    def _permuted(self, values: np.ndarray, half: int) -> np.ndarray:
-        # Whatever the mixing function, a round can be undone, so this is a permutation.
-        shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-        left, right = values >> shift, values & mask
-        for key in self._keys or ():
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        return (left << shift) | right
+def _permuted(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    # Whatever the mixing function, a round can be undone, so this is a permutation.
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    return (left << shift) | right
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
@@ -121,7 +116,7 @@ class RowReader:
         self._size, self._own, self._num_batches = size, own, num_batches
         self._num_rows = num_rows = len(source)
         # A batch may span two epochs, so two orders are kept.
-        self._order = functools.lru_cache(2)(functools.partial(Order, num_rows, seed))
+        self._order = functools.lru_cache(2)(functools.partial(order, num_rows, seed))
 
     def close(self) -> None:
         """Does nothing: a source with random access is the user's to close."""
@@ -165,8 +160,8 @@ class RowReader:
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         passed, parts = places // self._num_rows, []
         for number in range(int(passed[0]), int(passed[-1]) + 1):
-            order = self._order(epoch + number)
-            indices = order.at(places[passed == number] % self._num_rows)
+            here = places[passed == number] % self._num_rows
+            indices = self._order(epoch + number)(here)
             if len(indices):
                 rows = self._source.read_rows(indices, epoch + number)
                 parts.append(self._spec.checked(rows, len(indices)))

@@ -16,12 +16,10 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
-    STRUCTURE,
     ExampleSpec,
     ambiguous,
     as_array,
     as_batch,
-    empty,
     looks_batched,
     no_rows,
     rows_text,
@@ -106,12 +104,10 @@ class StreamReader:
         batched: bool,
         remainder: str,
     ) -> None:
-        self._source, self._pass, self._spec = source, first, spec
+        self._source, self._first, self._spec = source, first, spec
         self._size, self._own, self._batched = size, own, batched
         self._remainder, self._clock = remainder, clock
-        # The epoch and row that the open pass would read next; None after an error,
-        # which leaves the stream somewhere in between.
-        self._next: tuple[int, int] | None = None
+        self._pass: Pass | None = None
         # The latest batch of the source, how many of its rows were used and are left,
         # and the stream's position before it.
         self._block: list[np.ndarray] = []
@@ -119,20 +115,17 @@ class StreamReader:
         self._before: JSON = None
 
     def close(self) -> None:
-        """Closes the open pass."""
-        stream, self._pass = self._pass, None
-        if stream is not None:
-            stream.close()
+        """Closes what is open."""
+        for stream in (self._first, self._pass):
+            if stream is not None:
+                stream.close()
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the batch after a position, or None at the epoch's end."""
         start_s = time.perf_counter()
-        if self._next != (position.epoch, position.row):
+        if self._pass is None or self._pass.epoch != position.epoch:
             self._seek(position)
-        self._next = None
         batch = self._next_batch(position)
-        after = position if batch is None else batch.after
-        self._next = after.epoch, after.row
         self._clock.read_s += time.perf_counter() - start_s
         if batch is None or batch.count == self._size or self._remainder != "drop":
             return batch
@@ -143,9 +136,9 @@ class StreamReader:
 
     def _open(self, epoch: int) -> Pass:
         """Returns the pass of an epoch at its start."""
-        if self._pass is None or self._pass.epoch != epoch or self._pass.first is None:
-            self.close()
-            self._pass = Pass(self._source, epoch)
+        first, self._first = self._first, None
+        self.close()
+        self._pass = first if first and not epoch else Pass(self._source, epoch)
         return self._pass
 
     def _seek(self, position: Position) -> None:
@@ -164,8 +157,8 @@ class StreamReader:
             missing -= count
 
     def _empty(self) -> list[np.ndarray]:
-        shapes = [((self._size, *leaf.shape), leaf.dtype) for leaf in self._spec.leaves]
-        return [empty(*shape) for shape in shapes]
+        leaves = self._spec.leaves
+        return [np.empty((self._size, *leaf.shape), leaf.dtype) for leaf in leaves]
 
     def _next_batch(self, position: Position) -> HostBatch | None:
         """Returns the next batch, whatever its length."""
@@ -225,12 +218,7 @@ class StreamReader:
         flatten, row = self._spec.treedef.flatten_up_to, start - 1
         # The rows first: behind the last one, no other example is read.
         for row, example in zip(range(start, self._size), stream.rest(), strict=False):
-            try:
-                leaves = flatten(example)
-            except ValueError as error:
-                error.add_note(STRUCTURE)
-                raise
-            for (spec, array), leaf in zip(columns, leaves, strict=True):
+            for (spec, array), leaf in zip(columns, flatten(example), strict=True):
                 value = leaf if type(leaf) is np.ndarray else as_array(spec.path, leaf)
                 if value.shape != spec.shape or value.dtype != spec.dtype:
                     spec.check(value)

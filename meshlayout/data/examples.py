@@ -6,34 +6,22 @@ that differs. Leaves keep the dtype of the source until a batch is complete, and
 then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
-import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._checks import noted, type_text
+from meshlayout._checks import type_text
 from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
 
 
-# In bytes: JAX uses a host array's memory on a CPU device without a copy if the memory
-# starts at a multiple of this.
-_ALIGNMENT = 64
-
 _NUMBERS = (bool, int, float, complex, np.generic)
-
-STRUCTURE = (
-    "All examples need the structure of the first one, in which a list of numbers "
-    "counts as well: make it an array with np.asarray."
-)
 
 
 @dataclass(frozen=True)
@@ -62,10 +50,8 @@ class LeafSpec:
                     f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
-        out = empty(values.shape, self.to)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
-            out[...] = values
-        return out
+            return values.astype(self.to)
 
     def check(self, leaf: np.ndarray, *rows: int) -> None:
         """Raises DataError if a leaf is not that of one example, or of some `rows`."""
@@ -93,8 +79,7 @@ class ExampleSpec:
 
         None counts the rows of a batch, which all its leaves must have.
         """
-        with noted(STRUCTURE):
-            leaves = self.treedef.flatten_up_to(rows)
+        leaves = self.treedef.flatten_up_to(rows)  # whose error names what differs
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             leaves[number] = array = as_array(spec.path, leaf)
             count = len(array) if count is None and array.ndim else count
@@ -171,11 +156,6 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if isinstance(leaf, _NUMBERS):
         return np.asarray(leaf)
-    if type(leaf).__module__.partition(".")[0] == "torch":
-        leaf = leaf.detach().cpu()
-        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
-            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
-            return bits.numpy().view(np.dtype("bfloat16"))
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (
@@ -184,17 +164,6 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         )
         raise DataError(msg)
     return array
-
-
-def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Returns an uninitialized array that goes to CPU devices without a copy."""
-    dtype = np.dtype(dtype)
-    if dtype.hasobject:
-        return np.empty(shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def looks_batched(element: PyTree) -> bool:
@@ -225,8 +194,7 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     Strings become an array of objects, and Python numbers have the `dtypes` by path.
     """
     named, treedef = named_leaves(examples[0])
-    with noted(STRUCTURE):
-        flat = [treedef.flatten_up_to(example) for example in examples]
+    flat = [treedef.flatten_up_to(example) for example in examples]
     columns = zip([path for path, _ in named], zip(*flat, strict=True), strict=True)
     dtypes = dtypes or {}
     return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
@@ -244,7 +212,7 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array)
-    return np.stack(arrays, out=empty((len(arrays), *spec.shape), spec.dtype))
+    return np.stack(arrays)
 
 
 def ambiguous(what: str) -> str:

@@ -107,15 +107,8 @@ class DataPlan:
     mesh and float32 weights, which are None if no process has padding in the batch;
     without it, batches carry weights in the tree. `close` releases the source.
 
-    Attributes:
-        size: How many rows of the source make a batch: of all processes, or with
-            `per_process` of this one.
-        own: Which of them are this process's own.
-        agreement: What is exchanged with other processes; None if there are none.
-        padding_hint: What a user can do if batches cannot be padded.
-        filler: The first row, leaf by leaf.
-        num_steps: Batches of one iteration, or None if that is not known.
-        identity: What must match for a saved position to fit, by name.
+    A batch has `size` rows of the source, of which this process keeps its `own`. A
+    saved position fits datasets with the same `identity`.
     """
 
     def __init__(
@@ -133,7 +126,9 @@ class DataPlan:
         agreement = Agreement(layout.mesh) if jax.process_count() > 1 else None
         agreement = agreement if agreement and agreement.has_others else None
         self.agreement = agreement
-        with agreement.failure_told() if agreement else contextlib.nullcontext():
+        with (
+            agreement.channel.failure_told() if agreement else contextlib.nullcontext()
+        ):
             if not isinstance(options, DataOptions):
                 options = checked_options(options)
             self._source = source = open_source()
@@ -163,6 +158,9 @@ class DataPlan:
             is_padded = options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
             self._placement = Placement(spec, index, layout, size, own)
+        self.has_weights = self._placement.has_weights
+        batch_spec = self._placement.element_spec
+        self.element_spec = batch_spec if assemble is None else batch_spec[0]
         lengths = {jax.process_index(): (self._num_rows, self.size)}
         if agreement:
             lengths = agreement.exchange(facts, (self._num_rows, self.size))
@@ -189,16 +187,7 @@ class DataPlan:
             self._num_rows: int | None = len(source)
             if not self._num_rows:
                 raise DataError(no_rows(0))
-            rows, count = as_batch(source.read_rows(np.zeros(1, np.int64), 0))
-            if count != 1:
-                msg = f"read_rows returned {rows_text(count)} for one index."
-                raise DataError(msg)
-            return rows, None
-        kind, flags = f"of the {type(source).__name__}", (True, False, None)
-        _checks.choice(f"batched {kind}", source.batched, flags, error=DataError)
-        if source.num_rows is not None:
-            name = f"num_rows {kind}"
-            _checks.count(name, source.num_rows, at_least=0, error=DataError)
+            return as_batch(source.read_rows(np.zeros(1, np.int64), 0))[0], None
         if options.shuffle is not None or options.strings == "host":
             raise DataError(
                 "shuffle= and strings='host' are for sources with random access, and "
@@ -257,17 +246,6 @@ class DataPlan:
         if left > 0:
             dropped = f"drops {left} of {self._num_rows} rows in every epoch."
             self.clock.warn(f"remainder='drop' {dropped}")
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether batches carry weights."""
-        return self._placement.has_weights
-
-    @property
-    def element_spec(self) -> PyTree:
-        """The abstract batch: a tree of shapes, dtypes and shardings."""
-        spec = self._placement.element_spec
-        return spec if self._assemble is None else spec[0]
 
     def check_padding(self, count: int, size: int) -> None:
         """Raises DataError if a batch of fewer rows cannot carry weights."""

@@ -1,9 +1,8 @@
 """The position of an iteration over a dataset, as JSON.
 
-A position is a few counts, never a list of rows: with random access they determine the
-next batch, and a stream adds its own position. It is saved with what must be the same
-for it to mean the same batches; a position that silently meant others would skip some
-examples and repeat others.
+A position is a few counts: with random access they determine the next batch, and a
+stream adds its own position. It is saved with what must be the same for it to mean the
+same batches; otherwise some examples would silently be skipped, and others repeated.
 """
 
 from typing import Any, NamedTuple

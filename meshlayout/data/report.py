@@ -43,16 +43,13 @@ class PipelineReport:
         return "\n".join((work, *self.notes))
 
 
-@dataclass
 class Clock:
     """Adds up the work of a pipeline, by the names of its report, and keeps notes."""
 
-    read_s: float = 0.0
-    place_s: float = 0.0
-    waited_s: float = 0.0
-    rows: int = 0
-    batches: int = 0
-    notes: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self.read_s = self.place_s = self.waited_s = 0.0
+        self.rows = self.batches = 0
+        self.notes: tuple[str, ...] = ()
 
     def note(self, text: str) -> None:
         """Adds a sentence to the report, once."""

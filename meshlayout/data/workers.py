@@ -1,7 +1,7 @@
-"""Worker processes that map examples: one executor, whose program can always end.
+"""Worker processes that map examples, of an executor that never holds up the exit.
 
-An executor is joined when the program ends, which would wait for a function that never
-returns. So its processes are killed before.
+Python joins executors when a program ends, which would wait for a function that never
+returns. So their processes are killed before.
 """
 
 import itertools
@@ -52,12 +52,11 @@ class Workers:
             results = self._executor.map(_call, shares, itertools.repeat(epoch))
             return list(itertools.chain.from_iterable(results))
         except BrokenProcessPool as error:
-            msg = (
+            raise DataError(
                 "a worker process ended while it read examples: out of memory, or "
                 "because a script does not keep what it runs under `if __name__ == "
                 "'__main__':`. What it printed says more, and num_workers=0."
-            )
-            raise DataError(msg) from error
+            ) from error
 
     def close(self) -> None:
         """Ends the processes."""
@@ -75,16 +74,14 @@ def _close_all() -> None:
         workers.close()
 
 
-# Run before the executor's own hook, which was registered when it was imported.
+# Runs before the executor's own hook, which its import has registered.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-
-
-# In a worker process.
 
 _function: Callable[..., list[PyTree]]
 
 
 def _start(packed: bytes) -> None:
+    """Prepares a worker process."""
     global _function
     # Ctrl-C goes to all processes of a terminal, and is meant for the training process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
