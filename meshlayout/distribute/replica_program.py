@@ -313,7 +313,7 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self.step = self._next = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
@@ -402,6 +402,7 @@ class ReplicaProgram:
         if not is_same or not all(map(operator.is_, values, self._placed)):
             self._place()
             self._placed = values = self._values()
+            self._next = self.step
         count = len(self._changed)
         return values[:count], values[count:], arguments.arrays
 
@@ -441,7 +442,8 @@ class ReplicaProgram:
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            state, out = self.step(*inputs)
+            state, out = self._next(*inputs)
+            self._next = self.step.again  # until Variables are set otherwise
         finally:
             self._call = None
         collections.deque(map(set_raw_value, self._changed, state), 0)
