@@ -363,13 +363,13 @@ class Checkpointer:
                 damaged.append(str(error))
                 continue
             if damaged:
-                msg = f"restored step {step}, the newest that is intact."
-                msg = " ".join([msg, *damaged])
-                warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+                damaged.insert(0, f"restored step {step}, the newest that is intact.")
+                text, level = " ".join(damaged), stack_level()
+                warnings.warn(text, CheckpointWarning, stacklevel=level)
             return result
         if damaged:
-            msg = f"{self.directory} has no intact step. Damaged: {' '.join(damaged)}"
-            raise DamagedCheckpointError(msg)
+            damaged.insert(0, f"{self.directory} has no intact step.")
+            raise DamagedCheckpointError(" ".join(damaged))
         return None
 
     def read(
