@@ -10,7 +10,6 @@ constant, as in every recurrent layer.)
 """
 
 import collections
-import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -292,7 +291,7 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self.step = self._next = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
@@ -389,10 +388,8 @@ class ReplicaProgram:
         """
         seen: set[int] = set()
         for variable in reversed(self._variables):  # those that change come last
-            is_own, value = aggregation(variable) == "per_replica", raw_value(variable)
-            place = functools.partial(self._strategy._place, "", is_own=is_own)
             with jax.ensure_compile_time_eval():
-                value = jax.tree.map(place, value, is_leaf=_is_per_replica)
+                value = self._strategy._placed(variable)
             ids = set(map(id, jax.tree.leaves(value)))
             if ids & seen and not _jax.is_tracing():
                 value = jax.tree.map(jnp.copy, value)
