@@ -246,8 +246,9 @@ def _check_states(arguments: Arguments, arrays: Any, result: Any, differs: Any) 
         is_state = any(shapes(before)) and not is_bare  # two numbers are none
         is_same = structure == new_structure and not differs(before)
         if is_state and is_same and shapes(before) == shapes([x for _, x in after]):
-            path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-            names = [path(key) for key, x in after if differs(x)]
+            text = jax.tree_util.keystr
+            keys = [key for key, x in after if differs(x)]
+            names = [text(key, simple=True, separator="/") for key in keys]
             if names:
                 msg = (
                     f"{arguments.name} returns a state that came in the same on all "
@@ -291,7 +292,7 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = self._next = compile_step(step, on_recompile="ignore")
+        self.step = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
