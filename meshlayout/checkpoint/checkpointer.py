@@ -157,7 +157,7 @@ class Checkpointer:
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
         token = self._channel.on_first(functools.partial(self._open, step))
-        facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
+        facts: dict[str, Any] = {"format": 4, "step": step, "data": None}
         with self._channel.failure_told(), orbax.undisturbed():
             steps.find_token(self.directory, token)
             trees = {"state": state, **(_beside or {})}
@@ -167,7 +167,7 @@ class Checkpointer:
             facts["metrics"] = policy.metric_values(metrics, self.best)
             values = metadata() if callable(metadata) else metadata
             facts["metadata"] = positions.as_json(values, "metadata")
-            facts["processes"] = jax.process_count()
+            facts |= {"time": time.time(), "processes": jax.process_count()}
             digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
             own = {"the step": str(step), "the directory": str(self.directory)}
             own["the digest of paths, shapes and dtypes"] = digest[:8]
@@ -180,8 +180,11 @@ class Checkpointer:
         if unlike:
             msg = f"nothing is saved, as the processes differ: {unlike}."
             raise CheckpointError(msg)
-        all_positions = [x for _, _, x in messages.values()]
-        facts["data"] = None if data is None else positions.joined(all_positions)
+        places = [x for _, _, x in messages.values()]
+        if data is not None:  # a single one if all are equal
+            facts["data"] = (
+                places if any(x != places[0] for x in places) else [places[0]]
+            )
         after = functools.partial(self._delete_old, step)
         self._last = step
         self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
@@ -324,9 +327,7 @@ class Checkpointer:
             like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
         )
         state, places = self.read(
-            step,
-            lambda saved: (saved.load(request), saved.positions(data)),
-            verify=verify,
+            step, lambda x: (x.load(request), x.facts["data"]), verify=verify
         )
         if data is not None:
             positions.move_to_position(data, places)

@@ -176,15 +176,6 @@ class SavedStep:
             raise DamagedCheckpointError(msg)
         return cls(number, path, facts, confirm)
 
-    def positions(self, data: object) -> list[Any]:
-        """Returns the positions of the input iterators; none if there is none here."""
-        if data is not None and self.facts["data"] is None:
-            msg = (
-                f"step {self.number} was saved without data=: restore it without, too."
-            )
-            raise CheckpointError(msg)
-        return self.facts["data"] or []
-
     def source(self, tree: str = "state") -> Source:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
