@@ -61,9 +61,8 @@ class Checkpointer:
     raises its error, as do `wait`, `close` and `restore`. A process that ends finishes
     its save first.
 
-    The first save locks the directory for this run until `close`; any number of runs
-    may read, which changes nothing on the disk. All processes of a job share the
-    directory, and save and restore the same steps in the same order.
+    The first save locks the directory for this run until `close`; any number may read.
+    All processes share the directory, and save and restore in the same order.
 
     Args:
         directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
@@ -132,8 +131,7 @@ class Checkpointer:
 
         The state may be donated as soon as this returns. A step that already exists is
         replaced once the new files are complete. In a loop that began with `resume`,
-        call this after each step: after SIGTERM it saves, due or not, and ends the
-        process with status 75, "start me again".
+        it saves after SIGTERM, due or not, and ends the process with status 75.
 
         Args:
             step: The number of the step.
@@ -175,18 +173,15 @@ class Checkpointer:
             position = positions.position_of(data)
         messages = self._channel.exchange((own, sums, position))
         unlike = difference({p: x for p, (x, _, _) in messages.items()})
-        sums = {process: x for process, (_, x, _) in messages.items()}
-        unlike = unlike or replica_difference(sums)
+        unlike += replica_difference({p: x for p, (_, x, _) in messages.items()})
         if unlike:
             msg = f"nothing is saved, as the processes differ: {unlike}."
             raise CheckpointError(msg)
         places = [x for _, _, x in messages.values()]
         if data is not None:  # a single one if all are equal
-            facts["data"] = (
-                places if any(x != places[0] for x in places) else [places[0]]
-            )
-        after = functools.partial(self._delete_old, step)
-        self._last = step
+            is_one = all(x == places[0] for x in places)
+            facts["data"] = places[:1] if is_one else places
+        after, self._last = functools.partial(self._delete_old, step), step
         self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
         self._saving.start()
         if is_preempted:
