@@ -50,14 +50,12 @@ from meshlayout.state import (
     create as create,
     describe as describe,
     optimizer_by_path as optimizer_by_path,
-    with_layouts as with_layouts,
 )
 from meshlayout.step import (
     compile_step as compile_step,
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
     make_train_step as make_train_step,
-    scan_epoch as scan_epoch,
 )
 from meshlayout.trainer import (
     History as History,
@@ -112,7 +110,6 @@ __all__ = [
     "pack",
     "parallel",
     "relayout",
-    "scan_epoch",
     "shutdown",
     "state",
     "step",
@@ -122,7 +119,6 @@ __all__ = [
     "unpack",
     "virtual_devices",
     "visualize",
-    "with_layouts",
     "zero_rule",
 ]
 

@@ -407,9 +407,6 @@ class Mesh(Value):
     def _repr_html_(self) -> str:
         return _render.picture_html(*self._picture())
 
-    def _repr_svg_(self) -> str:
-        return _render.picture_card(*self._picture())
-
     def _picture(self) -> tuple[str, _render.Picture, list[str]]:
         """Returns a title, the devices, and lines on the processes."""
         crossed = [

@@ -52,9 +52,6 @@ class Shards:
     def _repr_html_(self) -> str:
         return _render.picture_html(self._title(), self._picture(), self._notes())
 
-    def _repr_svg_(self) -> str:
-        return _render.picture_card(self._title(), self._picture(), self._notes())
-
     def _picture(self) -> _render.Picture:
         return _render.shards_picture(self.shape, self._axes(), self.held)
 

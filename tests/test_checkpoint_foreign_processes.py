@@ -1,18 +1,15 @@
-"""Weights in and out on two real processes."""
+"""Weights in and out on two real processes; each reads what its devices hold."""
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 from safetensors.numpy import load_file
 
 import meshlayout as ml
 from meshlayout import checkpoint
 from tests.processes import run_processes
 
-
-pytestmark = pytest.mark.multiprocess
 
 KERNEL = np.arange(128, dtype="float32").reshape(8, 16)
 BIAS = np.arange(16, dtype="float32")
@@ -44,12 +41,13 @@ class Counted:
         return part
 
 
-def check(got):
+def check(got, dtype="float32"):
     """Returns the shapes of this process's shards, which have the right values."""
     shapes = []
     for key, whole in (("kernel", KERNEL), ("bias", BIAS)):
         for shard in got[key].addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+            expected = whole.astype(dtype)[shard.index]
+            np.testing.assert_array_equal(np.asarray(shard.data), expected)
             shapes.append(list(shard.data.shape))
     return shapes
 
@@ -65,43 +63,52 @@ def save_and_load(where):
     }
     checkpoint.save_safetensors(f"{where}/plain", state)
     checkpoint.save_safetensors(f"{where}/turned", state, transpose={"kernel": (1, 0)})
-    said = [error_of(checkpoint.save_safetensors, f"{where}/plain", state)]
-    checkpoint.save_safetensors(f"{where}/plain", state, overwrite=True)
+    own = f"{where}/{jax.process_index()}"  # not shared
+    said = [
+        error_of(checkpoint.save_safetensors, x, state) for x in (f"{where}/plain", own)
+    ]
     specs = {"kernel": ("model", "batch"), "bias": (("batch", "model"),)}
     other = ml.LayoutMap(mesh, specs)
     shards = [check(checkpoint.load_safetensors(f"{where}/plain", other))]
-    # Of arrays that count, and from a directory of plain Orbax.
-    counted = {"kernel": Counted(KERNEL.T), "bias": Counted(BIAS)}
-    options = {"transpose": {"kernel": (1, 0)}}
-    shards.append(check(checkpoint.load_arrays(counted, other, **options)))
+    # Of arrays that count, from a directory of plain Orbax, and from a step.
+    counted = {"kernel": Counted(KERNEL), "bias": Counted(BIAS)}
+    shards.append(check(checkpoint.load_arrays(counted, other)))
     read = [array.num_read for array in counted.values()]
     tree = {name: state[name] for name in ("kernel", "bias")}
     with ocp.StandardCheckpointer() as saver:
         saver.save(f"{where}/orbax", tree)
     shards.append(check(checkpoint.load_orbax(f"{where}/orbax", other)))
+    with ml.Checkpointer(f"{where}/own") as ck:
+        ck.save(1, tree)
+        shards.append(check(ck.restore(other)))
+        shards.append(check(ck.restore(other, dtype="float16"), "float16"))
     words = np.asarray(jax.random.key_data(jax.random.key(5)))
     dtype, everywhere = jax.random.key(0).dtype, mesh.layout().sharding
     like = {"key": jax.ShapeDtypeStruct((), dtype, sharding=everywhere)}
-    key = checkpoint.load_msgpack(serialization.to_bytes({"key": words}), like)["key"]
+    key = checkpoint.load_arrays({"key": words}, like)["key"]
     parts = [shard.data for shard in key.addressable_shards]
     assert key.sharding == everywhere
     found = [jax.random.key_data(part).tolist() for part in parts]
     return {"said": said, "shards": shards, "keys": found, "read": read}
 
 
-def test_two_processes_write_one_set_of_files_and_read_their_own_slices(tmp_path):
+@pytest.mark.multiprocess
+def test_two_processes_write_one_file_and_read_their_own_slices(tmp_path):
     found = run_processes(2, save_and_load, str(tmp_path), shared=True)
     words = jax.random.key_data(jax.random.key(5)).tolist()
-    exists = (
+    said = [
         f"{tmp_path}/plain/model.safetensors exists. Give another name, or "
-        "overwrite=True."
-    )
+        "overwrite=True.",
+        f"process 1 does not see {tmp_path}/1/.model.safetensors.incomplete, which "
+        "process 0 has created. All processes need a directory that they share.",
+    ]
     for one in found:
         assert one["keys"] == [words, words]
-        assert one["shards"] == [[[4, 8], [4, 8], [4], [4]]] * 3
+        assert one["shards"] == [[[4, 8], [4, 8], [4], [4]]] * 5
         # Half of each array: what the two devices of a process hold.
         assert one["read"] == [KERNEL.size // 2, BIAS.size // 2]
-        assert one["said"] == [exists]
+        assert one["said"] == said
+    assert not [*tmp_path.glob("[01]/*")]
     for name in ("plain", "turned"):
         (file,) = (tmp_path / name).iterdir()
         arrays = load_file(file)
@@ -110,22 +117,3 @@ def test_two_processes_write_one_set_of_files_and_read_their_own_slices(tmp_path
         np.testing.assert_array_equal(arrays["bias"], BIAS)
         np.testing.assert_array_equal(arrays["local"], np.full(3, 5))
         np.testing.assert_array_equal(arrays["scale"], np.ones(4))
-
-
-def save_apart(where):
-    """Runs on every process: each has a directory of its own."""
-    mesh = ml.create_mesh({"batch": 2, "model": 2})
-    state = {"kernel": placed(KERNEL, mesh.layout("batch", "model"))}
-    own = f"{where}/{jax.process_index()}"
-    return error_of(checkpoint.save_safetensors, own, state)
-
-
-def test_a_directory_that_is_not_shared_is_an_error_on_all(tmp_path):
-    first, second = run_processes(2, save_apart, str(tmp_path), shared=True)
-    name = f"{tmp_path}/1/.model.safetensors.incomplete"
-    assert second == (
-        f"process 1 does not see {name}, which process 0 has created. All processes need "
-        "a directory that they share."
-    )
-    assert first == second
-    assert not [*tmp_path.rglob("*.*")]

@@ -18,19 +18,14 @@ values = st.floats(-1e6, 1e6).filter(lambda v: v == 0 or abs(v) > 1e-6)
 
 
 def panels(curves):
-    """Reads each panel of the SVG: its tick labels by position, and its dots."""
-    text = curves._repr_html_()
-    for svg in re.findall(r"<svg.*?</svg>", text):
+    """Reads each panel of the SVG: its labels by position, and its dots."""
+    for svg in re.findall(r"<svg.*?</svg>", curves._repr_html_()):
         root = ET.fromstring(svg)
-        labels = [
-            (float(t.get("x")), float(t.get("y")) - 4, t.text)
-            for t in root.iter(f"{SVG}text")
-            if t.get("opacity") and t.text != "epoch"
-        ]
-        bottom = max(y for _, y, _ in labels)
+        faint = [t for t in root.iter(f"{SVG}text") if t.get("opacity")]
+        high, low, first, last = faint
         yield (
-            [(y, float(text)) for _, y, text in labels if y < bottom],
-            [(x, float(text)) for x, y, text in labels if y == bottom],
+            [(float(t.get("y")) - 4, float(t.text)) for t in (low, high)],
+            [(float(t.get("x")), float(t.text.split()[-1])) for t in (first, last)],
             [
                 (float(c.get("cx")), float(c.get("cy")), c.find(f"{SVG}title").text)
                 for c in root.iter(f"{SVG}circle")
@@ -40,7 +35,7 @@ def panels(curves):
 
 def inverse(ticks):
     """Returns the value at a position, and how exact a tenth of a pixel is."""
-    (low, first), *_, (high, last) = sorted(ticks)
+    (low, first), (high, last) = sorted(ticks)
     slope = (last - first) / (high - low)
     return lambda position: first + (position - low) * slope, abs(slope) * 0.15
 
@@ -52,11 +47,10 @@ def test_dots_are_where_the_axes_say(numbers):
         numbers = [*numbers, numbers[-1] + max(map(abs, numbers)) + 1.0]
     curves = Curves.of(range(1, len(numbers) + 1), {"loss": numbers})
     ((y_ticks, x_ticks, dots),) = panels(curves)
-    assert len(y_ticks) >= 2
     value_at, value_error = inverse(y_ticks)
     epoch_at, epoch_error = inverse(x_ticks)
     for epoch, (number, (x, y, _)) in enumerate(zip(numbers, dots, strict=True), 1):
-        assert abs(value_at(y) - number) <= value_error + 1e-5 * abs(number)
+        assert abs(value_at(y) - number) <= value_error + 1e-3 * max(map(abs, numbers))
         assert abs(epoch_at(x) - epoch) <= epoch_error + 1e-5
 
 
@@ -99,31 +93,3 @@ def test_long_runs_are_averaged_and_names_are_escaped():
     assert sorted(spark) == list(spark)
     assert "<b>" not in curves._repr_html_()
     assert "&lt;b&gt;" in curves._repr_html_()
-
-
-def test_a_picture_is_an_image_of_its_own_for_pages_that_strip_html():
-    mesh = ml.create_mesh({"batch": 2, "model": -1})
-    history = ml.History()
-    history.set([1, 2], {"loss": [0.9, 0.5], "accuracy": [0.1, 0.2]})
-    blocks = "Numbers in the blocks are ids of CPU devices."
-    for picture, text in (
-        (mesh, "Mesh(batch=2, model=4): 8 CPU devices"),
-        (
-            ml.visualize(ml.Layout(["model"], mesh), (8,)),
-            f"4 shards of shape (2,), on 2 devices each. {blocks}",
-        ),
-        (history.plot(), "accuracy"),
-    ):
-        image = ET.fromstring(picture._repr_svg_())
-        width, height = float(image.get("width")), float(image.get("height"))
-        texts = [node.text for node in image.iter(f"{SVG}text")]
-        assert text in texts
-        # Everything is on the card: it is a page's only background.
-        inner = list(image.iter(f"{SVG}svg"))[1:]
-        assert inner
-        for group in image.findall(f"{SVG}g"):
-            x, y = map(float, re.findall(r"[\d.]+", group.get("transform")))
-            (svg,) = group
-            assert x + float(svg.get("width")) <= width
-            assert y + float(svg.get("height")) <= height
-    assert ml.History().plot()._repr_svg_() is None

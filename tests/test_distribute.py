@@ -17,7 +17,6 @@ from meshlayout.distribute import (
     has_strategy,
     in_cross_replica_context,
 )
-from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 from tests.flax_versions import value_of
 
@@ -207,20 +206,22 @@ def test_scopes_cannot_be_nested():
     with strategy.scope():
         for inner in (strategy, OneDeviceStrategy("CPU:0")):
             assert message_of(inner.scope().__enter__) == (
-                f"{inner!r}: its scope was opened inside a strategy's scope "
-                "(MirroredStrategy(2 replicas)). Scopes cannot be nested: leave the "
-                "outer one first."
+                f"{inner!r}: its scope was opened inside that of MirroredStrategy(2 "
+                "replicas), or of its run. Scopes cannot be nested: leave the outer one "
+                "first."
             )
         assert get_strategy() is strategy
     assert not has_strategy()
 
 
-def test_variables_of_another_strategy_are_refused():
+def test_variables_of_another_strategy_are_moved():
     one, other = mirrored(2), mirrored(4)
     with one.scope():
         model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(StrategyError, match="the variable model/kernel is on"):
-        other.run(lambda: model(jnp.ones((1, 4))))
+    expected = np.asarray(model.kernel[...]).sum(axis=0)
+    for strategy in (other, one):
+        result = strategy.run(lambda: model(jnp.ones((1, 4))))
+        np.testing.assert_allclose(result[0], expected, rtol=1e-5)
 
 
 def test_code_knows_in_which_context_it_runs():
@@ -346,10 +347,6 @@ def test_a_step_sends_what_the_step_of_the_library_sends():
     ("call", "message"),
     [
         (
-            lambda s: s.run(3),
-            "run: fn must be a function, got 3.",
-        ),
-        (
             lambda s: s.run(jnp.sin, args=1.0),
             "run: args must be a tuple of fn's arguments, got 1.0. For one argument, "
             "write args=(x,).",
@@ -366,13 +363,13 @@ def test_a_step_sends_what_the_step_of_the_library_sends():
         ),
         (
             lambda s: s.run(lambda: s.run(lambda: 1)),
-            "run was called in a function that already runs on each replica. Call the "
-            "inner function directly.",
+            "run was called in a function that runs on each replica: call the inner "
+            "function directly.",
         ),
         (
             lambda s: s.run(lambda: s.reduce("SUM", 1.0, axis=None)),
-            "reduce combines values of all replicas, and was called in a function that "
-            "runs on one: use get_replica_context().all_reduce there.",
+            "reduce was called in a function that runs on each replica: use "
+            "get_replica_context().all_reduce.",
         ),
     ],
 )
@@ -411,26 +408,10 @@ def test_values_are_reduced_to_where_they_are_wanted():
     with strategy.scope():
         variable = nnx.Variable(jnp.float32(0))
     extended = strategy.extended
-    (device,) = extended.reduce_to("SUM", values, "CPU:5").devices()
-    assert device == jax.devices()[5]
+    device = jax.devices()[5]
+    assert extended.reduce_to("SUM", values, device).devices() == {device}
     pairs = [(values, variable), (values, device)]
     assert [int(x) for x in extended.batch_reduce_to("MAX", pairs)] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("experimental_distribute_dataset", " Here it is distribute_dataset."),
-        ("experimental_local_results", " Here it is local_results."),
-        ("experimental_run_v2", ""),
-        ("gradients", ""),
-    ],
-)
-def test_the_experimental_names_of_tensorflow_are_translated(name, hint):
-    with pytest.raises(AttributeError) as refusal:
-        getattr(mirrored(2), name)
-    message = f"MirroredStrategy has no attribute {name!r}."
-    assert str(refusal.value) == message + hint
 
 
 def test_a_mirrored_variable_has_a_copy_on_each_replica():

@@ -336,17 +336,6 @@ def test_two_nnx_optimizers_follow_their_own_models(mesh):
     assert str(found["do/opt_state/0/mu/kernel"].layout) == "[batch, unsharded]"
 
 
-def test_an_ambiguous_owner_is_an_error_where_it_matters(mesh):
-    tree = {"ema": ONE, "opt": SLOTS, "weights": ONE}
-    same = ml.LayoutMap(mesh, {"^(ema|weights)/k": (None, "model")})
-    assert str(same.resolve(tree)["opt/0/mu/k"].layout) == "[unsharded, model]"
-    with pytest.raises(ml.errors.LayoutMapError) as error:
-        ml.LayoutMap(mesh, {"^weights/k": (None, "model")}).resolve(tree)
-    assert str(error.value) == (
-        "the optimizer state 'opt/0' may belong to 'ema' or to 'weights', whose layouts differ. Name its parameters 'params', or begin its own name with theirs, as in 'gen' and 'gen_opt'."
-    )
-
-
 def test_adafactor_next_to_its_parameters_needs_no_rule_of_its_own(mesh):
     params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
     state = optax.adafactor(1.0, min_dim_size_to_factor=8).init(params)

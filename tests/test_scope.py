@@ -144,9 +144,6 @@ MODELS = {
     "lora": lambda: nnx.LoRA(
         8, 2, 8, base_module=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
     ),
-    "own layout": lambda: nnx.Sequential(
-        ml.with_layouts(nnx.Linear, kernel=("batch", None))(8, 8, rngs=nnx.Rngs(0))
-    ),
 }
 
 

@@ -292,32 +292,11 @@ def zero(run):
 
 @program()
 def steps_per_call(run):
-    mesh, found = run.mesh("inside"), {}
-    for number in (2, "auto"):
-        state = state_on(mesh)
-        train_step = ml.make_train_step(loss_fn, steps_per_call=number)
-        # Often enough for "auto" to choose.
-        for _ in range(10 if number == "auto" else 1):
-            batches = list(data_on(mesh))[:2]
-            state, metrics = train_step(state, batches)
-        found[str(number)] = [contents(state), metrics.to_host()["loss"]]
-        if number == "auto":
-            found["choice"] = train_step.choice.partition(":")[0]
-    return found
-
-
-@program()
-def an_epoch_in_one_dispatch(run):
-    found = []
-    for rows, shuffle in ((24, jax.random.key(3)), (ROWS, None))[: run.variants]:
-        train_step = ml.make_train_step(loss_fn)
-        state, metrics = ml.scan_epoch(
-            *(train_step, linear_on(run.mesh("batch")), source(rows)),
-            global_batch_size=BATCH,
-            shuffle=shuffle,
-        )
-        found.append([metrics.to_host()["loss"], contents(state)])
-    return found
+    mesh = run.mesh("inside")
+    state = state_on(mesh)
+    train_step = ml.make_train_step(loss_fn, steps_per_call=2)
+    state, metrics = train_step(state, list(data_on(mesh))[:2])
+    return [contents(state), metrics.to_host()["loss"]]
 
 
 @program()
@@ -483,7 +462,7 @@ def a_trainer_of_batches_of_the_host(run):
             yield {name: x[start : start + BATCH] for name, x in source().items()}
 
     found = {}
-    for per_call in (1, 2, "auto"):
+    for per_call in (1, 2):
         trainer = ml.Trainer(
             state_on(run.mesh("inside")), loss_fn, steps_per_call=per_call
         )
@@ -610,13 +589,11 @@ def states_born_anywhere(run):
             scoped = build()
             variables = nn.Dense(8).init(jax.random.key(0), np.ones((2, 4)))
         rules = {"keys": ("batch",), "w": ("model", "batch")}
-        own = ml.with_layouts(nnx.Linear, kernel=mesh.layout(None, "model"))
         found[kind] = numbers(
             [
                 nnx.state(ml.create(build, layouts)),
                 nnx.state(scoped),
                 variables,
-                nnx.state(own(4, 8, rngs=nnx.Rngs(0))),
                 ml.create(keys, ml.LayoutMap(mesh, rules)),
                 state_on(mesh).rng,
             ]

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 
 import meshlayout as ml
 from tests.bad_values import BAD, refusal
@@ -19,17 +17,6 @@ SGD = optax.sgd(0.1)
 
 def build():
     return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-
-def nnx_layer(spec: Any):
-    layer = ml.with_layouts(nnx.Linear, kernel=spec)
-    return ml.describe(lambda: layer(2, 4, rngs=nnx.Rngs(0)), LAYOUTS)
-
-
-def linen_layer(spec: Any):
-    layer = ml.with_layouts(nn.Dense, kernel=spec)
-    x = jnp.ones((1, 2))
-    return ml.describe(lambda: layer(4).init(jax.random.key(0), x), LAYOUTS)
 
 
 # A call with one argument, and the values of the table that work there.
@@ -63,9 +50,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         lambda x: ml.TrainState.describe(build, SGD, LAYOUTS, rng=x),
         [-1, 0],
     ),
-    "with_layouts: layer": (lambda x: ml.with_layouts(x, kernel=("model",)), []),
-    "with_layouts: spec of NNX": (nnx_layer, [None]),
-    "with_layouts: spec of Linen": (linen_layer, [None]),
     "optimizer_by_path: optimizers": (ml.optimizer_by_path, []),
     "optimizer_by_path: optimizer": (
         lambda x: ml.optimizer_by_path({"kernel": x}),

@@ -538,7 +538,7 @@ def test_a_line_search_is_refused_in_words(mesh, batch):
 # Several steps in one call.
 
 
-@pytest.mark.parametrize("form", ["list", "stacked", "auto"])
+@pytest.mark.parametrize("form", ["list", "stacked"])
 def test_batches_of_one_call_give_what_they_give_one_by_one(mesh, form):
     rows = [RNG.normal(size=(2, 16, 8)).astype("float32") for _ in range(4)]
     batches = [{"x": x, "y": y} for x, y in rows]
@@ -549,8 +549,7 @@ def test_batches_of_one_call_give_what_they_give_one_by_one(mesh, form):
     )
     for batch in batches:
         state, metrics = single(state, on(mesh, batch), metrics)
-    steps = "auto" if form == "auto" else 2
-    many = ml.make_train_step(squares, steps_per_call=steps)
+    many = ml.make_train_step(squares, steps_per_call=2)
     other, found = create(mesh, optax.adam(0.1)), None
     for pair in (batches[:2], batches[2:]):
         given = [on(mesh, batch) for batch in pair]
@@ -561,16 +560,6 @@ def test_batches_of_one_call_give_what_they_give_one_by_one(mesh, form):
     assert_close(on_host(other.params), on_host(state.params))
     assert int(other.step) == 4
     assert_close(found.to_host(), metrics.to_host())
-
-
-def test_auto_says_what_it_chose(mesh, batch):
-    train_step = ml.make_train_step(squares, steps_per_call="auto")
-    state = create(mesh)
-    assert train_step.choice == ""
-    for _ in range(10):
-        state, _ = train_step(state, [batch, batch])
-    assert train_step.choice.startswith("batches of a call run ")
-    assert int(state.step) == 20
 
 
 # Optimizer states over replicas.
@@ -679,8 +668,7 @@ STEPS = {
     ),
     "steps_per_call": (
         lambda: ml.make_train_step(squares, steps_per_call=1.5),
-        "make_train_step: steps_per_call must be a positive integer, got 1.5. It may "
-        'also be "auto".',
+        "make_train_step: steps_per_call must be a positive integer, got 1.5.",
     ),
     "clip_norm": (
         lambda: ml.make_train_step(squares, clip_norm=0),
@@ -878,13 +866,6 @@ CALLS = {
         {},
         "steps_per_call=2 takes a list of 2 batches, or arrays with a first dim of 2; "
         "this call was given [16].",
-    ),
-    "one batch where a list is wanted": (
-        squares,
-        {"steps_per_call": "auto"},
-        {},
-        'steps_per_call="auto" takes a list of batches, and this call was given a '
-        "dict.",
     ),
 }
 

@@ -1,6 +1,5 @@
-"""Plain rows in, text, HTML and SVG out; does not know the types of the library."""
+"""Plain rows in, text and HTML out; does not know the types of the library."""
 
-from meshlayout._render.cards import picture_card as picture_card
 from meshlayout._render.curves import Curves as Curves
 from meshlayout._render.pictures import (
     Held as Held,

@@ -1,4 +1,4 @@
-"""Curves of numbers by epoch, described once and drawn as text or as SVG.
+"""Curves of numbers by epoch, drawn as text or as SVG.
 
 Series whose names differ by `val_` alone share a panel: whether a model overfits is
 seen where its two curves part. Values that are not finite are left out.
@@ -6,12 +6,10 @@ seen where its two curves part. Values that are not finite are left out.
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshlayout._render.cards import svg_card
-from meshlayout._render.pictures import svg_text
 from meshlayout._render.tables import (
     SANS,
     cell_width,
@@ -25,22 +23,11 @@ from meshlayout._render.tables import (
 Series: TypeAlias = tuple[tuple[float, float], ...]
 """Pairs of an epoch and a value, both finite, in order."""
 
-# A sparkline is at most this wide; more values are averaged in groups.
-_MAX_BLOCKS = 60
+_MOST_BLOCKS = 60  # of a curve in a terminal; more values are averaged in groups
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 # Legible on light and on dark pages; blue and orange differ for the color-blind, too.
 _COLORS = ("#3b82f6", "#f97316")
-
-# The SVG, in pixels.
-_WIDTH, _HEIGHT = 300, 150
-_LEFT, _TOP, _RIGHT, _BOTTOM = 58, 30, 14, 34
-_NUM_TICKS = 4
-
-# With more points than this, only the line is drawn.
-_MAX_DOTS = 60
-
-_VALIDATION = "val_"
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,25 +63,23 @@ class Curves:
             points = zip(epochs, values, strict=True)
             series = tuple((x, float(y)) for x, y in points if _is_finite(y))
             if series:
-                panels.setdefault(name.removeprefix(_VALIDATION), {})[name] = series
+                panels.setdefault(name.removeprefix("val_"), {})[name] = series
         ends = (epochs[0], epochs[-1]) if len(epochs) else (1, 1)
         return cls(ends, tuple(panels.values()))
 
     def __repr__(self) -> str:
         if not self.panels:
             return "no values to draw"
-        series = {name: line for panel in self.panels for name, line in panel.items()}
-        width = max(map(cell_width, map(one_line, series)))
-        sparks = {
-            name: _sparkline(line, self.epochs, _limits(panel.values()))
+        rows = [
+            (one_line(name), _sparkline(line, self.epochs, _limits(panel)), line)
             for panel in self.panels
             for name, line in panel.items()
-        }
-        room = max(map(len, sparks.values()))
+        ]
+        width = max(cell_width(name) for name, _, _ in rows)
+        room = max(len(spark) for _, spark, _ in rows)
         lines = [
-            f"{padded(one_line(name), width, 'l')}  {sparks[name]:{room}}  "
-            f"{_summary(line)}"
-            for name, line in series.items()
+            f"{padded(name, width, 'l')}  {spark:{room}}  {_summary(line)}"
+            for name, spark, line in rows
         ]
         first, last = self.epochs
         return "\n".join([*lines, f"epochs {first:g} to {last:g}"])
@@ -106,18 +91,13 @@ class Curves:
         style = "display:flex;flex-wrap:wrap;gap:8px"
         return html_block(f'<div style="{style}">{drawn}</div>')
 
-    def _repr_svg_(self) -> str | None:
-        if not self.panels:
-            return None
-        return svg_card("", [_panel_svg(panel, self.epochs) for panel in self.panels])
-
 
 def _is_finite(value: Any) -> bool:
     return not getattr(value, "shape", ()) and math.isfinite(value)
 
 
-def _limits(lines: Iterable[Series]) -> tuple[float, float]:
-    values = [y for line in lines for _, y in line]
+def _limits(panel: dict[str, Series]) -> tuple[float, float]:
+    values = [y for line in panel.values() for _, y in line]
     return min(values), max(values)
 
 
@@ -138,7 +118,7 @@ def _sparkline(
 ) -> str:
     """Returns one block per epoch or group of epochs; a space for no value."""
     count = round(epochs[1] - epochs[0]) + 1
-    width = min(count, _MAX_BLOCKS)
+    width = min(count, _MOST_BLOCKS)
     groups: dict[int, list[float]] = {}
     for x, y in line:
         groups.setdefault(int((x - epochs[0]) * width / count), []).append(y)
@@ -150,90 +130,52 @@ def _sparkline(
     return "".join(text)
 
 
-def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Returns about `count` round numbers between two numbers.
-
-    Example:
-        >>> _ticks(0.13, 0.87, 4), _ticks(1, 9, 4, whole=True)
-        ([0.2, 0.4, 0.6, 0.8], [2, 4, 6, 8])
-    """
-    if low == high:
-        return [low]
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
-    if whole:
-        step = max(1, round(step))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    digits = max(0, 2 - math.floor(math.log10(step)))
-    return [round(k * step, digits) for k in range(first, last + 1)]
+# The SVG, in pixels: a plot with the limits of its values to the left, and those of the
+# epochs below.
+_WIDTH, _HEIGHT, _LEFT, _TOP = 300, 150, 70, 30
 
 
 def _panel_svg(panel: dict[str, Series], epochs: tuple[float, float]) -> str:
-    low, high = _limits(panel.values())
-    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = low - margin, high + margin
-    first, last = epochs
+    (first, last), (low, high) = epochs, _limits(panel)
+    right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
 
-    def x_of(epoch: float) -> float:
-        share = (epoch - first) / (last - first) if last > first else 0.5
-        return _LEFT + share * _WIDTH
+    def place(epoch: float, value: float) -> tuple[float, float]:
+        across = (epoch - first) / (last - first) if last > first else 0.5
+        up = (value - low) / (high - low) if high > low else 0.5
+        return _LEFT + across * _WIDTH, bottom - up * _HEIGHT
 
-    def y_of(value: float) -> float:
-        return _TOP + (high - value) / (high - low) * _HEIGHT
-
-    parts = []
-    for value in _ticks(low, high, _NUM_TICKS):
-        y = y_of(value)
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}" '
-            'stroke="currentColor" stroke-opacity="0.15"/>'
-            + svg_text(f"{value:g}", _LEFT - 6, y + 4, anchor="end", faint=True)
-        )
-    bottom = _TOP + _HEIGHT
-    for epoch in _ticks(first, last, 2 * _NUM_TICKS, whole=True):
-        parts.append(
-            svg_text(
-                f"{epoch:g}", x_of(epoch), bottom + 15, anchor="middle", faint=True
-            )
-        )
-    parts.append(
-        svg_text("epoch", _LEFT + _WIDTH, bottom + 29, anchor="end", faint=True)
-    )
-    title_x = float(_LEFT)
+    parts = [
+        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" '
+        'stroke="currentColor" stroke-opacity="0.3"/>',
+        _text(f"{high:.4g}", _LEFT - 6, _TOP + 4, "end"),
+        _text(f"{low:.4g}", _LEFT - 6, bottom + 4, "end"),
+        _text(f"epoch {first:g}", _LEFT, bottom + 16, "start"),
+        _text(f"{last:g}", right, bottom + 16, "end"),
+    ]
+    x = float(_LEFT)
     for color, (name, line) in zip(_COLORS, panel.items(), strict=False):
+        points = [place(*point) for point in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(
-            _curve_svg(name, [(x, y, x_of(x), y_of(y)) for x, y in line], color)
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
         )
-        parts.append(svg_text(name, title_x, 16, fill=color, weight=600))
-        title_x += 7.5 * cell_width(one_line(name)) + 16
-    width, height = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM
+        for (epoch, value), (cx, cy) in zip(line, points, strict=True):
+            tip = html.escape(f"{one_line(name)} {value:.4g} in epoch {epoch:g}")
+            parts.append(
+                f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="2.5" fill="{color}">'
+                f"<title>{tip}</title></circle>"
+            )
+        parts.append(_text(name, x, 16, "start", f'fill="{color}" font-weight="600"'))
+        x += 7.5 * cell_width(one_line(name)) + 16
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" fill="currentColor" '
-        f'style="max-width:100%;font-family:{SANS};font-size:12px">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 14}" '
+        f'height="{bottom + 24}" viewBox="0 0 {right + 14} {bottom + 24}" role="img" '
+        f'fill="currentColor" style="max-width:100%;font-family:{SANS};font-size:12px">'
         f"{''.join(parts)}</svg>"
     )
 
 
-def _curve_svg(
-    name: str, points: Sequence[tuple[float, float, float, float]], color: str
-) -> str:
-    """Draws a series: a line, and a dot with a tooltip for each value.
-
-    Args:
-        name: The name of the series.
-        points: Epoch, value, and where they are in the panel.
-        color: Of the line.
-    """
-    path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
-    line = f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
-    if len(points) > _MAX_DOTS:
-        return line
-    dots = (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}">'
-        f"<title>{html.escape(one_line(name))} {value:.4g} in epoch {epoch:g}</title>"
-        "</circle>"
-        for epoch, value, x, y in points
-    )
-    return line + "".join(dots)
+def _text(text: str, x: float, y: float, anchor: str, style: str = "") -> str:
+    style = style or 'opacity="0.65"'
+    text = html.escape(one_line(text))
+    return f'<text x="{x:.4g}" y="{y:g}" text-anchor="{anchor}" {style}>{text}</text>'

@@ -9,27 +9,29 @@ special handling.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from flax import nnx
+from jax.sharding import NamedSharding, Sharding
 
-from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.checkpoint.match import Request, match, permutations, renamed
-from meshlayout.checkpoint.tree import Rebuild, Target, nested, targets_of
+from meshlayout.checkpoint.tree import nested, spec_of
 from meshlayout.errors import CheckpointError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
+from meshlayout.state.create import StateDescription, eager_sharding_off
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Source(Protocol):
@@ -50,30 +52,54 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Target:
+    """A leaf of the state to build: its spec, and its value in `like`.
+
+    `sharding` is that of the result, None for JAX's default device; `on_host` says
+    that it is a NumPy array or a Python number.
+    """
+
+    spec: ArraySpec
+    value: Any
+    sharding: Sharding | None
+    on_host: bool
+
+
 def load(source: Source, request: Request) -> PyTree:
     """Restores a state from saved arrays; raises CheckpointError if they do not fit."""
     names = [leaf.path for leaf in source.leaves]
     names = renamed(names, request.rename, request.separator, "/")
+    in_file = dict(zip(names, source.leaves, strict=True))
     dims = permutations(request.transpose, names)
-    saved = {
-        name: leaf.transposed(dims.get(name))
-        for name, leaf in zip(names, source.leaves, strict=True)
-    }
+    saved = in_file | {x: transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(source, saved, request)
-    targets, diff = match(
-        saved, targets, request, is_foreign=source.is_foreign, source=source.name
+    specs = [target.spec for target in targets]
+    pairs, diff = match(
+        saved, specs, request, is_foreign=source.is_foreign, source=source.name
     )
     # All leaves before the first read: an error after minutes of reading helps nobody.
-    for target in targets:
-        _check(target, source.name)
-    wanted = [(t.saved, _sharding_in_file(t)) for t in targets if t.saved is not None]
+    wanted: list[tuple[ArraySpec, Sharding | None]] = []
+    for target, pair in zip(targets, pairs, strict=True):
+        if pair is not None:
+            name, dtype = pair
+            sharding = _checked_sharding(target, saved[name], dtype)
+            wanted.append((in_file[name], None if name in dims else sharding))
+        elif isinstance(target.value, jax.ShapeDtypeStruct):
+            msg = (
+                f"{target.spec.path}: not restored from {source.name}, and like= holds "
+                "only its shape. Give a created state."
+            )
+            raise CheckpointError(msg)
     arrays = iter([*source.read(wanted)])
-    values = [
-        _kept(target)
-        if target.saved is None
-        else _placed(target, target.saved, next(arrays))
-        for target in targets
-    ]
+    values: list[Any] = []
+    for target, pair in zip(targets, pairs, strict=True):
+        if pair is None:
+            values.append(_kept(target))
+            continue
+        (name, dtype), array = pair, next(arrays)
+        array = np.transpose(array, dims[name]) if name in dims else array
+        values.append(_placed(target, saved[name], dtype, array))
     if diff:
         logger.info("%s differs: %s", source.name, diff)
     return rebuild(values)
@@ -82,168 +108,178 @@ def load(source: Source, request: Request) -> PyTree:
 def to_numpy(source: Source) -> PyTree:
     """Returns all arrays as nested dicts of NumPy arrays, PRNG keys as their words."""
     values = source.read([(leaf, None) for leaf in source.leaves])
-    return nested(
-        (leaf.parts, leaf.dtype(value) if is_number(leaf.dtype) else value)
-        for leaf, value in zip(source.leaves, values, strict=True)
-    )
+    paths = [leaf.path for leaf in source.leaves]
+    return nested(zip(paths, values, strict=True))
+
+
+def transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
+    """Returns the spec of an array whose dims are permuted, as by `np.transpose`."""
+    try:
+        shape = np.transpose(np.broadcast_to(0, spec.shape), dims).shape
+    except (TypeError, ValueError) as error:
+        msg = f"{spec}: transpose= gives it {_checks.shown(dims)}: {error}."
+        raise CheckpointError(msg) from None
+    return replace(spec, shape=shape)
 
 
 def _targets(
     source: Source, saved: Mapping[str, ArraySpec], request: Request
-) -> tuple[list[Target], Rebuild]:
-    """Returns the targets for `like=`, or for nested dicts of all saved leaves."""
-    like, layouts = request.like, request.layouts
-    if isinstance(like, LayoutMap) and layouts is None:
-        like, layouts = None, like
-    elif like is not None or source.is_foreign:
-        return targets_of(like, layouts, whole=not source.is_foreign)
-    is_own = not source.is_foreign
-    tree = nested(
-        (leaf.parts if is_own and leaf.path == name else name.split("/"), _empty(leaf))
-        for name, leaf in saved.items()
-    )
-    if source.is_foreign or not saved:
-        return targets_of(tree, layouts) if saved else ([], lambda values: tree)
-    # Under an empty key, which paths leave out, so that rules see whole paths. At the
-    # root, a tree with the key `params` would be taken for Linen variables, and
-    # `params` left out of paths; but it may be a `TrainState`, whose type is not saved.
-    targets, rebuild = targets_of({"": tree}, layouts)
-    return targets, lambda values: rebuild(values)[""]
+) -> tuple[list[Target], Callable[[Sequence[Any]], PyTree]]:
+    """Returns the leaves to build, and what builds the state from their values."""
+    tree, layouts = request.like, request.layouts
+    if isinstance(tree, LayoutMap) and layouts is None:
+        tree, layouts = None, tree
+    if not isinstance(layouts, LayoutMap | None):
+        msg = f"layouts= must be a LayoutMap, got {_checks.shown(layouts)}."
+        raise CheckpointError(msg)
+    if _jax.is_tracing():
+        raise CheckpointError("like= is inside jit. Restore outside of it.")
+    is_free = tree is None
+    if is_free:
+        tree = nested((name, _placeholder(spec)) for name, spec in saved.items())
+    elif isinstance(tree, StateDescription):
+        tree = tree.abstract
+    graphdef = None
+    if _paths.holds_modules(tree):
+        with eager_sharding_off():
+            graphdef, tree = nnx.split(tree)
+    values, treedef = jax.tree.flatten(tree)
+    named = enumerate(_paths.flatten(tree, whole=True).leaves)
+    # By position among all leaves: those that are not arrays are kept.
+    specs = {i: spec_of(path, value) for i, (path, value, _) in named}
+    specs = {i: spec for i, spec in specs.items() if spec is not None}
+    if not specs:
+        msg = (
+            f"like= holds no arrays: {_checks.shown(request.like)}. Give the state to "
+            "restore, or its shapes from ml.describe or jax.eval_shape."
+        )
+        raise CheckpointError(msg)
+    shardings = [_own_sharding(values[i]) for i in specs]
+    if layouts is not None:
+        # Under an empty key, which paths leave out, so that rules see whole paths. At
+        # the root, a tree with the key `params` would be taken for Linen variables, and
+        # `params` left out of paths; but it may be a `TrainState` that was saved.
+        is_whole = is_free and not source.is_foreign
+        resolved = layouts.resolve({"": tree} if is_whole else tree)
+        layouts._check_used(resolved)
+        shardings = [x.sharding for x in jax.tree.leaves(resolved.layouts)]
+    targets: list[Target] = []
+    for (i, spec), sharding in zip(specs.items(), shardings, strict=True):
+        is_numpy = isinstance(values[i], (np.ndarray, np.generic)) and layouts is None
+        on_host = is_numpy or is_number(spec.dtype)
+        targets.append(Target(spec, values[i], sharding, on_host))
+
+    def rebuild(new_values: Sequence[Any]) -> PyTree:
+        filled = dict(enumerate(values)) | dict(zip(specs, new_values, strict=True))
+        rebuilt = treedef.unflatten(filled.values())
+        if graphdef is None:
+            return rebuilt
+        with eager_sharding_off():
+            return nnx.merge(graphdef, rebuilt)
+
+    return targets, rebuild
 
 
-def _empty(leaf: ArraySpec) -> Any:
-    """Returns the placeholder of a saved leaf in the state to build."""
-    if is_number(leaf.dtype):
-        return leaf.dtype()
-    if leaf.is_numpy:
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def _placeholder(spec: ArraySpec) -> Any:
+    """Returns what stands for a saved leaf in a state without `like`."""
+    if is_number(spec.dtype):
+        return spec.dtype()
+    if spec.is_numpy:
+        return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
 
-def _check(target: Target, source: str) -> None:
-    """Raises if a leaf will have no value, or none that fits its layout and dtype."""
-    value, saved, sharding = target.value, target.saved, target.words_sharding
-    problem = ""
-    if saved is None:
-        kept = f"{target.spec.path}: not restored from {source}, and"
-        if isinstance(value, jax.ShapeDtypeStruct):
-            problem = f"{kept} like= holds only its shape. Give a created state."
-        elif isinstance(value, jax.Array) and value.is_deleted():
-            problem = f"{kept} deleted in like=. Give the state that the step returned."
-    elif not target.on_host:
-        narrow = _jax.canonical_dtype(target.dtype)
-        if narrow != target.dtype:
-            problem = (
-                f"{saved}: JAX would turn {target.dtype} into {narrow}. Ask for that "
-                f"with dtype='{narrow}', or set jax_enable_x64."
-            )
-        elif isinstance(sharding, NamedSharding):
-            shape = target.spec.host_shape
-            try:
-                Layout.of(sharding, len(shape)).shard_shape(shape)
-            except LayoutError as error:
-                problem = f"{saved} does not fit its layout: {error}"
-    if problem:
-        raise CheckpointError(problem)
+def _own_sharding(value: Leaf) -> Sharding | None:
+    # An array that is not committed to its device must not become so: JAX would then
+    # refuse to combine it with arrays on other devices.
+    is_free = isinstance(value, jax.Array) and not _jax.is_committed(value)
+    return None if is_free else getattr(value, "sharding", None)
 
 
-def _sharding_in_file(target: Target) -> Sharding | None:
-    """Returns the sharding of a target's array as it was saved; None for NumPy."""
-    saved, sharding = target.saved, target.words_sharding
-    if saved is None or sharding is None or is_number(saved.dtype):
+def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
+    """Returns the sharding to read an array with; None for NumPy."""
+    sharding = target.sharding
+    if target.on_host:
         return None
-    if _jax.canonical_dtype(saved.host_dtype) != saved.host_dtype:
-        return None  # on a device, JAX would narrow it before its range is checked
-    if saved.dims is None or not isinstance(sharding, NamedSharding):
-        return sharding if saved.dims is None else None
-    axes = [*sharding.spec, *[None] * (len(saved.dims) - len(sharding.spec))]
-    spec = PartitionSpec(*(axes[dim] for dim in np.argsort(saved.dims)))
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    narrow = _jax.canonical_dtype(dtype)
+    if narrow != dtype:
+        msg = (
+            f"{saved}: JAX would turn {dtype} into {narrow}. Ask for that with "
+            f"dtype='{narrow}', or set jax_enable_x64."
+        )
+        raise CheckpointError(msg)
+    try:
+        if isinstance(sharding, NamedSharding):
+            shape = target.spec.shape
+            Layout.of(sharding, len(shape)).shard_shape(shape)
+    except LayoutError as error:
+        raise CheckpointError(f"{saved} does not fit its layout: {error}") from None
+    # Wider than JAX's, it would be narrowed on devices before its range is checked.
+    is_wide = _jax.canonical_dtype(saved.host_dtype) != saved.host_dtype
+    is_on_host = is_wide or is_number(saved.dtype) or target.spec.is_key
+    return None if is_on_host else sharding
 
 
 def _kept(target: Target) -> Any:
-    if not target.moves or is_number(target.spec.dtype):
+    if target.on_host or target.sharding in (None, _own_sharding(target.value)):
         return target.value
     return copy_to_mesh(target.value, Layout.of(target.sharding, np.ndim(target.value)))
 
 
-def _placed(target: Target, saved: ArraySpec, value: Leaf) -> Any:
+def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
-    spec, sharding = target.spec, target.words_sharding
+    spec, sharding = target.spec, target.sharding
     if is_number(spec.dtype):
         return spec.dtype(np.asarray(value).item())
-    read = _reader(target, saved, value)
-    if target.on_host:
-        return read()[()] if isinstance(target.value, np.generic) else read()
-    is_placed = isinstance(value, jax.Array) and saved.dims is None
-    if sharding is None:
-        array = jax.device_put(read())
-    elif is_placed and saved.host_dtype == target.dtype:
-        array = value
+    if isinstance(value, jax.Array):
+        array = value if value.dtype == dtype else _cast_shards(value, dtype, saved)
     else:
-        array = jax.make_array_from_callback(
-            spec.host_shape, sharding, read, dtype=target.dtype
-        )
-    if spec.is_key:
-        keys = jax.random.wrap_key_data(array, impl=_jax.key_impl(spec.dtype))
-        is_there = target.sharding is None or keys.sharding == target.sharding
-        return keys if is_there else _jax.put(keys, target.sharding)
+        value = np.asarray(value) if is_number(saved.dtype) else value
+        parts: dict[str, Any] = {}
+
+        def read(index: Any = ()) -> Any:
+            """Returns a slice, read and cast once for all devices that hold it."""
+            if repr(index) not in parts:
+                # A copy: a device may use the memory as its own, and give it away.
+                part: Any = _cast(np.array(value[index]), dtype, saved)
+                if spec.is_key:
+                    impl = _jax.key_impl(spec.dtype)
+                    part = jax.random.wrap_key_data(part, impl=impl)
+                parts[repr(index)] = part
+            return parts[repr(index)]
+
+        if target.on_host:
+            return read()[()] if isinstance(target.value, np.generic) else read()
+        if sharding is None:
+            array = jax.device_put(read())
+        else:
+            array = jax.make_array_from_callback(spec.shape, sharding, read)
     is_weak = bool(getattr(target.value, "weak_type", False))
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 
 
-def _reader(target: Target, saved: ArraySpec, value: Leaf) -> Callable[..., HostArray]:
-    """Returns a function that reads, transposes and casts a slice of a saved array.
-
-    Every slice is read once. Devices with copies of one may share its memory, which
-    JAX then never gives away to a donated argument.
-    """
-    shape, dims = target.spec.host_shape, saved.dims or range(len(saved.host_shape))
-    shards: dict[Bounds, jax.Array] = {}
-    if isinstance(value, jax.Array):
-        pieces = value.addressable_shards
-        shards = {_bounds(piece.index, value.shape): piece.data for piece in pieces}
-    elif is_number(saved.dtype):
-        value = np.asarray(value)
-    parts: dict[Bounds, HostArray] = {}
-
-    def read(index: tuple[slice, ...] = (slice(None),) * len(shape)) -> HostArray:
-        bounds = _bounds(index, shape)
-        if bounds not in parts:
-            in_file = tuple(bounds[dim] for dim in np.argsort(dims))
-            part = shards.get(in_file)
-            if part is None:
-                part = value[tuple(slice(*bound) for bound in in_file)]
-            part = np.array(part).transpose(dims)
-            parts[bounds] = _cast(part, target.dtype, saved)
-        return parts[bounds]
-
-    return read
+def _cast_shards(array: jax.Array, dtype: DType, saved: ArraySpec) -> jax.Array:
+    """Returns an array in another dtype, cast shard by shard on the host."""
+    shards = [
+        jax.device_put(_cast(np.array(x.data), dtype, saved), x.data.sharding)
+        for x in array.addressable_shards
+    ]
+    shape, sharding = array.shape, array.sharding
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
-    """Returns the start and the stop of a slice in every dim."""
-    pairs = zip(index, shape, strict=True)
-    return tuple(part.indices(size)[:2] for part, size in pairs)
-
-
-def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArray:
+def _cast(values: HostArray, dtype: DType, saved: ArraySpec) -> HostArray:
     """Returns values in another dtype of the same kind, if that can hold them."""
     if values.dtype == dtype:
         return values
-    if values.dtype == object:  # a Python integer of more than 64 bits
-        result, lost = values, np.True_
+    is_wide = values.dtype == object  # a Python integer of more than 64 bits
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = values if is_wide else values.astype(dtype)
+    if jax.numpy.issubdtype(dtype, np.inexact):
+        # Precision may be lost, which is what a narrower dtype means; range not.
+        lost = np.isfinite(values) & ~np.isfinite(result)
     else:
-        with np.errstate(over="ignore", invalid="ignore"):
-            result = values.astype(dtype)
-        if jax.numpy.issubdtype(values.dtype, np.integer):
-            # A cast between signed and unsigned preserves bits but not values.
-            lost = (result.astype(values.dtype) != values) | (
-                (result < 0) != (values < 0)
-            )
-        else:
-            # Precision may be lost, which is what a narrower dtype means; range not.
-            lost = np.isfinite(values) & ~np.isfinite(result)
+        lost = (result != values) | is_wide
     if lost.any():
         msg = f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent."
         raise CheckpointError(msg)

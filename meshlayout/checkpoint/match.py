@@ -7,7 +7,7 @@ nearly always a typo, and of several that match a path the first one counts.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks
 from meshlayout._annotations import DType, PyTree
 from meshlayout.checkpoint.difference import ArraySpec, Change, RestoreDiff, is_number
-from meshlayout.checkpoint.tree import Target
 from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.layout_map.report import nearest_paths
@@ -49,134 +48,70 @@ class Request:
 
 def match(
     saved: Mapping[str, ArraySpec],
-    targets: Sequence[Target],
+    wanted: Sequence[ArraySpec],
     request: Request,
     *,
     is_foreign: bool = False,
     source: str = "what was saved",
-) -> tuple[list[Target], RestoreDiff]:
-    """Returns the targets, each with its saved array, and all differences.
+) -> tuple[list[tuple[str, DType] | None], RestoreDiff]:
+    """Returns a saved array's name and the dtype of the result for each wanted array.
 
-    The saved arrays come by their names after renaming. If another library wrote them,
-    a leading `params/` and a trailing `/value`, which some versions of Flax write and
-    others do not, are ignored, and PRNG keys may be saved as their words.
+    Or None, where it is to keep its value; and all differences. The saved arrays come
+    by their names after renaming. If another library wrote them, a leading `params/`
+    and a trailing `/value`, which some versions of Flax write and others do not, are
+    ignored, and PRNG keys may be saved as their words.
     """
-    names, paths = [*saved], [target.spec.path for target in targets]
-    plain_names, plain_paths = names, paths
-    if is_foreign:
-        plain_names, plain_paths = _without_flax(names), _without_flax(paths)
-    left = _left_as_they_are(request.partial, {*names, *plain_names, *paths})
-    extra: dict[str, ArraySpec] = {}
-    candidates: dict[str, list[str]] = {}
-    for plain, name in zip(plain_names, names, strict=True):
-        if not left & {plain, name}:
-            extra[name] = saved[name]
-            candidates.setdefault(plain, []).append(name)
-    requested = _requested(request.dtype, targets)
-    matched: list[Target] = []
+    plain = _without_flax if is_foreign else list
+    names, paths = [*saved], [spec.path for spec in wanted]
+    name_of = dict(zip(plain(names), names, strict=True))
+    left = _left_as_they_are(request.partial, {*name_of, *names, *paths})
+    rest = {path: x for path, x in name_of.items() if not left & {path, x}}
+    dtype, kind = _requested(request.dtype, wanted)
+    pairs: list[tuple[str, DType] | None] = []
     missing: dict[str, ArraySpec] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
-    for target, plain in zip(targets, plain_paths, strict=True):
-        spec = expected = target.spec
-        matched.append(target)
-        if left & {plain, spec.path}:
+    for spec, path in zip(wanted, plain(paths), strict=True):
+        pairs.append(None)
+        if left & {path, spec.path}:
             continue
-        # With two candidates it is unclear which is meant: both are reported as extra.
-        if len(candidates.get(plain, ())) != 1:
+        if path not in rest:
             missing[spec.path] = spec
             continue
-        partner = extra.pop(candidates[plain][0])
-        if is_foreign and spec.is_key:
-            expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
-        # Keys of another generator may also have another number of words: report the
-        # generator, which is the cause.
-        has_dtype = _fits(partner.dtype, expected.dtype, requested.get(spec.path))
-        is_key = expected.is_key or partner.is_key
-        if partner.shape != expected.shape and (has_dtype or not is_key):
-            shapes.append(Change(spec.path, partner, spec))
-        elif not has_dtype:
+        name, words = rest.pop(path), spec
+        if spec.is_key:
+            words = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
+        partner, expected = saved[name], words if is_foreign else spec
+        is_cast = kind == _kind_of(spec.dtype) and not is_number(spec.dtype)
+        if not _fits(partner.dtype, expected.dtype, is_cast=is_cast):
             dtypes.append(Change(spec.path, partner, spec))
+        elif partner.shape != expected.shape:
+            shapes.append(Change(spec.path, partner, spec))
         else:
-            dtype = spec.host_dtype if spec.is_key else spec.dtype
-            dtype = requested.get(spec.path, dtype)
-            if is_number(partner.dtype) and not target.on_host:
-                # A Python number becomes an array of JAX's default precision.
-                dtype = _jax.canonical_dtype(dtype)
-            matched[-1] = replace(target, saved=partner, dtype=dtype)
+            pairs[-1] = name, dtype if is_cast else words.dtype
+    extra = {name: saved[name] for name in rest.values()}
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
     diff = RestoreDiff(*rows, extra | missing)
     wrong = replace(diff, missing=(), extra=()) if request.partial is True else diff
     # If nothing at all is restored, names are wrong, and a training would begin from
     # scratch unnoticed.
-    if wrong or (targets and saved and not any(target.saved for target in matched)):
+    if wrong or (saved and wanted and not any(pairs)):
         wrong = wrong or diff
         msg = (
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
         raise RestoreDiffError(msg, diff)
-    return matched, diff
+    return pairs, diff
 
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
     """Returns paths without what differs between versions of Flax, if that is clear."""
-    for strip in (
-        lambda path: path.removeprefix("params/"),
-        lambda path: path.removesuffix("/value"),
-    ):
-        bare = [*map(strip, paths)]
-        paths = bare if len({*bare}) == len(bare) else paths
-    return paths
+    bare = [path.removeprefix("params/").removesuffix("/value") for path in paths]
+    return bare if len({*bare}) == len(bare) else paths
 
 
 # Patterns.
-
-
-def _compiled(
-    option: str, patterns: Iterable[Any], paths: Collection[str]
-) -> list[re.Pattern[str]]:
-    """Returns an option's patterns, each of which must match a path."""
-    regexes = [_checks.pattern(option, p, error=CheckpointError) for p in patterns]
-    for regex in regexes:
-        if not any(map(regex.search, paths)):
-            near = nearest_paths([regex.pattern], paths)[regex.pattern]
-            hint = f" Nearest: {', '.join(near)}." if near else ""
-            msg = (
-                f"the pattern {regex.pattern!r} of {option}= matches none of the "
-                f"{len(paths):,} paths.{hint} Correct it or remove it."
-            )
-            raise CheckpointError(msg)
-    return regexes
-
-
-def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
-    """Returns the paths that the patterns of `partial=` match."""
-    if isinstance(partial, (bool, np.bool_)):
-        return set()
-    patterns = [partial] if isinstance(partial, str) else partial
-    if not isinstance(patterns, (list, tuple)):
-        msg = (
-            "partial must be True, False, or patterns of the paths to leave as they "
-            f"are, got {_checks.shown(partial)}."
-        )
-        raise CheckpointError(msg)
-    regexes = _compiled("partial", patterns, paths)
-    return {path for path in paths if any(regex.search(path) for regex in regexes)}
-
-
-def permutations(
-    transpose: Mapping[str, Sequence[int]] | None, paths: Sequence[str]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the permutation of dims for each array that has one, by its path."""
-    by_path: dict[str, tuple[int, ...]] = {}
-    for regex, dims in _pairs("transpose", transpose, paths):
-        if not isinstance(dims, (list, tuple)) or {*map(type, dims)} - {int}:
-            msg = f"transpose= takes dims such as (1, 0), got {_checks.shown(dims)}."
-            raise CheckpointError(msg)
-        for path in filter(regex.search, paths):
-            by_path.setdefault(path, tuple(dims))
-    return by_path
 
 
 def renamed(
@@ -188,16 +123,11 @@ def renamed(
         >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".", "/")
         ['layers/0/w', 'layers/1/w']
     """
-    table = _pairs("rename", rename, paths)
+    table = _table("rename", rename, paths)
     path_by_name: dict[str, str] = {}
     for path in paths:
-        pairs = (pair for pair in table if pair[0].search(path))
-        regex, replacement = next(pairs, (re.compile("$"), ""))
-        try:
-            name = regex.sub(replacement, path).replace(old, new)
-        except (re.error, IndexError, TypeError) as error:
-            msg = f"rename= replaces {regex.pattern!r} by {replacement!r}: {error}."
-            raise CheckpointError(msg) from None
+        names = (regex.sub(x, path) for regex, x in table if regex.search(path))
+        name = next(names, path).replace(old, new)
         if path_by_name.setdefault(name, path) != path:
             msg = (
                 f"the saved arrays {path_by_name[name]!r} and {path!r} both become "
@@ -207,54 +137,86 @@ def renamed(
     return list(path_by_name)
 
 
-def _pairs(
-    option: str, table: Any, paths: Sequence[str]
+def permutations(
+    transpose: Mapping[str, Sequence[int]] | None, paths: Sequence[str]
+) -> dict[str, Sequence[int]]:
+    """Returns the permutation of dims for each array that has one, by its path."""
+    by_path: dict[str, Sequence[int]] = {}
+    for regex, dims in _table("transpose", transpose, paths):
+        for path in filter(regex.search, paths):
+            by_path.setdefault(path, dims)
+    return by_path
+
+
+def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
+    """Returns the paths that the patterns of `partial=` match."""
+    if isinstance(partial, bool):
+        return set()
+    patterns = [partial] if isinstance(partial, str) else partial
+    if not isinstance(patterns, (list, tuple)):
+        msg = (
+            "partial must be True, False, or patterns of the paths to leave as they "
+            f"are, got {_checks.shown(partial)}."
+        )
+        raise CheckpointError(msg)
+    table = _table("partial", dict.fromkeys(patterns), paths)
+    return {path for path in paths if any(regex.search(path) for regex, _ in table)}
+
+
+def _table(
+    option: str, table: Any, paths: Collection[str]
 ) -> list[tuple[re.Pattern[str], Any]]:
-    """Returns the patterns of an option that is a dict, each with its value."""
-    table = {} if table is None else table
-    if not isinstance(table, Mapping):
+    """Returns an option's patterns with their values; each must match a path."""
+    if not isinstance(table, Mapping | None):
         msg = f"{option}= must be a dict from patterns, got {_checks.shown(table)}."
         raise CheckpointError(msg)
-    return [*zip(_compiled(option, table, paths), table.values(), strict=True)]
+    pairs: list[tuple[re.Pattern[str], Any]] = []
+    for pattern, value in (table or {}).items():
+        regex = _checks.pattern(option, pattern, error=CheckpointError)
+        if not any(map(regex.search, paths)):
+            near = nearest_paths([regex.pattern], paths)[regex.pattern]
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            msg = (
+                f"the pattern {regex.pattern!r} of {option}= matches none of the "
+                f"{len(paths):,} paths.{hint} Correct it or remove it."
+            )
+            raise CheckpointError(msg)
+        pairs.append((regex, value))
+    return pairs
 
 
 # Dtypes.
 
 
 def _requested(
-    dtype: DTypeLike | None, targets: Iterable[Target]
-) -> dict[str, np.dtype[Any]]:
-    """Returns the dtype of `dtype=` for every array of its kind, by path."""
+    dtype: DTypeLike | None, wanted: Sequence[ArraySpec]
+) -> tuple[Any, str | None]:
+    """Returns the dtype of `dtype=`, and the kind of the arrays that it is for."""
     if dtype is None:
-        return {}
+        return None, None
+    kinds = {_kind_of(spec.dtype) for spec in wanted if not is_number(spec.dtype)}
     try:
         value = jnp.dtype(dtype).newbyteorder("=")
-        is_dtype = _jax.is_array_dtype(value)
     except (TypeError, ValueError):
-        value, is_dtype = np.dtype(bool), False
-    specs = [target.spec for target in targets if not is_number(target.spec.dtype)]
-    kinds = {spec.path: _kind_of(spec.dtype) for spec in specs}
-    if not is_dtype or (kinds and _kind_of(value) not in kinds.values()):
+        value = None
+    if value is None or _kind_of(value) not in kinds:
         msg = (
-            f"dtype= must be a dtype of {' or '.join(sorted({*kinds.values()}))} "
-            f"arrays, as are in the state, got {_checks.shown(dtype)}."
+            f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are in "
+            f"the state, got {_checks.shown(dtype)}."
         )
         raise CheckpointError(msg)
-    return {path: value for path, kind in kinds.items() if kind == _kind_of(value)}
+    return value, _kind_of(value)
 
 
-def _kind_of(dtype: DTypeLike) -> str:
+def _kind_of(dtype: DType) -> str:
     """Returns the kind of a dtype's values; arrays are never cast to another kind."""
-    if _jax.is_extended(dtype):
-        return "key"
     for kind in (np.bool_, np.integer, np.floating, np.complexfloating):
         if jnp.issubdtype(dtype, kind):
             return kind.__name__.removesuffix("_")
     return str(dtype)
 
 
-def _fits(saved: DType, wanted: DType, requested: DType | None) -> bool:
-    if requested is None and not is_number(wanted) and not is_number(saved):
-        return saved == wanted
-    kinds = {_kind_of(saved), _kind_of(wanted)}
-    return len(kinds if requested is None else {*kinds, _kind_of(requested)}) == 1
+def _fits(saved: DType, wanted: DType, *, is_cast: bool) -> bool:
+    if is_cast or is_number(saved) or is_number(wanted):
+        return _kind_of(saved) == _kind_of(wanted)
+    return saved == wanted

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 from meshlayout import _jax
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.tree import Keys, nested, specs_of
+from meshlayout.checkpoint.tree import nested, specs_of
 from meshlayout.errors import DamagedCheckpointError
 
 
@@ -38,7 +38,7 @@ _one_at_a_time = threading.Lock()
 
 
 def start_writing(
-    path: Path, trees: Mapping[str, Mapping[Keys, Any]], facts: Mapping[str, Any]
+    path: Path, trees: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> Any:
     """Starts to write arrays, and returns Orbax's response when they may be donated.
 
@@ -46,7 +46,7 @@ def start_writing(
     facts are JSON. The directory does not exist yet.
     """
     items = {
-        name: nested((_escaped(keys), array) for keys, array in arrays.items())
+        name: nested((_name(path), array) for path, array in arrays.items())
         for name, arrays in trees.items()
         if arrays
     }
@@ -81,38 +81,33 @@ class OrbaxTree:
         self.name, self.leaves = name, specs_of(leaves)
         self._path, self._item, self._confirm = path, item, confirm
         numbers = (leaf for leaf in leaves if leaf["kind"] == "python")
-        self._numbers = {tuple(leaf["keys"]): leaf["value"] for leaf in numbers}
+        self._numbers = {leaf["path"]: leaf["value"] for leaf in numbers}
 
     def read(
         self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
     ) -> Iterator[Any]:
         """Yields arrays as they were saved, where they are wanted; None for NumPy."""
         abstract = {
-            _escaped(spec.parts or ()): _abstract(spec, sharding)
+            _name(spec.path): _abstract(spec, sharding)
             for spec, sharding in wanted
-            if spec.parts not in self._numbers and 0 not in spec.shape
+            if spec.path not in self._numbers and 0 not in spec.shape
         }
         self._confirm()
         tree: Any = {}
         if abstract:
             ocp, items = quiet(), {self._item: nested(abstract.items())}
-            try:
-                with _one_at_a_time, undisturbed(), _context(ocp):
-                    tree = ocp.load_checkpointables(str(self._path), items)[self._item]
-            except Exception as error:
-                msg = f"{self._path} cannot be read: {reason(error)}."
-                raise DamagedCheckpointError(msg) from error
+            with damage_told(self._path), _one_at_a_time, undisturbed(), _context(ocp):
+                tree = ocp.load_checkpointables(str(self._path), items)[self._item]
         for spec, sharding in wanted:
-            if spec.parts in self._numbers:
-                number = self._numbers[spec.parts]
+            if spec.path in self._numbers:
+                number = self._numbers[spec.path]
                 yield complex(*number) if spec.dtype is complex else number
             elif 0 in spec.shape:
                 empty = np.zeros(spec.host_shape, spec.host_dtype)
                 yield empty if sharding is None else jax.device_put(empty, sharding)
             else:
-                yield functools.reduce(
-                    lambda x, key: x[key], _escaped(spec.parts or ()), tree
-                )
+                keys = _name(spec.path).split("/")
+                yield functools.reduce(lambda node, key: node[key], keys, tree)
 
 
 def _abstract(spec: ArraySpec, sharding: Sharding | None) -> Any:
@@ -122,10 +117,20 @@ def _abstract(spec: ArraySpec, sharding: Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _escaped(keys: Keys) -> Keys:
-    """Returns keys as names in Orbax's files, which joins them with dots."""
-    escapes = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
-    return tuple(key.translate(escapes) or "%" for key in keys) or ("%",)
+def _name(path: str) -> str:
+    """Returns a path as a name in Orbax's files, where dots separate keys."""
+    escapes = str.maketrans({"%": "%25", ".": "%2E"})
+    return "/".join(key.translate(escapes) or "%" for key in path.split("/"))
+
+
+@contextlib.contextmanager
+def damage_told(path: object) -> Iterator[None]:
+    """Raises what fails inside, while Orbax reads, as damage of the files."""
+    try:
+        yield
+    except Exception as error:
+        msg = f"{path} cannot be read: {reason(error)}."
+        raise DamagedCheckpointError(msg) from error
 
 
 def reason(error: BaseException) -> str:

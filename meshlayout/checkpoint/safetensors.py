@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import numpy as np
@@ -24,8 +24,9 @@ from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.directory import path_text
 from meshlayout.checkpoint.foreign import Arrays, LoadOptions
-from meshlayout.checkpoint.load import HostArray, load
+from meshlayout.checkpoint.load import HostArray, load, transposed
 from meshlayout.checkpoint.match import Request, permutations, renamed
+from meshlayout.checkpoint.tree import spec_of
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -43,16 +44,15 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {jax.numpy.dtype(name): code for code, name in _DTYPES.items()}
 
+# An array's spec in the file, its value, and the permutation of its dims, if any.
+_Entry: TypeAlias = tuple[ArraySpec, Any, Sequence[int] | None]
+
 # Saves are started in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
 
 
 def load_safetensors(
-    path: str | os.PathLike[str],
-    like: PyTree,
-    *,
-    separator: str = ".",
-    **options: Unpack[LoadOptions],
+    path: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
     """Loads a state from safetensors files, each array in its layout.
 
@@ -74,13 +74,13 @@ def load_safetensors(
         >>> loaded["w"].addressable_shards[0].data.shape
         (2, 1)
     """
-    request = Request(like, separator=separator, **options)
     path = _local(path)
     try:
         arrays = _mapped(_chosen(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    return load(Arrays(str(path), arrays, separator), request)
+    request = Request(like, separator=".", **options)
+    return load(Arrays(str(path), arrays, "."), request)
 
 
 def save_safetensors(
@@ -89,7 +89,6 @@ def save_safetensors(
     *,
     rename: Mapping[str, str] | None = None,
     transpose: Mapping[str, Sequence[int]] | None = None,
-    separator: str = ".",
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -103,10 +102,10 @@ def save_safetensors(
         path: A file name that ends in `.safetensors`, or a directory for a
             `model.safetensors`.
         state: Any tree of arrays.
-        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state.
+        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state;
+            then dots separate keys in the names.
         transpose: `{pattern: permutation}`, by path in the state: the saved array is
             `np.transpose(array, permutation)`.
-        separator: The separator between the keys in the names.
         metadata: Strings to write into the header, by name.
         overwrite: Whether an existing file may be replaced.
 
@@ -118,13 +117,12 @@ def save_safetensors(
             cannot be written. An existing file is then unchanged.
     """
     _checks.flag("overwrite", overwrite, error=CheckpointError)
-    _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
-    arrays = _named_arrays(state, rename, transpose, separator)
+    arrays = _named_arrays(state, rename, transpose)
+    header = _header(arrays, metadata)
     path = _local(path)
     path = path if path.suffix and not path.is_dir() else path / f"model{_SUFFIX}"
     if path.suffix != _SUFFIX:
         raise CheckpointError(f"{path}: the file name must end in {_SUFFIX}.")
-    header = _header(arrays, metadata)
     temporary = path.with_name(f".{path.name}.incomplete")
     channel = Channel(
         f"safetensors/{next(_numbers)}",
@@ -138,12 +136,12 @@ def save_safetensors(
             msg = f"{path} exists. Give another name, or overwrite=True."
             raise CheckpointError(msg)
         path.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes = sum(spec.nbytes for spec, _, _ in arrays)
         with temporary.open("wb") as file:
             file.write(header)
             file.flush()
             # A full disk is noticed here, as an error: a write to mapped memory would
             # kill the process with SIGBUS.
-            num_bytes = sum(spec.nbytes for spec, _ in arrays)
             if num_bytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), len(header), num_bytes)
             file.truncate(len(header) + num_bytes)
@@ -179,22 +177,14 @@ def _local(path: object) -> Path:
 
 
 def _chosen(path: Path) -> Path:
-    """Returns the file or index of a path."""
+    """Returns the file or index of a path; in a directory, the only one."""
     if not path.is_dir():
         return path
-    files = sorted([*path.glob(f"*{_INDEX}"), *path.glob(f"*{_SUFFIX}")])
-    indices = [file for file in files if file.name.endswith(_INDEX)]
-    shards = [file for file in files if "-of-" in file.name]
-    # Beside an index only its shards: of others, either may be the newer one.
-    if len(indices) == 1 and len(indices) + len(shards) == len(files):
-        return indices[0]
-    if len(files) == 1 and not shards:
+    files = sorted(path.glob(f"*{_INDEX}")) or sorted(path.glob(f"*{_SUFFIX}"))
+    if len(files) == 1:
         return files[0]
-    listed = ", ".join(file.name for file in files[:6]) or "none"
-    msg = (
-        f"{path}: it is unclear which safetensors file to read of these: {listed}. "
-        "Give one file, or the index of shards, which says whether they are complete."
-    )
+    names = ", ".join(file.name for file in files[:6]) or "none"
+    msg = f"{path}: one safetensors file or index is needed, and these are: {names}."
     raise CheckpointError(msg)
 
 
@@ -238,9 +228,7 @@ def _mapped_file(path: Path) -> dict[str, HostArray]:
 # Writing.
 
 
-def _named_arrays(
-    state: PyTree, rename: Any, transpose: Any, separator: str
-) -> list[tuple[ArraySpec, Any]]:
+def _named_arrays(state: PyTree, rename: Any, transpose: Any) -> list[_Entry]:
     """Returns all arrays of a state with their specs in the file, in their order."""
     leaves = _paths.flatten(state).leaves
     paths = [leaf.path for leaf in leaves]
@@ -248,35 +236,31 @@ def _named_arrays(
         msg = f"state must hold arrays by name, got {_checks.shown(state)}."
         raise CheckpointError(msg)
     dims = permutations(transpose, paths)
-    arrays: list[tuple[ArraySpec, Any]] = []
-    names = renamed(paths, rename, "/", separator)
+    arrays: list[_Entry] = []
+    names = renamed(paths, rename, "/", ".")
     for (path, value, _), name in zip(leaves, names, strict=True):
-        dtype = getattr(value, "dtype", None)
+        spec = spec_of(path, value)
         is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-        if not is_array or _jax.is_extended(dtype) or np.dtype(dtype) not in _CODES:
-            what = f"dtype {dtype}" if is_array else _checks.shown(value)
+        if not is_array or spec is None or spec.dtype not in _CODES:
+            what = f"dtype {value.dtype}" if is_array else _checks.shown(value)
             msg = (
                 f"{path}: safetensors files hold arrays of common dtypes, and this is "
                 f"{what}. Save the parameters alone, as state.params or "
                 "nnx.state(model, nnx.Param), and of PRNG keys jax.random.key_data."
             )
             raise CheckpointError(msg)
-        spec = ArraySpec(path, tuple(value.shape), np.dtype(dtype))
-        arrays.append((replace(spec.transposed(dims.get(path)), path=name), value))
+        spec = transposed(spec, dims[path]) if path in dims else spec
+        arrays.append((replace(spec, path=name), value, dims.get(path)))
     # Large elements first: then each array begins at a multiple of its itemsize, which
     # readers that map files rely on.
-    return sorted(arrays, key=lambda array: (-array[0].dtype.itemsize, array[0].path))
+    return sorted(arrays, key=lambda entry: (-entry[0].dtype.itemsize, entry[0].path))
 
 
-def _header(arrays: Sequence[tuple[ArraySpec, Any]], metadata: Any) -> bytes:
+def _header(arrays: Sequence[_Entry], metadata: Mapping[str, str] | None) -> bytes:
     """Returns the bytes before the arrays, which follow one after the other."""
-    if not isinstance(metadata, Mapping | None):
-        msg = f"metadata= must be strings by name, got {_checks.shown(metadata)}."
-        raise CheckpointError(msg)
-    texts = {str(key): str(text) for key, text in (metadata or {}).items()}
-    entries: dict[str, Any] = {"__metadata__": texts} if texts else {}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
-    for spec, _ in arrays:
+    for spec, _, _ in arrays:
         entries[spec.path] = {
             "dtype": _CODES[spec.dtype],
             "shape": spec.shape,
@@ -287,7 +271,7 @@ def _header(arrays: Sequence[tuple[ArraySpec, Any]], metadata: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> None:
+def _write(file: Path, begin: int, arrays: Sequence[_Entry]) -> None:
     """Writes this process's shards into a file."""
     if not file.exists():
         msg = (
@@ -296,18 +280,17 @@ def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> N
         )
         raise CheckpointError(msg)
     content = np.memmap(file, np.uint8, "r+")
-    for spec, value in arrays:
+    for spec, value, dims in arrays:
         part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
         whole = part.view(spec.dtype).reshape(spec.shape)
-        dims = spec.dims or range(len(spec.shape))
-        shards = [((slice(None),) * np.ndim(value), value)]
+        whole = whole if dims is None else whole.transpose(np.argsort(dims))
+        shards = [((), value)]
+        is_shared = False
         if isinstance(value, jax.Array):
+            is_shared = not value.is_fully_addressable
             pieces = _jax.with_shards(value).addressable_shards
             shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
-        is_shared = isinstance(value, jax.Array) and not value.is_fully_addressable
-        if jax.process_index() and not is_shared:
-            shards = []  # each process has its own: that of process 0 is written
-        for index, shard in shards:
-            in_file = tuple(index[dim] for dim in dims)
-            whole[in_file] = np.asarray(shard).transpose(dims)
+        # What is not shared, each process has: that of process 0 is written.
+        for index, shard in shards if is_shared or jax.process_index() == 0 else ():
+            whole[index] = np.asarray(shard)
     content.flush()

@@ -18,11 +18,6 @@ from meshlayout.distribute.datasets import (
     ReplicaDataset as ReplicaDataset,
     ValueContext as ValueContext,
 )
-from meshlayout.distribute.default_strategy import (
-    get_strategy as get_strategy,
-    has_strategy as has_strategy,
-)
-from meshlayout.distribute.extension import StrategyExtended as StrategyExtended
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
     ParameterServerStrategy as ParameterServerStrategy,
@@ -37,5 +32,10 @@ from meshlayout.distribute.strategies import (
     OneDeviceStrategy as OneDeviceStrategy,
     TPUStrategy as TPUStrategy,
 )
-from meshlayout.distribute.strategy import Strategy as Strategy
+from meshlayout.distribute.strategy import (
+    Strategy as Strategy,
+    StrategyExtended as StrategyExtended,
+    get_strategy as get_strategy,
+    has_strategy as has_strategy,
+)
 from meshlayout.distribute.values import PerReplica as PerReplica

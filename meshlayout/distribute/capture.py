@@ -5,36 +5,35 @@ globals that its code names, the attributes of its `self`. Before each call they
 looked up again and compared by identity, so that a name that is bound to another model
 means that model. Which Variables the function uses is not found here: its first trace
 tells (`variables.TraceWatch`). So a path that this walk does not see costs nothing but
-the notice of a rebinding, and nothing in it needs to know what code does with a name.
+the notice of a rebinding.
 """
 
-import collections
 import contextlib
 import functools
-import inspect
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from operator import attrgetter, getitem
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from flax.core import FrozenDict
 
 from meshlayout.errors import StrategyError
 
 
-# Numbers and strings are frozen, as under jax.jit. A bool or None is compared: there
-# are few of them, and they decide what code does.
-_PLAIN = (int, float, complex, str, bytes, np.generic)
-_LEAVES = (*_PLAIN, bool, type(None), jax.Array, np.ndarray, types.ModuleType, type)
-_MAPPINGS = (
-    *(dict, types.MappingProxyType, FrozenDict),
-    *(collections.UserDict, collections.ChainMap),
-)
+_NUMBERS = (int, float, complex, str, bytes, np.generic)  # and strings
 _LIBRARIES = {"flax", "grain", "jax", "jaxlib", "meshlayout", "numpy", "optax", "orbax"}
+_LIBRARIES |= sys.stdlib_module_names - {"collections", "types"}  # UserDict ...
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__defaults__", "__kwdefaults__", "__wrapped__"),
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget",),
+}
 
 
 def function_key(fn: Any) -> Any:
@@ -51,174 +50,200 @@ def is_nnx(value: object) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _iter_graph(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields all that an NNX object holds, with its path."""
-    # Since flax 0.12, a setting of the user's may forbid shared references here.
-    has_option = "graph" in inspect.signature(nnx.iter_graph).parameters
-    return nnx.iter_graph(value, graph=True) if has_option else nnx.iter_graph(value)
+class _Entry(NamedTuple):
+    """A value that a function reaches: `get(value of the parent, key)`."""
+
+    parent: int
+    get: Callable[[Any, Any], Any]
+    key: Any
+    path: str
+    value: Any
 
 
-def namer(entries: "Sequence[_Entry]") -> Callable[[Any], str]:
-    """Returns a function from Variables to paths, such as `model/encoder/kernel`."""
-    found: dict[int, str] = {}
-
-    def path(variable: Any) -> str:
-        for entry in entries if not found else ():
-            if is_nnx(entry.value):
-                for parts, value in _iter_graph(entry.value):
-                    name = "/".join((entry.path, *map(str, parts)))
-                    found.setdefault(id(value), name)
-        return found.get(
-            id(variable), f"a {type(variable).__name__} that no name leads to"
-        )
-
-    return path
+def _cell(fn: Any, name: str) -> Any:
+    return fn.__closure__[fn.__code__.co_freevars.index(name)].cell_contents
 
 
-# How a value is looked up, from that of the entry above it.
-
-
-def _root(_: Any, value: Any) -> Any:
-    return value
-
-
-def _cell(fn: Any, index: int) -> Any:
-    return fn.__closure__[index].cell_contents
-
-
-def _keyword(fn: Any, name: str) -> Any:
-    is_partial = isinstance(fn, functools.partial)
-    return (fn.keywords if is_partial else fn.__kwdefaults__)[name]
-
-
-def _item(container: Any, key: Any) -> Any:
-    return container[key]
-
-
-def _global(_: Any, place: tuple[dict[str, Any], str]) -> Any:
-    return place[0][place[1]]
+def _global(fn: Any, name: str) -> Any:
+    return fn.__globals__[name]
 
 
 def _attribute(instance: Any, name: str) -> Any:
-    return object.__getattribute__(instance, "__dict__")[name]
+    return instance.__dict__[name]
 
 
-# How it is compared.
-_IDENTITY, _CODE, _NUMBER, _LENGTH = range(4)
-
-
-class _Entry:
-    """A value that a function reaches, and how."""
-
-    __slots__ = ("expected", "get", "key", "kind", "named", "parent", "path", "value")
-
-    def __init__(
-        self, parent: int, get: Any, key: Any, path: str, value: Any, *, named: bool
-    ) -> None:
-        self.parent, self.get, self.key, self.path = parent, get, key, path
-        self.value, self.named = value, named
-        self.kind, self.expected = _IDENTITY, id(value)
-        if isinstance(value, types.FunctionType):
-            self.kind, self.expected = _CODE, value.__code__
-        elif isinstance(value, _PLAIN) and not isinstance(value, bool):
-            self.kind, self.expected = _NUMBER, value
-        elif isinstance(value, tuple | types.MethodType | functools.partial):
-            self.kind, self.expected = _LENGTH, _length(value)
-
-
-def _length(value: Any) -> Any:
-    return type(value), len(value) if isinstance(value, tuple) else None
-
-
-def walk(fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> list[_Entry]:
-    """Returns what a function and its arguments reach, first things first.
+class Roots:
+    """What a function reaches by names.
 
     Args:
         fn: The function.
         objects: The NNX objects among its arguments, with their names.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
-    entries = [_Entry(-1, _root, 0, name, fn, named=True)]
-    for index, (path, value) in enumerate(objects):
-        entries.append(_Entry(-1, _root, index + 1, path, value, named=True))
-    names: set[str] = set()
-    seen: set[int] = set()
-    for index, entry in enumerate(entries):  # which grow
-        # Function and method objects are made anew, with parts that have to be found.
-        if id(entry.value) not in seen:
-            seen.add(id(entry.value))
-            parts = _parts(entry.value, "" if index == 0 else entry.path, names)
-            entries.extend(_Entry(index, *part[:4], named=part[4]) for part in parts)
-    for entry in entries:  # parents first
-        if entry.get is _attribute:
-            entry.named = entry.key in names
-        elif entry.parent >= 0 and entry.get is not _global:
-            entry.named &= entries[entry.parent].named
+
+    def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
+        named = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
+        self._names, found = set[str](), {"__call__"}
+        while not found <= self._names:  # methods are found by the names in others
+            self._names |= found
+            self._entries = _walk(named, self._names)
+            functions = filter(_is_users_function, (x.value for x in self._entries))
+            found = {name for fn in functions for name in _names(fn.__code__)}
+
+    def path_of(self, variable: Any) -> str:
+        """Returns the path of a Variable, such as `model/encoder/kernel`."""
+        for *_, path, value in self._entries:
+            for parts, node in nnx.iter_graph(value) if is_nnx(value) else ():
+                if node is variable:
+                    return "/".join((path, *map(str, parts)))
+        return f"a {type(variable).__name__} that no name leads to"
+
+    @contextlib.contextmanager
+    def refuse_appends(self, name: str) -> Iterator[None]:
+        """Refuses that the function of a name makes a list or dict longer in the block.
+
+        Raises:
+            StrategyError: If a list or dict has become longer or shorter.
+        """
+        containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
+        copies = [entry.value.copy() for entry in containers]
+        yield
+        for (*_, path, value), before in zip(containers, copies, strict=True):
+            now = len(value)
+            if now != len(before):
+                value.clear()  # so that a dict is refused the next time as well
+                (value.extend if isinstance(value, list) else value.update)(before)
+                msg = (
+                    f"{name} changes the {type(value).__name__} {path}, which had "
+                    f"{len(before)} entries before the call and has {now} after it. It "
+                    "runs in Python once per compiled program, not at every call: "
+                    "return the value instead, or keep it in an nnx.Variable."
+                )
+                raise StrategyError(msg)
+
+    def keep(self, touched: set[int], gone: Callable[[], None]) -> None:
+        """Keeps what decides on a program, and no NNX object alive.
+
+        Names are compared, whatever they stand for. Of items, and of attributes that no
+        code names, those count that lead to what the function used.
+
+        Args:
+            touched: The ids of the NNX objects that it used.
+            gone: Called when an object is gone.
+        """
+        entries, self._entries = self._entries, []
+        # Items of lists and dicts, other than those of defaults.
+        is_loose = [
+            isinstance(entry.value, (list, dict)) and entry.get is not getattr
+            for entry in entries
+        ]
+        used = {x.parent for x in entries if id(x.value) in touched} - {0}
+        kept = {0}
+        for index, (parent, get, key, _, value) in enumerate(entries):  # parents first
+            is_named = key in self._names if get is _attribute else not is_loose[parent]
+            is_beside = is_loose[parent] and parent in used and is_nnx(value)
+            if (is_named and parent in kept) or is_beside:
+                kept.add(index)
+        num_kept = Counter[int]()
+        for index in range(len(entries) - 1, 0, -1):
+            if index in kept or id(entries[index].value) in touched:
+                parent = entries[index].parent
+                kept |= {index, parent}
+                num_kept[id(entries[parent].value)] += 1
+        places = {index: place for place, index in enumerate(sorted(kept))}
+        self._functions: dict[int, Any] = {}
+        self._alive: list[Any] = []
+        self._rows: list[tuple[Any, ...]] = []
+        for index, place in places.items():
+            parent, get, key, path, value = entries[index]
+            token: Any = id
+            if isinstance(value, types.FunctionType):
+                token, self._functions[place] = _code, weakref.ref(value)
+            elif isinstance(value, _NUMBERS) and not isinstance(value, bool):
+                token = _typed
+            elif isinstance(value, types.MethodType | functools.partial) or (
+                # It would keep models alive, and all of its items are compared.
+                isinstance(value, (tuple, list, dict))
+                and (get is getattr or len(value) == num_kept[id(value)] > 0)
+            ):
+                token = _size
+            else:  # its id must stay this value's
+                try:
+                    self._alive.append(weakref.ref(value, lambda _: gone()))
+                except TypeError:
+                    self._alive.append(value)
+            row = (places[parent], get, key, token, token(value), path)
+            self._rows.append(row)
+
+    def difference(self, fn: Any, objects: Sequence[Any]) -> tuple[str, Any] | None:
+        """Returns the name and value of the first root that is another one, or None."""
+        values: list[Any] = [(fn, *objects)]
+        for parent, get, key, token, expected, path in self._rows[1:]:
+            try:
+                value = get(values[parent], key)
+                is_same = token(value) == expected
+            except (AttributeError, LookupError, TypeError, ValueError):
+                return path, None
+            if not is_same:
+                # Numbers and strings are frozen in what is not defined anew.
+                same = self._functions.get(parent, lambda: None)() is values[parent]
+                is_frozen = token is _typed and isinstance(value, _NUMBERS)
+                if not is_frozen or not (same or get is _attribute):
+                    return path, value
+            values.append(value)
+        return None
+
+
+_code = attrgetter("__code__")
+
+
+def _typed(value: Any) -> Any:
+    return type(value), value
+
+
+def _size(value: Any) -> Any:
+    return type(value), len(value) if isinstance(value, (tuple, list, dict)) else None
+
+
+def _walk(named: list[tuple[str, Any]], names: set[str]) -> list[_Entry]:
+    roots = tuple(value for _, value in named)
+    entries = [_Entry(0, getitem, 0, "", roots)]
+    for key, (path, value) in enumerate(named):
+        entries.append(_Entry(0, getitem, key, path, value))
+    seen = {id(roots)}
+    for index, (*_, path, value) in enumerate(entries):  # which grow
+        for get, key, name in _parts(value, names) if id(value) not in seen else ():
+            with contextlib.suppress(AttributeError, ValueError):  # an empty cell
+                part = get(value, key)
+                inner = path + name if name[:1] in ("", ".", "[") else name
+                entries.append(_Entry(index, get, key, inner, part))
+        seen.add(id(value))
     return entries
 
 
-def _parts(value: Any, path: str, names: set[str]) -> Iterator[tuple[Any, ...]]:
-    """Yields what a value leads to: getter, key, path, part, whether code names it."""
-    if isinstance(value, _LEAVES):
+def _parts(value: Any, names: set[str]) -> Iterator[tuple[Any, Any, str]]:
+    """Yields what a value leads to: how it is got, its key, and its part of a path."""
+    if isinstance(value, (*_NUMBERS, type(None), jax.Array, np.ndarray)):
         return
-    if isinstance(value, types.MethodType):
-        yield getattr, "__self__", "self", value.__self__, True
-        yield getattr, "__func__", path, value.__func__, True
-    elif isinstance(value, functools.partial):
-        for part in ("func", "args"):
-            yield getattr, part, path, getattr(value, part), True
-        for key, item in value.keywords.items():
-            yield _keyword, key, key, item, True
-    elif isinstance(value, types.FunctionType):
-        yield from _function_parts(value, names)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            if not isinstance(item, _LEAVES) or isinstance(value, tuple):
-                is_named = isinstance(value, tuple)
-                yield _item, index, f"{path}[{index}]", item, is_named
-    elif isinstance(value, _MAPPINGS):
-        for key in tuple(value):
-            yield _item, key, f"{path}[{key!r}]", value[key], False
-    else:
-        if hasattr(type(value), "__wrapped__") or "__wrapped__" in _vars(value):
-            yield getattr, "__wrapped__", path, value.__wrapped__, True
-        if not _is_library(type(value).__module__):
-            yield from _class_parts(type(value), names)
-        is_users = not _is_library(type(value).__module__)
-        if not is_nnx(value) and (is_users or type(value) is types.SimpleNamespace):
-            for name, item in tuple(_vars(value).items()):
-                label = f"{path}.{name}" if path else name
-                yield _attribute, name, label, item, False
-
-
-def _function_parts(fn: Any, names: set[str]) -> Iterator[tuple[Any, ...]]:
-    for index, cell in enumerate(fn.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield _cell, index, fn.__code__.co_freevars[index], cell.cell_contents, True
-    if fn.__defaults__:
-        yield getattr, "__defaults__", "a default value", fn.__defaults__, True
-    for name, value in (fn.__kwdefaults__ or {}).items():
-        yield _keyword, name, name, value, True
-    if hasattr(fn, "__wrapped__"):
-        yield getattr, "__wrapped__", fn.__name__, fn.__wrapped__, True
-    if not _is_library(fn.__module__):
-        own = set(_names(fn.__code__))
-        names |= own
-        for name in sorted(own & fn.__globals__.keys()):
-            place = (fn.__globals__, name)
-            yield _global, place, name, fn.__globals__[name], True
-
-
-def _class_parts(kind: type, names: set[str]) -> Iterator[tuple[Any, ...]]:
-    """Yields what the methods of a user's class name."""
-    for base in kind.__mro__:
-        for value in () if _is_library(base.__module__) else vars(base).values():
-            method = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(method, types.FunctionType):
-                # Reached by no name of its own: its cells stay as they are.
-                for part in _function_parts(method, names):
-                    if part[0] is _global:
-                        yield part
+    if isinstance(value, types.FunctionType):
+        yield from ((_cell, name, name) for name in value.__code__.co_freevars)
+        if _is_users_function(value):
+            own = {*_names(value.__code__)} & value.__globals__.keys()
+            yield from ((_global, name, name) for name in sorted(own))
+    elif isinstance(value, (tuple, list)):
+        yield from ((getitem, index, f"[{index}]") for index in range(len(value)))
+    elif isinstance(value, dict):
+        yield from ((getitem, key, f"[{key!r}]") for key in tuple(value))
+    elif isinstance(value, type):
+        if _is_users(value):
+            own = {"__base__", *(names & {*dir(value)})}
+            yield from ((getattr, name, name) for name in sorted(own))
+    elif _is_users(type(value)):
+        yield getattr, "__class__", ""
+        own = () if is_nnx(value) else tuple(getattr(value, "__dict__", ()))
+        yield from ((_attribute, name, f".{name}") for name in own)
+    wrapped = ("__wrapped__",) if callable(value) else ()
+    for name in _ATTRIBUTES.get(type(value), wrapped):
+        yield getattr, name, "self" if name == "__self__" else ""
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -228,131 +253,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(const)
 
 
-def _is_library(module: str | None) -> bool:
-    top = (module or "").partition(".")[0]
-    return top in _LIBRARIES or (top != "__main__" and top in sys.stdlib_module_names)
+def _is_users(defined: Any) -> bool:
+    """Returns whether a function or class is the user's."""
+    return (defined.__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
-def _vars(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {})
-
-
-class Roots:
-    """The roots of one program: what was looked up, and whether it still is that.
-
-    NNX objects, and what can be referred to weakly, are not kept alive: once one is
-    gone, `gone` is called, and the roots are those of nothing any more.
-
-    Args:
-        entries: What `walk` found.
-        touched: The ids of the NNX objects that the function used.
-        gone: Called when one of the objects is gone.
-    """
-
-    def __init__(
-        self, entries: Sequence[_Entry], touched: set[int], gone: Callable[[], None]
-    ) -> None:
-        needed: set[int] = set()
-        for index in reversed(range(len(entries))):
-            entry = entries[index]
-            # Names are compared, whatever they stand for; of attributes and items,
-            # those on the way to an object.
-            if entry.named or index in needed or id(entry.value) in touched:
-                needed |= {index, entry.parent}
-        places = {index: i for i, index in enumerate(sorted(needed - {-1}))}
-        self._alive: list[Any] = []
-        self._entries = []
-        self._functions: dict[int, Any] = {}
-        for index, place in places.items():
-            entry = entries[index]
-            if entry.kind == _CODE:
-                self._functions[place] = weakref.ref(entry.value)
-            elif entry.kind == _IDENTITY:
-                self._hold(entry, gone, leads=_leads_on(entries, needed, index))
-            parent = places.get(entry.parent, -1)
-            row = (parent, entry.get, entry.key, entry.kind, entry.expected, entry.path)
-            self._entries.append(row)
-
-    def _hold(self, entry: _Entry, gone: Callable[[], None], *, leads: bool) -> None:
-        """Makes sure that the id of a value stays that value's."""
-        try:
-            self._alive.append(weakref.ref(entry.value, lambda _: gone()))
-        except TypeError:
-            # Lists and dicts that lead to objects would keep those alive.
-            if not (leads and isinstance(entry.value, (list, *_MAPPINGS))):
-                self._alive.append(entry.value)
-
-    def difference(self, fn: Any, objects: Sequence[tuple[str, Any]]) -> Any:
-        """Returns the name and value of the first root that is another one, or None."""
-        roots = (fn, *(value for _, value in objects))
-        values: list[Any] = []
-        for parent, get, key, kind, expected, path in self._entries:
-            try:
-                if get is _root:
-                    value = roots[key]
-                else:
-                    value = get(values[parent] if parent >= 0 else None, key)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                return path, None
-            if kind == _IDENTITY:
-                is_same = id(value) == expected
-            elif kind == _CODE:
-                code = getattr(value, "__code__", None)
-                is_same = code is expected or code == expected
-            elif kind == _LENGTH:
-                is_same = _length(value) == expected
-            else:
-                is_same = type(value) is type(expected) and value == expected
-                # Globals and attributes are frozen, and cells of the same function.
-                ref = self._functions.get(parent)
-                is_frozen = get in (_global, _attribute)
-                is_frozen |= ref is not None and ref() is values[parent]
-                is_same |= is_frozen and isinstance(value, _PLAIN)
-            if not is_same:
-                return path, value
-            values.append(value)
-        return None
-
-
-def _leads_on(entries: Sequence[_Entry], needed: set[int], index: int) -> bool:
-    return any(entries[other].parent == index for other in needed if other >= 0)
-
-
-@contextlib.contextmanager
-def refuse_appends(fn: Any, name: str, entries: Any = None) -> Iterator[None]:
-    """Refuses a function that appends to a list or dict that it reaches by a name.
-
-    The function runs once, when it is traced, and not at every call. What it added is
-    taken out again.
-
-    Args:
-        fn: The function that runs in the block.
-        name: What messages call it.
-        entries: What `walk` returned, if that is known already.
-
-    Raises:
-        StrategyError: If a list or dict has become longer or shorter.
-    """
-    containers = [
-        (entry.path, entry.value, len(entry.value), set(entry.value.keys()))
-        if isinstance(entry.value, dict)
-        else (entry.path, entry.value, len(entry.value), None)
-        for entry in (walk(fn) if entries is None else entries)
-        if isinstance(entry.value, (list, dict))
-    ]
-    yield
-    for path, container, length, keys in containers:
-        if len(container) != length:
-            now = len(container)
-            if keys is None:
-                del container[length:]
-            else:
-                for key in [key for key in container if key not in keys]:
-                    del container[key]
-            msg = (
-                f"{name} changes the {type(container).__name__} {path}, which had "
-                f"{length} entries before the call and has {now} after it. It runs in "
-                "Python once per compiled program, not at every call: return the value "
-                "instead, or keep it in an nnx.Variable."
-            )
-            raise StrategyError(msg)
+def _is_users_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and _is_users(value)

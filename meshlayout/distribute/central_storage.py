@@ -12,10 +12,10 @@ from jax.core import Tracer
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
-from meshlayout.distribute.gradients import current
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import PerReplica
+from meshlayout.distribute.variables import current
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout._render import array_text
 from meshlayout.data import DistributedDataset, InputContext
 from meshlayout.data.dataset import make_plan
 from meshlayout.data.per_replica import make_plan_from_function
@@ -29,7 +27,7 @@ from meshlayout.distribute.values import (
     per_replica,
     replica_layout,
 )
-from meshlayout.errors import LayoutError, StrategyError
+from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
 
@@ -37,8 +35,7 @@ class ReplicaDataset(DistributedDataset):
     """Batches for a strategy's `run`; made by its `distribute_dataset`.
 
     Iterating yields trees of the source's structure. Each leaf is a `PerReplica`, or a
-    plain array on a strategy of one replica. Like any `DistributedDataset`, it can be
-    iterated over again, and its iterators save and restore their position.
+    plain array on a strategy of one replica.
     """
 
     def __init__(self, plan: DataPlan, num_replicas: int) -> None:
@@ -55,19 +52,11 @@ class ReplicaDataset(DistributedDataset):
             super().element_spec,
         )
 
-    def __repr__(self) -> str:
-        specs = jax.tree.map(
-            lambda leaf: array_text(leaf.dtype, leaf.shape), self.element_spec
-        )
-        count = self._num_replicas
-        return f"ReplicaDataset({count} replica{'s' * (count > 1)}, each {specs})"
-
 
 def distribute_dataset(
-    source: object, mesh: Mesh, size: int | None, options: dict[str, Any]
+    source: object, mesh: Mesh, *, batched: bool | None = None, **options: Any
 ) -> ReplicaDataset:
     """Distributes a source over replicas; see `Strategy.distribute_dataset`."""
-    _refuse_tracing("distribute_dataset")
     if isinstance(source, DistributedDataset) and source.weights is not None:
         msg = (
             "the source is a dataset whose batches are padded and carry weights "
@@ -75,15 +64,14 @@ def distribute_dataset(
             "Give the source that it was made of."
         )
         raise StrategyError(msg)
-    batched = options.pop("batched", None)
     is_own = bool(options.get("per_process"))
     plan = make_plan(
         source,
         mesh.layout(REPLICA_AXIS, ...),
-        {"weights": None, "global_batch_size": size, **options},
+        {"weights": None, **options},
         batched=batched,
         batch_size_of=functools.partial(_batch_size, mesh.size, is_own=is_own),
-        assemble=functools.partial(_assembled, mesh, divides=not is_own),
+        assemble=functools.partial(_assembled, mesh),
     )
     return ReplicaDataset(plan, mesh.size)
 
@@ -91,30 +79,20 @@ def distribute_dataset(
 def distribute_datasets_from_function(
     dataset_fn: Callable[[InputContext], Any],
     mesh: Mesh,
-    size: int | None,
-    options: dict[str, Any],
+    *,
+    batched: bool | None = None,
+    **options: Any,
 ) -> ReplicaDataset:
     """See `Strategy.distribute_datasets_from_function`."""
-    _refuse_tracing("distribute_datasets_from_function")
-    batched = options.pop("batched", None)
     plan = make_plan_from_function(
         dataset_fn,
         mesh.layout(REPLICA_AXIS, ...),
-        {"weights": None, "global_batch_size": size, **options},
+        {"weights": None, **options},
         name="dataset_fn",
         batched=batched,
-        assemble=functools.partial(_assembled, mesh, divides=False),
+        assemble=functools.partial(_assembled, mesh),
     )
     return ReplicaDataset(plan, mesh.size)
-
-
-def _refuse_tracing(where: str) -> None:
-    if _jax.is_tracing():
-        msg = (
-            f"{where} was called in a compiled function, which would see the examples "
-            "as constants. Make them before, and pass them."
-        )
-        raise StrategyError(msg)
 
 
 def _batch_size(
@@ -134,36 +112,27 @@ def _batch_size(
     return up
 
 
-def _assembled(
-    mesh: Mesh, tree: PyTree, mask: jax.Array | None, *, divides: bool
-) -> Batch:
+def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
     """Returns a batch with its arrays as values of replicas.
 
     A short batch that divides among the replicas is divided, and then has no padding.
-    Only a process that has all rows knows how many are real.
+    On several processes, threads would send rows between them, in any order: a hang.
     """
     rows = None
     if mask is not None and mask.is_fully_addressable:
-        rows = int(np.sum(mask))
-        if mesh.size > 1 and (not divides or not rows or rows % mesh.size):
-            rows = None
+        count = int(np.sum(mask))
+        rows = None if count % mesh.size else count
 
     def as_value(leaf: Leaf) -> Any:
         if not isinstance(leaf, jax.Array):  # strings, which stay on the host
             return leaf if mask is None else leaf[_local_mask(mask)]
-        if mesh.size == 1:
-            return leaf if rows is None else leaf[:rows]
         # A source that yields batches on devices may have laid them out differently.
         expected = replica_layout(mesh, leaf.ndim).sharding
-        if not leaf.sharding.is_equivalent_to(expected, leaf.ndim):
-            msg = (
-                f"the source yields arrays on devices, laid out as {leaf.sharding}. "
-                "Yield NumPy arrays, or shard the first dim over the replicas."
-            )
-            raise StrategyError(msg)
-        if rows is None:
-            return PerReplica(leaf, mask, num_replicas=mesh.size)
-        return PerReplica(jax.device_put(leaf[:rows], expected), num_replicas=mesh.size)
+        own = jax.device_put(leaf if rows is None else leaf[:rows], expected)
+        if mesh.size == 1:
+            return own
+        own_mask = mask if rows is None else None
+        return PerReplica(own, own_mask, num_replicas=mesh.size)
 
     return jax.tree.map(as_value, tree)
 
@@ -200,47 +169,17 @@ def distribute_values_from_function(
     value_fn: Callable[[ValueContext], PyTree], mesh: Mesh
 ) -> PyTree:
     """Makes a value of each replica; see `Strategy.distribute_values_from_function`."""
-    _refuse_tracing("distribute_values_from_function")
-    _checks.function("value_fn", value_fn, "context", error=StrategyError)
-    trees: list[PyTree] = []
-    for replica, device in enumerate(mesh.devices.flat):
-        if device.process_index == jax.process_index():
-            context = ValueContext(replica, mesh.size)
-            with _checks.noted(f"This was raised by value_fn, called with {context}."):
-                tree = value_fn(context)
-            where = f"value_fn's value for replica {replica}"
-            array = functools.partial(_array, where)
-            trees.append(jax.tree.map(array, tree, is_leaf=_is_value))
-    shapes = [jax.tree.map(lambda x: (x.ndim, x.shape[1:], x.dtype), t) for t in trees]
-    kinds = sorted({str(shape) for shape in shapes})
-    if len(kinds) != 1 or not jax.tree.leaves(trees):
-        msg = (
-            "value_fn must return arrays, the same tree of them for all replicas, "
-            "which may differ in their number of rows alone, got trees of (rank, dims, "
-            f"dtype) {' and '.join(kinds)}."
-        )
-        raise StrategyError(msg)
+    trees = [
+        jax.tree.map(_array, value_fn(ValueContext(replica, mesh.size)))
+        for replica, device in enumerate(mesh.devices.flat)
+        if device.process_index == jax.process_index()
+    ]
     if mesh.size == 1:
         return jax.device_put(trees[0], mesh.layout(...).sharding)
-    values = jax.tree.map(lambda *column: per_replica(column, mesh), *trees)
-    masks: dict[bytes, Any] = {}  # leaves with the same numbers of rows share theirs
-    for value in jax.tree.leaves(values, is_leaf=_is_value):
-        if value.mask is not None:
-            value.mask = masks.setdefault(_local_mask(value.mask).tobytes(), value.mask)
-    return values
+    return jax.tree.map(lambda *values: per_replica(values, mesh), *trees)
 
 
-def _is_value(leaf: object) -> bool:
-    return isinstance(leaf, PerReplica)
-
-
-def _array(where: str, leaf: Leaf) -> jax.Array:
+def _array(leaf: Leaf) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return leaf
-    if _is_value(leaf):
-        msg = f"{where} must be a plain array, got a PerReplica."
-        raise StrategyError(msg)
-    try:
-        return jnp.asarray(host_array(leaf, where))
-    except LayoutError as error:
-        raise StrategyError(str(error)) from None
+    return jnp.asarray(host_array(leaf, "a value of value_fn"))

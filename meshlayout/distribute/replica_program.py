@@ -10,10 +10,11 @@ constant, as in every recurrent layer.)
 """
 
 import collections
+import functools
 import itertools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,9 @@ from jax.sharding import PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, array_of, entered
-from meshlayout.distribute import capture, gradients, sums
-from meshlayout.distribute.aggregation import Combination
+from meshlayout.distribute.aggregation import ADDED_UP, COMBINED, ReplicaTrace, patches
 from meshlayout.distribute.arguments import Arguments, is_leaf
-from meshlayout.distribute.forgotten import find_forgotten
-from meshlayout.distribute.gradients import MARKED, Decisions, ReplicaTrace
+from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import (
@@ -46,7 +45,244 @@ from meshlayout.errors import StrategyError
 if TYPE_CHECKING:
     from meshlayout.distribute.strategy import Strategy
 
+Function: TypeAlias = Callable[..., PyTree]
+PathOf: TypeAlias = Callable[[Variable], str]
+
 _phases = itertools.count()
+
+
+class Examination(NamedTuple):
+    """What the first trace of a function shows."""
+
+    variables: list[Variable]  # that it reads or sets
+    is_changed: list[bool]  # which of them it sets
+    nodes: list[Any]  # the modules whose attributes it reads
+    treedef: Any  # of its results
+    shapes: list[tuple[int, ...]]
+    differs: list[bool]  # which results differ between replicas
+    rows: int  # of each replica, if some are padding; else 0
+    decisions: list[Any]  # how values of replicas are combined, in order
+
+
+def examine(
+    strategy: "Strategy", fn: Function, arguments: Arguments, path_of: PathOf
+) -> Examination:
+    """Traces a function under `jax.vmap` over the replicas, for what it does.
+
+    A batch with padding gets twice its rows, so that the second trace, which has as
+    many as there are, shows which results have one value for each.
+    """
+    found: list[Examination] = []
+
+    def examined(arrays: list[Any], **marks: jax.Array) -> tuple[()]:
+        options = {"marks": marks, "path_of": path_of}
+        trace, watch, result = _traced(
+            strategy, fn, arguments, arrays, _placeholder, **options
+        )
+        found.append(_read(trace, watch, result, arguments, path_of))
+        _check_states(arguments, arrays, result, trace.differs)
+        if not trace.context.mask_was_read:
+            _check_padding(arguments.name, found[-1])
+        return ()
+
+    def marked(arrays: list[Any]) -> tuple[()]:
+        call = lambda a, c: examined(arrays, added_up=a, combined=c)  # noqa: E731
+        call = jax.vmap(call, (0, None), axis_name=ADDED_UP)
+        call = jax.vmap(call, (None, 0), axis_name=COMBINED)
+        return call(*[jnp.zeros(1, bool)] * 2)
+
+    count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
+    arrays, axes = [], []
+    for x, kind in zip(arguments.arrays, arguments.kinds, strict=True):
+        if kind in ("rows", "scalar"):
+            rows = (x.shape[0] // count * (1 + has_mask),) if kind == "rows" else ()
+            shape = (*((count,) if count > 1 else ()), *rows, *x.shape[1:])
+            x = jax.ShapeDtypeStruct(shape, x.dtype)
+        arrays.append(x)
+        axes.append(0 if kind in ("rows", "scalar") else None)
+    try:
+        if count > 1:
+            sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
+            jax.eval_shape(jax.vmap(marked, (axes,), **sizes), arrays)
+        else:
+            jax.eval_shape(examined, arrays)
+    except Exception as error:
+        if has_mask or isinstance(error, NotImplementedError):
+            error.add_note(
+                "run: a function is traced first under jax.vmap over the replicas, to "
+                "see what differs between them, and for a batch with padding with "
+                "twice its rows, to see which results have one value for each. So give "
+                "callbacks a vmap_method, and write -1 for the number of rows."
+            )
+        raise
+    return found[0]
+
+
+def _traced(
+    strategy: "Strategy",
+    fn: Function,
+    arguments: Arguments,
+    arrays: list[Any],
+    value_of: Callable[[Variable], Any],
+    **options: Any,
+) -> tuple[ReplicaTrace, TraceWatch, PyTree]:
+    """Runs a function on one replica, while it is traced."""
+    mask = arrays[-1] if arguments.mask is not None else None
+    count = strategy.num_replicas_in_sync
+    axis = REPLICA_AXIS if count > 1 else None
+    context = ReplicaContext(strategy, axis, count, mask)
+    trace = ReplicaTrace(context, value_of, **options)
+    # Functions that are jitted inside are traced anew: what they ask of the context
+    # belongs to this trace.
+    with (
+        _jax.trace_phase(next(_phases)),
+        strategy._inside(),
+        entered(context),
+        patches,
+        padding_left_out(),
+        TraceWatch(trace) as watch,
+    ):
+        result = arguments.call(fn, arrays)
+        watch.check_attributes(arguments.name)
+    return trace, watch, result
+
+
+def _placeholder(variable: Variable) -> Any:
+    """Returns a value for a first trace, which has no numbers that Python could use."""
+
+    def value(x: Leaf) -> Any:
+        if isinstance(x, PerReplica):
+            own = x.array.reshape(x.num_replicas, *x.shape)
+            return own[jax.lax.axis_index(REPLICA_AXIS) if x.num_replicas > 1 else 0]
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+        x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
+        return jax.lax.optimization_barrier(x)
+
+    return jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
+
+
+def _read(
+    trace: ReplicaTrace,
+    watch: TraceWatch,
+    result: PyTree,
+    arguments: Arguments,
+    path_of: PathOf,
+) -> Examination:
+    """Reads a first trace, inside of it."""
+    variables = [variable for variable, _ in watch.entered.values()]
+    is_changed, differing = [], []
+    for variable, before in watch.entered.values():
+        after = watch.values[id(variable)]
+        differs = trace.differs(after)
+        # nnx.scan hands a replica's own keys back as new arrays.
+        is_key = isinstance(variable, nnx.RngKey) and differs
+        is_changed.append(_is_changed(before, after) and not is_key)
+        if is_changed[-1] and differs and aggregation(variable) != "per_replica":
+            differing.append(variable)
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        msg = (
+            f"{arguments.name} would leave different values of "
+            f"{', '.join(map(path_of, differing[:3]))}{more} on the replicas: the new "
+            "values are computed from what differs between them. Combine that first, "
+            "as get_replica_context().all_reduce('MEAN', x) does, or say how the "
+            "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
+            "'sum', 'first', 'per_replica'."
+        )
+        raise StrategyError(msg)
+    flat, treedef = _flattened(arguments.name, result)
+    return Examination(
+        variables,
+        is_changed,
+        [attributes.node for attributes in watch.nodes.values()],
+        treedef,
+        [x.shape for x in flat],
+        [trace.differs(x) for x in flat],
+        0 if trace.context.mask is None else trace.context.mask.shape[0],
+        trace.decisions,
+    )
+
+
+def _is_changed(before: Leaf, after: Leaf) -> bool:
+    old, structure = jax.tree.flatten(before)
+    new, new_structure = jax.tree.flatten(after)
+    return structure != new_structure or not all(map(operator.is_, old, new))
+
+
+def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
+    """Returns what a function returned as arrays, and its structure."""
+    leaves, treedef = jax.tree.flatten(result, is_leaf=_is_module)
+    arrays = [None if _is_module(leaf) else array_of(leaf) for leaf in leaves]
+    for leaf, x in zip(leaves, arrays, strict=True):
+        if x is None:
+            kept = " What it sets in NNX objects is kept." if _is_module(leaf) else ""
+            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array.{kept}"
+            raise StrategyError(msg)
+    return list(map(_strong, arrays)), treedef
+
+
+def _is_module(x: object) -> bool:
+    # A Variable or state, as gradients are, is its values.
+    return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
+
+
+def _strong(x: Leaf) -> jax.Array:
+    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
+
+
+def _check_states(
+    arguments: Arguments, arrays: list[Any], result: PyTree, differs: Any
+) -> None:
+    """Refuses a state that came in the same on all replicas, and goes out different.
+
+    NNX objects are changed in place, where that is an error. A state of Linen is
+    returned, and a forgotten all-reduce would give each replica one of its own.
+    """
+    args, kwargs = arguments.unflatten(arrays)
+    parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
+    for state in (*args, *kwargs.values()):
+        before, treedef = jax.tree.flatten(state, is_leaf=is_leaf)
+        is_bare = jax.tree_util.treedef_is_leaf(treedef)
+        if is_bare or any(map(is_leaf, before)) or differs(before):
+            continue
+        shapes = list(map(np.shape, before))
+        for part in parts if any(shapes) else ():  # two numbers are no state
+            after, structure = jax.tree.flatten_with_path(part)
+            if structure != treedef or [np.shape(x) for _, x in after] != shapes:
+                continue
+            paths = [path for path, x in after if differs(x)]
+            if paths:
+                name = functools.partial(
+                    jax.tree_util.keystr, simple=True, separator="/"
+                )
+                msg = (
+                    f"{arguments.name} returns a state that came in the same on all "
+                    "replicas, and would leave different values of "
+                    f"{', '.join(map(name, paths))} on them. Combine gradients and "
+                    "losses first: get_replica_context().all_reduce('SUM', grads)."
+                )
+                raise StrategyError(msg)
+
+
+def _check_padding(name: str, seen: Examination) -> None:
+    """Refuses a function that did not ask for the mask and may count padding."""
+    statistics = (nnx.BatchStat, nnx.metrics.MetricState)
+    has_rows = all(shape[:1] == (seen.rows,) for shape in seen.shapes)
+    changed = itertools.compress(seen.variables, seen.is_changed)
+    is_known = all(
+        isinstance(x, statistics) and "aggregation" not in x.get_metadata()
+        for x in changed
+    )
+    if seen.rows and not (has_rows and is_known):
+        msg = (
+            f"{name} got a short batch, which is padded to the shape of the others, "
+            "and did not ask which rows are real: padding would count. Use "
+            "losses.compute_average_loss, which asks; or multiply by "
+            "get_replica_context().example_mask and divide by its num_examples; or "
+            "return one value per row and combine these with reduce(..., axis=0); or "
+            "leave such batches out with distribute_dataset(..., remainder='drop')."
+        )
+        raise StrategyError(msg)
 
 
 class ReplicaProgram:
@@ -57,484 +293,200 @@ class ReplicaProgram:
         fn: The function.
         arguments: Its arguments.
         gone: Called when an object that the program is for is gone.
-
-    Raises:
-        StrategyError: See `Strategy.run`.
     """
 
     def __init__(
         self,
         strategy: "Strategy",
-        fn: Callable[..., PyTree],
+        fn: Function,
         arguments: Arguments,
         gone: Callable[[], None],
     ) -> None:
-        self._strategy, self._count = strategy, strategy.num_replicas_in_sync
-        self._axis = REPLICA_AXIS if self._count > 1 else None
-        self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._fn: Any = fn
-        self._arguments: Any = arguments
-        self._forgotten: dict[int, str] = {}
-        mask = arguments.mask
-        self._rows = None if mask is None else mask.shape[0] // self._count
-        entries = capture.walk(fn, arguments.objects)
-        self._path = capture.namer(entries)
-        with capture.refuse_appends(fn, self._name, entries):
-            nodes = self._examine(arguments)
-        touched = {*map(id, self.variables), *nodes}
-        self.roots = capture.Roots(entries, touched, gone)
-        self.modes = Modes([x.node for x in nodes.values()], gone)
-        self._place()
-        paths = {id(x): self._path(x) for x in self._changed_variables}
-        self._path = lambda variable: paths.get(id(variable), "")
+        self._strategy, self._name = strategy, arguments.name
+        self.roots = roots = Roots(fn, arguments.named_objects())
+        with roots.refuse_appends(self._name):
+            seen = examine(strategy, fn, arguments, roots.path_of)
+        self._seen = seen._replace(nodes=[])  # which a program does not keep alive
+        self.roots.keep({*map(id, (*seen.variables, *seen.nodes))}, gone)
+        self.modes = Modes(seen.nodes, gone)
+        self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
+        is_rest = map(operator.not_, seen.is_changed)
+        self._rest = [*itertools.compress(seen.variables, is_rest)]
+        self._values: list[Any] = []  # that are placed
+        # The results that differ, and whether they are scalars.
+        pairs = zip(range(len(seen.shapes)), seen.shapes, strict=True)
+        own = itertools.compress(pairs, seen.differs)
+        self._own = [(index, not shape) for index, shape in own]
+        self._aligned: set[int] = set()  # those with one value per row of a short batch
+        self._call: Any = None
 
-        def step(state: Any, rest: Any, leaves: Any) -> Any:
-            return self._traced_step(state, rest, leaves)
+        def step(state: Any, rest: Any, arrays: Any) -> Any:
+            return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
         self.step = strategy._compile(step)
 
-    # The first trace.
-
-    def _examine(self, arguments: Arguments) -> dict[int, Any]:
-        """Traces the function for what it changes and returns; gives the modules.
-
-        A padded batch is traced with twice its rows, so that the results that have one
-        row for each of them are seen in the second trace.
-        """
-        if self._rows is not None:
-            try:
-                return self._trace_first(arguments, 2)
-            except Exception:  # a text has numbers, and those were others
-                pass
-        return self._trace_first(arguments, 1)
-
-    def _trace_first(self, arguments: Arguments, factor: int) -> dict[int, Any]:
-        self._factor, self._decisions = factor, Decisions()
-        nodes: dict[int, Any] = {}
-
-        def examined(leaves: list[Any], mark: Any) -> jax.Array:
-            trace = ReplicaTrace(self._decisions, mark, sums.Increments())
-            watch, asked, result = self._traced(arguments, leaves, trace, self._enter)
-            self._read(watch, result, asked=asked)
-            forgotten = find_forgotten(
-                self._name, arguments, leaves, result, self._differs
-            )
-            self._forgotten = forgotten
-            nodes.update(watch.nodes)
-            return jnp.zeros(())
-
-        leaves = [self._parts(leaf) for leaf in arguments.leaves]
-        if self._axis is None:
-            jax.eval_shape(lambda leaves: examined(leaves, None), leaves)
-            return nodes
-
-        def marked(leaves: list[Any]) -> jax.Array:
-            mark = jnp.zeros(1, bool)
-            return jax.vmap(lambda mark: examined(leaves, mark), axis_name=MARKED)(mark)
-
-        axes = ([0 if isinstance(x, PerReplica) else None for x in leaves],)
-        sizes = {"axis_name": self._axis, "axis_size": self._count}
-        try:
-            jax.eval_shape(jax.vmap(marked, axes, **sizes), leaves)
-        except NotImplementedError as error:
-            error.add_note(
-                "run: what differs between replicas is read from a trace under "
-                "jax.vmap, which has no rule for this operation. Give a callback a "
-                "vmap_method, and sum over all replicas instead of groups."
-            )
-            raise
-        return nodes
-
-    def _parts(self, leaf: Leaf) -> Any:
-        """Returns the shapes of the replicas' own values, one after another."""
-        if not isinstance(leaf, PerReplica):
-            return leaf
-        factor = 1 if leaf.mask is None else self._factor
-        count = () if self._axis is None else (self._count,)
-
-        def part(x: Leaf) -> Any:
-            rows = () if leaf.is_scalar else (x.shape[0] // self._count * factor,)
-            return jax.ShapeDtypeStruct((*count, *rows, *x.shape[1:]), x.dtype)
-
-        return jax.tree.map(part, leaf)
-
-    def _enter(self, variable: Variable) -> Any:
-        """Returns what a replica sees of a Variable, when the first trace meets it."""
-
-        def value(x: Leaf) -> Any:
-            if isinstance(x, PerReplica):
-                own = x.array.reshape(self._count, *x.shape)
-                return (
-                    own[0]
-                    if self._axis is None
-                    else own[jax.lax.axis_index(self._axis)]
-                )
-            if isinstance(x, jax.ShapeDtypeStruct):
-                x = jnp.zeros(x.shape, x.dtype)
-            elif _jax.is_ref(x) or (array_of(x) is None and not _jax.is_key(x)):
-                msg = (
-                    f"{self._path(variable)} is a variable that holds "
-                    f"{_checks.type_text(x)}; the state of a compiled program consists "
-                    "of arrays. Make it a plain attribute."
-                )
-                raise StrategyError(msg)
-            return jax.lax.optimization_barrier(jnp.asarray(x))
-
-        whole = jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
-        own, trace = self._own(variable, whole), gradients.current.get()
-        if trace is not None and aggregation(variable) in ("sum", "increments"):
-            trace.increments.start(variable, own)
-        return own
-
-    def _own(self, variable: Variable, value: Leaf) -> Any:
-        """Returns a replica's own keys of a Variable, and other values as they are."""
-        value = self._strategy._entered(variable, value)
-
-        def own(x: Leaf) -> Any:
-            is_typed = _jax.is_extended(jax.typeof(x).dtype)
-            if self._axis is None or not (is_typed or isinstance(variable, nnx.RngKey)):
-                return x
-            # Otherwise all replicas would drop the same features. The layers of a scan
-            # have an array of keys.
-            fold_in = jax.random.fold_in
-            for _ in range(x.ndim if is_typed else x.ndim - 1):
-                fold_in = jax.vmap(fold_in, in_axes=(0, None))
-            return fold_in(x, jax.lax.axis_index(self._axis))
-
-        return jax.tree.map(own, value)
-
-    def _read(self, watch: TraceWatch, result: PyTree, *, asked: bool) -> None:
-        """Reads a first trace, inside of it."""
-        self.variables, self._changed = watch.variables, []
-        self._is_own = [aggregation(x) == "per_replica" for x in self.variables]
-        differing = []
-        rows = zip(
-            self.variables, watch.entered, watch.values, self._is_own, strict=True
-        )
-        for index, (variable, before, after, is_own) in enumerate(rows):
-            differs = self._differs(after)
-            # nnx.scan hands keys back as new arrays.
-            is_key = isinstance(variable, nnx.RngKey) and differs
-            if not _is_changed(before, after) or is_key:
-                continue
-            self._changed.append(index)
-            if _kinds(before) != _kinds(after):
-                msg = (
-                    f"{self._name} sets the variable {self._path(variable)}, which "
-                    f"was {_kinds(before)}, to {_kinds(after)}. A program's state "
-                    "keeps its shapes and dtypes: convert the value."
-                )
-                raise StrategyError(msg)
-            if differs and not is_own:
-                differing.append(self._path(variable))
-        if differing:
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            msg = (
-                f"{self._name} would leave different values of "
-                f"{', '.join(differing[:3])}{more} on the replicas: the new values are "
-                "computed from what differs between them. Combine that first, as "
-                "get_replica_context().all_reduce('MEAN', x) does, or say how the "
-                "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
-                "'sum', 'first', 'per_replica'."
-            )
-            raise StrategyError(msg)
-        flat, self._treedef = self._flattened(result)
-        self._results = [(x.shape, self._differs(x)) for x in flat]
-        if self._rows is not None and not asked:
-            self._check_mask()
-
-    def _differs(self, value: Leaf) -> bool:
-        axis = self._axis
-        if axis is None:
-            return False
-        return any(_jax.is_mapped(x, axis) for x in jax.tree.leaves(value))
-
-    def _check_mask(self) -> None:
-        """Refuses a function that did not ask for the mask and may count padding."""
-        assert self._rows is not None
-        rows = self._rows * self._factor
-        statistics = (nnx.BatchStat, nnx.metrics.MetricState)
-        changed = [self.variables[index] for index in self._changed]
-        if all(shape[:1] == (rows,) for shape, _ in self._results) and all(
-            isinstance(x, statistics) and "aggregation" not in x.get_metadata()
-            for x in changed
-        ):
-            return
-        msg = (
-            f"{self._name} got a short batch, which is padded to the shape of the "
-            "others, and did not ask which rows are real: padding would count. Use "
-            "losses.compute_average_loss, which asks; or multiply by "
-            "get_replica_context().example_mask and divide by its num_examples; or "
-            "return one value per row and combine these with reduce(..., axis=0); or "
-            "leave such batches out with distribute_dataset(..., remainder='drop')."
-        )
-        raise StrategyError(msg)
-
-    def _flattened(self, result: PyTree) -> tuple[list[jax.Array], Any]:
-        """Returns what the function returned as arrays, and its structure."""
-        out, treedef = jax.tree.flatten(result, is_leaf=_is_refused)
-        arrays = [None if _is_refused(leaf) else array_of(leaf) for leaf in out]
-        for leaf, x in zip(out, arrays, strict=True):
-            if x is None:
-                what = f"{_checks.shown(leaf)}, which is not an array."
-                if _is_refused(leaf):
-                    what = (
-                        f"{_checks.type_text(leaf)}; a replica's function returns "
-                        "arrays. What it sets in NNX objects is kept anyway."
-                    )
-                msg = f"{self._name} returned {what}"
-                raise StrategyError(msg)
-        return [_plain(x) for x in arrays], treedef
-
-    # Both traces.
-
-    def _traced(
-        self, arguments: Arguments, leaves: list[Any], trace: ReplicaTrace, enter: Any
-    ) -> tuple[TraceWatch, bool, Any]:
-        """Runs the function on one replica; tells whether it asked for the mask."""
-        masks = [x.mask for x in leaves if isinstance(x, PerReplica)]
-        mask = next((x for x in masks if x is not None), None)
-        context = ReplicaContext(self._strategy, self._axis, self._count, mask)
-        own = [x.array if isinstance(x, PerReplica) else x for x in leaves]
-        combination = Combination(context, trace)
-        token = gradients.current.set(trace)
-        try:
-            # Functions that are jitted inside are traced anew: what they ask of the
-            # context belongs to this trace.
-            with (
-                _jax.trace_phase(next(_phases)),
-                self._strategy._inside(),
-                entered(context),
-                gradients.patches,
-                sums.patches,
-                padding_left_out(),
-                TraceWatch(enter, combination) as watch,
-            ):
-                combination.watch = watch
-                result = arguments.call(self._fn, own)
-                watch.check_attributes(self._name)
-        finally:
-            gradients.current.reset(token)
-        return watch, context.mask_was_read, result
-
     # The second trace.
 
-    def _traced_step(self, state: Any, rest: Any, leaves: Any) -> tuple[Any, Any]:
-        sources = iter(state), iter(rest)
-        values = [next(sources[not is_changed]) for is_changed in self._is_changed]
-        if self._axis is None:
-            return self._replica(values, leaves)
-        rows, whole = PartitionSpec(self._axis), PartitionSpec()
-        specs = [rows if is_own else whole for is_own in self._is_own]
-        results = [rows if differs else whole for _, differs in self._results]
+    def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        if self._strategy.num_replicas_in_sync == 1:
+            return self._replica(state, rest, arrays)
+        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+
+        def specs(variables: list[Variable]) -> list[PartitionSpec]:
+            is_own = [aggregation(x) == "per_replica" for x in variables]
+            return [own if x else whole for x in is_own]
+
+        kinds, changed = self._call[1].kinds, specs(self._changed)
+        inputs = [own if x in ("rows", "scalar") else whole for x in kinds]
         return jax.shard_map(
             self._replica,
             mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(specs, [rows if _is_per_replica(x) else whole for x in leaves]),
-            out_specs=(tuple(specs[i] for i in self._changed), results),
+            in_specs=(changed, specs(self._rest), inputs),
+            out_specs=(changed, [own if x else whole for x in self._seen.differs]),
             check_vma=False,
-        )(values, leaves)
+        )(state, rest, arrays)
 
-    def _replica(self, values: list[Any], leaves: list[Any]) -> tuple[Any, Any]:
-        self._decisions.replay()
-        self._aligned: set[int] = set()
-        bound = {id(x): value for x, value in zip(self.variables, values, strict=True)}
+    def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        fn, arguments = self._call
+        values = {id(v): x for v, x in zip(self._changed, state, strict=True)}
+        values |= {id(v): x for v, x in zip(self._rest, rest, strict=True)}
 
-        def enter(variable: Variable) -> Any:
-            if id(variable) not in bound:
-                self._refuse_second()
-            value = jax.tree.map(
-                _own_part, bound[id(variable)], is_leaf=_is_per_replica
-            )
-            return self._own(variable, value)
+        def value_of(variable: Variable) -> Any:
+            value = values.get(id(variable), raw_value(variable))
+            return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
 
-        own = [
-            PerReplica(_own_part(x), x.mask, num_replicas=1, is_scalar=x.is_scalar)
-            if isinstance(x, PerReplica)
-            else x
-            for x in leaves
-        ]
-        trace = ReplicaTrace(self._decisions)
-        watch, _, result = self._traced(self._arguments, own, trace, enter)
-        new = dict(zip(map(id, watch.variables), watch.values, strict=True))
-        plan = {id(self.variables[index]) for index in self._changed}
-        pairs = zip(watch.variables, watch.entered, strict=True)
-        flat, treedef = self._flattened(result)
-        if treedef != self._treedef or any(
-            _is_changed(before, new[id(x)])
-            and id(x) not in plan
-            and not isinstance(x, nnx.RngKey)
-            for x, before in pairs
-        ):
-            self._refuse_second()
-        state = []
-        for index in self._changed:
-            value = new.get(id(self.variables[index]), values[index])
-            form = self._whole if self._is_own[index] else _plain
-            state.append(jax.tree.map(form, value))
-        return tuple(state), [self._result(i, x) for i, x in enumerate(flat)]
-
-    def _refuse_second(self) -> NoReturn:
-        msg = (
-            f"{self._name} did something else when it was traced again: it depends on "
-            "something that changes in Python. Pass that as an argument."
+        pairs = zip(arrays, arguments.kinds, strict=True)
+        arrays = [x[0] if kind == "scalar" else x for x, kind in pairs]
+        options = {"decisions": self._seen.decisions}
+        _, watch, result = _traced(
+            self._strategy, fn, arguments, arrays, value_of, **options
         )
-        raise StrategyError(msg)
+        flat, treedef = _flattened(self._name, result)
+        entered, expected = watch.entered, {*map(id, self._changed)}
+        is_same = treedef == self._seen.treedef
+        is_same &= expected <= entered.keys() <= values.keys()
+        for key, (variable, before) in entered.items():
+            is_expected = key in expected or isinstance(variable, nnx.RngKey)
+            is_same &= is_expected or not _is_changed(before, watch.values[key])
+        if not is_same:
+            msg = (
+                f"{self._name} did something else when it was traced again: it depends "
+                "on something that changes in Python. Pass that as an argument."
+            )
+            raise StrategyError(msg)
+        new = []
+        for variable in self._changed:
+            form = self._whole if aggregation(variable) == "per_replica" else _strong
+            new.append(jax.tree.map(form, watch.values[id(variable)]))
+        return new, [self._result(i, x) for i, x in enumerate(flat)]
 
-    def _result(self, index: int, x: jax.Array) -> Any:
-        shape, differs = self._results[index]
-        if self._rows is not None:
-            first = (self._rows * self._factor, *x.shape[1:])
-            if differs and x.shape[:1] == (self._rows,) and shape == first:
-                self._aligned.add(index)
-            elif x.shape != shape:
-                msg = (
-                    f"{self._name} got a short batch, of which each replica has "
-                    f"{self._rows} rows, padding included, and returned an array of "
-                    f"shape {x.shape}, which is not one value per row: which of its "
-                    "values are padding is unknown. Return one value per row, or "
-                    "combine rows with get_replica_context().example_mask, or leave "
-                    "such batches out with distribute_dataset(..., remainder='drop')."
-                )
-                raise StrategyError(msg)
-        return self._whole(x) if differs else x
+    def _result(self, index: int, x: jax.Array) -> jax.Array:
+        shape, differs = self._seen.shapes[index], self._seen.differs[index]
+        rows = self._seen.rows
+        if differs and rows and x.shape[:1] == (rows // 2,) and shape[:1] == (rows,):
+            self._aligned.add(index)
+        elif x.shape != shape:
+            msg = (
+                f"{self._name} got a short batch and returned an array of shape "
+                f"{x.shape}, which is not one value for each of a replica's "
+                f"{rows // 2} rows: which of its values are padding is unknown. "
+                "Combine rows with get_replica_context().example_mask, or leave such "
+                "batches out with distribute_dataset(..., remainder='drop')."
+            )
+            raise StrategyError(msg)
+        return x[None] if differs and not shape else x
 
-    def _whole(self, x: Leaf) -> Any:
+    def _whole(self, x: Leaf) -> PerReplica:
         """Returns a replica's own value as its part of the values of all."""
-        x = _plain(x)
-        if self._axis is None:
-            return x
-        is_scalar, rows = x.ndim == 0, x if x.ndim else x[None]
-        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
+        x, is_scalar = _strong(x), not np.ndim(x)
+        count = self._strategy.num_replicas_in_sync
+        rows = x[None] if is_scalar else x
+        return PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
 
     # Calls.
 
-    def _place(self) -> None:
-        """Places the Variables on the devices of all replicas, and sorts them."""
-        self._is_changed = [i in self._changed for i in range(len(self.variables))]
-        self._is_rest = [not is_changed for is_changed in self._is_changed]
-        self._changed_variables = [self.variables[i] for i in self._changed]
-        before = [raw_value(x) for x in self.variables]
-        placed = [self._placed(i, value) for i, value in enumerate(before)]
-        values = self._unshared(before, placed)
-        for variable, value in zip(self.variables, values, strict=True):
-            set_raw_value(variable, value)
-        self._rest_variables = [*itertools.compress(self.variables, self._is_rest)]
-        self._state: Any = tuple(itertools.compress(values, self._is_changed))
-        self._rest: Any = tuple(itertools.compress(values, self._is_rest))
-
-    def _unshared(self, before: list[Any], placed: list[Any]) -> list[Any]:
-        """Copies arrays that several Variables hold: the program uses up what changes.
-
-        Clones share arrays, and so do Variables that were set to the same one. What was
-        `before` counts, too: a placed array may have the memory of the one it is from.
-        """
-        values = list(placed)
-        rest = itertools.compress(zip(before, placed, strict=True), self._is_rest)
-        seen = {id(x) for x in jax.tree.leaves(list(rest))}
-        for index in self._changed if not _jax.is_tracing() else ():
-            ids = {id(x) for x in jax.tree.leaves((before[index], placed[index]))}
-            if not seen.isdisjoint(ids):
-                values[index] = jax.tree.map(jnp.copy, placed[index])
-            seen |= ids
-        return values
-
-    def _placed(self, index: int, value: Leaf) -> Any:
-        path, is_own = self._path(self.variables[index]), self._is_own[index]
-
-        def place(x: Leaf) -> Any:
-            return self._strategy._place(path, x, is_own=is_own)
-
-        with jax.ensure_compile_time_eval():
-            return jax.tree.map(place, value, is_leaf=_is_per_replica)
-
-    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
+    def inputs(self, arguments: Arguments) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        state = tuple(map(raw_value, self._changed_variables))
-        rest = tuple(map(raw_value, self._rest_variables))
-        if not all(map(operator.is_, (*state, *rest), (*self._state, *self._rest))):
-            values = [raw_value(x) for x in self.variables]
-            old = iter(self._state), iter(self._rest)
-            placed = [
-                value if value is next(old[is_rest]) else self._placed(i, value)
-                for i, (value, is_rest) in enumerate(
-                    zip(values, self._is_rest, strict=True)
-                )
-            ]
-            values = self._unshared(values, placed)
-            state = tuple(itertools.compress(values, self._is_changed))
-            rest = tuple(itertools.compress(values, self._is_rest))
-            self._state, self._rest = state, rest
-        return state, rest, arguments.leaves
+        state, rest = (
+            list(map(raw_value, self._changed)),
+            list(map(raw_value, self._rest)),
+        )
+        values = state + rest
+        if len(self._values) != len(values) or not all(
+            map(operator.is_, values, self._values)
+        ):
+            self._place()
+            state, rest = (
+                list(map(raw_value, self._changed)),
+                list(map(raw_value, self._rest)),
+            )
+            self._values = state + rest
+        return state, rest, arguments.arrays
 
-    def held(self, fn: Callable[..., PyTree], arguments: Arguments) -> Any:
+    def _place(self) -> None:
+        """Places the Variables on the devices of all replicas.
+
+        The program uses up the arrays of those that it changes. So what several hold is
+        copied: clones share arrays, and so do Variables that were set to the same one.
+        """
+        seen: set[int] = set()
+        for variable in (*self._rest, *self._changed):
+            before = raw_value(variable)
+            is_own = aggregation(variable) == "per_replica"
+            place = functools.partial(self._strategy._place, "", is_own=is_own)
+            with jax.ensure_compile_time_eval():
+                after = jax.tree.map(place, before, is_leaf=_is_per_replica)
+            # A placed array may have the memory of the one that it is from.
+            ids = {id(x) for x in jax.tree.leaves((before, after))}
+            if ids & seen and not _jax.is_tracing():
+                after = jax.tree.map(jnp.copy, after)
+            seen |= ids
+            set_raw_value(variable, after)
+
+    def held(self, fn: Function, arguments: Arguments) -> Any:
         """Returns the compiled step, for a look at the program alone."""
-        self._fn, self._arguments = fn, arguments
+        self._call = fn, arguments
         return self.step
 
-    def __call__(self, fn: Callable[..., PyTree], arguments: Arguments) -> PyTree:
+    def __call__(self, fn: Function, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
         inputs = self.inputs(arguments)
         if _jax.is_tracing():
-            self._check_trace()
+            self._check_trace(fn, arguments)
         # A program does not keep its function alive; JAX may have to trace it anew.
-        self._fn, self._arguments = fn, arguments
+        self._call = fn, arguments
         try:
             state, out = self.step(*inputs)
         finally:
-            self._fn = self._arguments = None
-        self._state = state
-        collections.deque(map(set_raw_value, self._changed_variables, state), 0)
-        for index in self._aligned:
-            value = out[index].array if self._axis is not None else out[index]
-            out[index] = PerReplica(value, arguments.mask, num_replicas=self._count)
-        for index, path in self._forgotten.items():
-            out[index].forgotten = capture.function_key(fn), path
-        return self._treedef.unflatten(out)
+            self._call = None
+        self._values[: len(state)] = state
+        collections.deque(map(set_raw_value, self._changed, state), 0)
+        count = self._strategy.num_replicas_in_sync
+        for index, is_scalar in self._own:
+            mask = arguments.mask if index in self._aligned else None
+            out[index] = PerReplica(
+                out[index], mask, num_replicas=count, is_scalar=is_scalar
+            )
+        return self._seen.treedef.unflatten(out)
 
-    def _check_trace(self) -> None:
+    def _check_trace(self, fn: Function, arguments: Arguments) -> None:
         """Refuses to change variables from outside of the trace under way, if any."""
-        for variable in self._changed_variables:
-            if not belongs_here(variable):
-                msg = (
-                    f"{self._name} changes the variable {self._path(variable)} from "
-                    "outside of the function that is being compiled. run compiles by "
-                    "itself: call it without jit, or pass the objects through nnx.jit "
-                    "as arguments."
-                )
-                raise StrategyError(msg)
+        for variable in itertools.filterfalse(belongs_here, self._changed):
+            path = Roots(fn, arguments.named_objects()).path_of(variable)
+            msg = (
+                f"{self._name} changes the variable {path} from outside of the "
+                "function that is being compiled. run compiles by itself: call it "
+                "without jit, or pass the objects through nnx.jit as arguments."
+            )
+            raise StrategyError(msg)
 
 
 def _is_per_replica(leaf: object) -> bool:
     return isinstance(leaf, PerReplica)
 
 
-def _is_refused(result: object) -> bool:
-    """Returns whether this is no result; a Variable, as in gradients, is its value."""
-    return is_leaf(result) and not isinstance(result, nnx.Variable | nnx.State)
-
-
-def _is_changed(before: Leaf, after: Leaf) -> bool:
-    if before is after:
-        return False
-    old, old_structure = jax.tree.flatten(before)
-    new, new_structure = jax.tree.flatten(after)
-    return old_structure != new_structure or not all(map(operator.is_, old, new))
-
-
-def _kinds(value: Leaf) -> str:
-    leaves, treedef = jax.tree.flatten(value)
-    texts = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in leaves]
-    is_leaf_alone = jax.tree_util.treedef_is_leaf(treedef)
-    return texts[0] if is_leaf_alone else str(treedef.unflatten(texts))
-
-
 def _own_part(x: Leaf) -> Any:
     if not isinstance(x, PerReplica):
         return x
     return x.array[0] if x.is_scalar else x.array
-
-
-def _plain(x: Leaf) -> jax.Array:
-    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)

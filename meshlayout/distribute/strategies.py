@@ -29,13 +29,10 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: The device, as an object or as text such as `"GPU:0"`.
-
-    Raises:
-        MeshError: If there is no such device.
     """
 
     def __init__(self, device: Any) -> None:
-        super().__init__(_mesh([device]))
+        super().__init__(local_mesh([device], "OneDeviceStrategy"))
 
 
 class MirroredStrategy(Strategy):
@@ -48,7 +45,6 @@ class MirroredStrategy(Strategy):
             this process.
 
     Raises:
-        MeshError: If there are no such devices, or one is given twice.
         StrategyError: If one belongs to another process.
     """
 
@@ -77,10 +73,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Copies of the variables on all devices of all processes, trained in step.
 
     Make it first in the program, on every process: it calls `ml.initialize()`, which
-    finds the other processes by `TF_CONFIG` and the like.
-
-    Raises:
-        ClusterError: If the processes contradict each other or do not come together.
+    finds the other processes by `TF_CONFIG` and the like. Its `cluster_resolver` says
+    which process of the cluster this is.
     """
 
     def __init__(self) -> None:
@@ -89,12 +83,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
         kind, index = task.get("type", "worker"), process_index()
         number = int(task.get("index", index))
-        self._resolver = ClusterResolver(kind, number, index, process_count())
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Which process of the cluster this is."""
-        return self._resolver
+        self.cluster_resolver = ClusterResolver(kind, number, index, process_count())
 
 
 class TPUStrategy(Strategy):
@@ -120,29 +109,15 @@ class TPUStrategy(Strategy):
         super().__init__(mesh)
 
 
-def _parsed(devices: Iterable[Any]) -> list[Any]:
-    """Returns devices from objects and texts; also TensorFlow's, such as "/gpu:0"."""
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        return parse_devices(devices)  # which says what is wrong
-    return parse_devices(
-        [
-            text.rpartition("/")[2].removeprefix("device:")
-            if isinstance(text, str)
-            else text
-            for text in devices
-        ]
-    )
-
-
 def local_mesh(devices: Iterable[Any] | None, name: str) -> Mesh:
-    """Returns the mesh of a strategy for devices of this process, by default all.
-
-    Raises:
-        MeshError: If there are no such devices, or one is given twice.
-        StrategyError: If one belongs to another process.
-    """
-    chosen = jax.local_devices() if devices is None else _parsed(devices)
-    here = jax.process_index()
+    """Returns the mesh of a strategy for devices of this process, by default all."""
+    chosen: Any = jax.local_devices() if devices is None else devices
+    if not isinstance(chosen, str):  # TensorFlow writes "/gpu:0" and "/device:GPU:0"
+        chosen = [
+            x.rpartition("/")[2].removeprefix("device:") if isinstance(x, str) else x
+            for x in chosen
+        ]
+    chosen, here = parse_devices(chosen), jax.process_index()
     for device in chosen:
         if device.process_index != here:
             msg = (
@@ -151,9 +126,4 @@ def local_mesh(devices: Iterable[Any] | None, name: str) -> Mesh:
                 "MultiWorkerMirroredStrategy."
             )
             raise StrategyError(msg)
-    return _mesh(chosen)
-
-
-def _mesh(devices: Iterable[Any]) -> Mesh:
-    chosen = _parsed(devices)
     return create_mesh({REPLICA_AXIS: len(chosen)}, devices=chosen)

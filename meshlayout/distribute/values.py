@@ -7,7 +7,7 @@ same shape, and a mask says which rows are real.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -81,10 +81,9 @@ class PerReplica(DistributedValues):
         """The values of this process's replicas, in order, without padding.
 
         Raises:
-            StrategyError: If rows are padded and this is inside a compiled function,
-                where the number of real rows is not known.
+            StrategyError: If rows are padded and this is inside a compiled function.
         """
-        parts = _local_parts(self.array, self.num_replicas)
+        parts = self._local_parts(self.array)
         if self.is_scalar:
             return tuple(part[0] for part in parts)
         if self.mask is None:
@@ -96,25 +95,36 @@ class PerReplica(DistributedValues):
                 "reduce along axis=0."
             )
             raise StrategyError(msg)
-        masks = _local_parts(self.mask, self.num_replicas)
-        pairs = zip(parts, masks, strict=True)
-        return tuple(part[: int(np.asarray(mask).sum())] for part, mask in pairs)
+        counts = [int(np.sum(mask)) for mask in self._local_parts(self.mask)]
+        return tuple(part[:n] for part, n in zip(parts, counts, strict=True))
+
+    def _local_parts(self, array: jax.Array) -> list[jax.Array]:
+        """Returns the rows of each of this process's replicas, on their devices."""
+        shards = [] if isinstance(array, Tracer) else _sorted_shards(array)
+        rows = array.shape[0] // self.num_replicas
+        if shards and all(shard.data.shape[0] == rows for shard in shards):
+            return [shard.data for shard in shards]
+        return list(jnp.split(jnp.asarray(array), self.num_replicas))
 
     def __setitem__(self, index: object, value: Leaf) -> None:
         # What Flax calls for `variable[...] = 0`, outside of `run`.
-        if index is not ...:
-            _refusing("__setitem__")(self)
-        whole = jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape)
-        rows = jnp.stack([whole] * self.num_replicas).reshape(self.array.shape)
+        values = self.array.reshape(self.num_replicas, *self.shape)
+        rows = values.at[:, index].set(value).reshape(self.array.shape)
         self.array = jax.device_put(rows, self.array.sharding)
 
-    def __format__(self, spec: str) -> str:
-        return _refusing("__format__")(self) if spec else str(self)
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        msg = (
+            f"a value of {self.num_replicas} replicas was used as one array. Combine "
+            "it first, with strategy.reduce('SUM', value, axis=None) or "
+            "strategy.gather(value, axis=0), or compute in a function that "
+            "strategy.run calls."
+        )
+        raise StrategyError(msg)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # Of arrays, as `x.sum()`. The loss of a step is often used so.
-        msg = f"a PerReplica has no attribute {name!r}: it is not one array. {_WAY_OUT}"
-        raise AttributeError(msg)
+    # Python's own errors name the class, but not the way out; NumPy would make an array
+    # of objects, and any value would be true.
+    __jax_array__ = __array__ = __float__ = __bool__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
     def __repr__(self) -> str:
         array = self.array
@@ -122,68 +132,26 @@ class PerReplica(DistributedValues):
             return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
         first = 0  # the index of this process's first replica
         if not array.is_fully_addressable:
-            start = min(s.index[0].start or 0 for s in array.addressable_shards)
+            start = _sorted_shards(array)[0].index[0].start or 0
             first = start * self.num_replicas // array.shape[0]
         lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
-_WAY_OUT = (
-    "Combine it first, with strategy.reduce('SUM', value, axis=None) or "
-    "strategy.gather(value, axis=0), or compute in a function that strategy.run calls."
-)
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: PerReplica, *_: object, **__: object) -> NoReturn:
-        msg = (
-            f"a value of {self.num_replicas} replicas was used as one array ({name}). "
-            f"{_WAY_OUT}"
-        )
-        raise StrategyError(msg)
-
-    refuse.__name__ = name
-    return refuse
-
-
-# Without these, Python's and JAX's own errors name neither replicas nor a way out.
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
-_OTHERS = """lt le gt ge neg pos abs invert round getitem iter len bool contains
-float int complex index array jax_array"""
-_NAMES = [*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()]
-for _name in _NAMES:
-    setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
-
-
-def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
-    """Returns the rows of each of this process's replicas, as they are on devices."""
-    if isinstance(array, Tracer):
-        return list(jnp.split(array, num_replicas))
-    rows = array.shape[0] // num_replicas
+def _sorted_shards(array: jax.Array) -> list[Any]:
+    """Returns the shards of this process in the order of their rows."""
     shards = getattr(array, "addressable_shards", ())  # on the host, there are none
-    devices = array.sharding.device_set if shards else ()
-    if len(devices) == num_replicas and all(s.data.shape[0] == rows for s in shards):
-        shards = sorted(shards, key=lambda shard: shard.index[0].start or 0)
-        return [shard.data for shard in shards]
-    return list(jnp.split(jnp.asarray(array), num_replicas))  # made by hand
+    return sorted(shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
-    """Raises StrategyError for a value of another strategy."""
-    sharding = getattr(value.array, "sharding", None)
-    if value.num_replicas == mesh.size and (
-        isinstance(value.array, Tracer)
-        or getattr(sharding, "mesh", None) is mesh.jax_mesh  # nearly always
-        or sharding is None
-        or len(sharding.device_set) != mesh.size  # made by hand, for JAX to spread
-        or sharding.device_set == set(mesh.devices.flat)
-    ):
-        return
-    msg = (
-        f"{where}: the value is of {value.num_replicas} replicas, and this strategy "
-        f"has {mesh.size}, or on other devices: it is another strategy's."
-    )
-    raise StrategyError(msg)
+    """Raises StrategyError for a value of another number of replicas."""
+    if value.num_replicas != mesh.size:
+        msg = (
+            f"{where}: the value is of {value.num_replicas} replicas, and this "
+            f"strategy has {mesh.size}: it is another strategy's."
+        )
+        raise StrategyError(msg)
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:
@@ -192,30 +160,26 @@ def replica_layout(mesh: Mesh, rank: int) -> Layout:
 
 
 def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes a `PerReplica` of the values of this process's replicas.
+    """Makes a `PerReplica` of one array for each local device, in mesh order.
 
-    Args:
-        values: One array for each local device of the mesh, in mesh order. They may
-            differ in their numbers of rows alone; shorter ones are padded.
-        mesh: The strategy's mesh, with one axis.
+    They may differ in their numbers of rows alone; shorter ones are padded.
     """
-    arrays = [jnp.asarray(value) for value in values]
-    if not arrays[0].ndim:
-        scalars = _joined([x[None] for x in arrays], mesh)
-        return PerReplica(scalars, num_replicas=mesh.size, is_scalar=True)
-    counts, mask = [x.shape[0] for x in arrays], None
-    if len(set(counts)) > 1:
-        rows = max(counts)
-        masks = [np.arange(rows) < count for count in counts]
-        mask = _joined([jnp.asarray(x, "float32") for x in masks], mesh)
+    arrays, mask = [jnp.asarray(value) for value in values], None
+    is_scalar = not arrays[0].ndim
+    arrays = [x[None] if is_scalar else x for x in arrays]
+    counts = [len(x) for x in arrays]
+    rows = max(counts)
+    if min(counts) < rows:
+        masks = [jnp.float32(np.arange(rows) < count) for count in counts]
+        mask = _joined(masks, mesh)
         arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
-    return PerReplica(_joined(arrays, mesh), mask, num_replicas=mesh.size)
+    array, count = _joined(arrays, mesh), mesh.size
+    return PerReplica(array, mask, num_replicas=count, is_scalar=is_scalar)
 
 
 def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     """Returns one array whose shards are these parts, one on each local device."""
-    first, devices = parts[0], mesh.local_devices
-    shape = (mesh.size * first.shape[0], *first.shape[1:])
-    sharding = replica_layout(mesh, first.ndim).sharding
-    placed = [jax.device_put(x, d) for x, d in zip(parts, devices, strict=True)]
+    shape = (mesh.size * parts[0].shape[0], *parts[0].shape[1:])
+    sharding = replica_layout(mesh, len(shape)).sharding
+    placed = list(map(jax.device_put, parts, mesh.local_devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

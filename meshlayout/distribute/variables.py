@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import tracers
 from flax.nnx.pytreelib import PytreeState
@@ -38,8 +39,9 @@ _TRACE, _STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
-# The slot itself, for calls in C: without hooks, checks, or a watch.
+# The slots themselves, for calls in C: without hooks, checks, or a watch.
 _slot: Any = vars(nnx.Variable)[_VALUE]
+_trace_slot, _state_trace_slot = vars(nnx.Variable)[_TRACE], vars(PytreeState)[_TRACE]
 raw_value: Callable[[Variable], Any] = _slot.__get__
 set_raw_value: Callable[[Variable, Any], None] = _slot.__set__
 
@@ -49,73 +51,72 @@ def belongs_here(variable: Variable) -> bool:
     return getattr(variable, _TRACE).is_valid()
 
 
-def aggregation(variable: Variable, watch: "TraceWatch | None" = None) -> Any:
+def aggregation(variable: Variable) -> str | None:
     """Returns how the replicas' values of a Variable become one.
 
-    What its metadata say; `"mean"` for statistics of batches; `"sum"` for the totals of
-    Flax's averages, and `"increments"` for other states of metrics, which are added up
-    if the function adds to them. Else None: it must not differ.
+    What its metadata say; `"mean"` for statistics of batches; `"metric"` for states of
+    metrics, which are added up if the function adds to them. Else None: it must not
+    differ.
     """
     choice = variable.get_metadata().get("aggregation")
     if choice is not None:
         kinds, error = ("sum", "mean", "first", "per_replica"), StrategyError
         return _checks.choice("aggregation", choice, kinds, error=error)
-    if not isinstance(variable, nnx.metrics.MetricState):
-        return "mean" if isinstance(variable, nnx.BatchStat) else None
-    nodes = [x.node for x in watch.nodes.values()] if watch is not None else []
-    owners = (x for x in nodes if any(v is variable for v in vars(x).values()))
-    owner = next(owners, None)
-    if isinstance(owner, nnx.metrics.Welford):
-        return None  # its update takes the rows of all replicas
-    return "sum" if isinstance(owner, nnx.metrics.Average) else "increments"
+    if isinstance(variable, nnx.metrics.MetricState):
+        return "metric"
+    return "mean" if isinstance(variable, nnx.BatchStat) else None
 
 
-_current: ContextVar["TraceWatch | None"] = ContextVar("watch", default=None)
+# The watch of the trace that is under way in this thread.
+current: ContextVar["TraceWatch | None"] = ContextVar("watch", default=None)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Returns a context in which a Variable has the value that it has outside."""
+    token = current.set(None)
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
     """Watches what happens to Variables and modules, in this thread.
 
     Args:
-        enter: Returns the value that a Variable has in the trace, when it is met first.
-        write: Returns the value that a Variable gets: it is called with the Variable,
-            its value so far, and the one that is written.
+        replica: Says what values Variables have and get, by `enter(variable)` and
+            `write(variable, old, new)`; `meet(node, attributes)` is called for modules.
 
     Attributes:
-        variables: The Variables from outside that were read or written, in order.
-        entered: The values with which they entered the trace.
+        replica: As given.
+        entered: The Variables from outside that were read or set, by id, and the values
+            with which they entered the trace.
+        values: The values that they have now, by id.
         nodes: The modules from outside of which an attribute was read or set.
-        was_read: The ids of Variables that were read, other than to set them.
     """
 
-    def __init__(self, enter: Callable[..., Any], write: Callable[..., Any]) -> None:
-        self._enter, self._write = enter, write
+    def __init__(self, replica: Any) -> None:
+        self.replica = replica
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
-        self._values: dict[int, Any] = {}
-        self._made: dict[int, Any] = {}  # kept alive, as their ids are keys
-        self.variables: list[Variable] = []
-        self.entered: list[Any] = []
+        self.values: dict[int, Any] = {}
+        # What the objects belong to that are made in this trace, by id.
+        self._levels: dict[int, Any] = {}
+        self.entered: dict[int, tuple[Variable, Any]] = {}
         self.nodes: dict[int, _Attributes] = {}
-        self.was_read: set[int] = set()
-        self._num_settings = 0
 
     def __enter__(self) -> "TraceWatch":
         _patches.__enter__()
         _jaxprs.short_sharding_errors.__enter__()  # Flax asks for one at each value
-        self._token = _current.set(self)
+        self._token = current.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _current.reset(self._token)
+        current.reset(self._token)
         _jaxprs.short_sharding_errors.__exit__()
         _patches.__exit__()
         for attributes in self.nodes.values():
             attributes.put_back()
-
-    @property
-    def values(self) -> list[Any]:
-        """The values that the Variables have now."""
-        return [self._values[id(variable)] for variable in self.variables]
 
     def check_attributes(self, name: str) -> None:
         """Refuses a function that changes modules in Python, once for all calls."""
@@ -131,110 +132,76 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
                 )
                 raise StrategyError(msg)
 
-    def read(self, variable: Variable, slot: Any) -> Any:
+    def read(self, variable: Variable) -> Any:
         """Returns the value of a Variable in the trace."""
         key = id(variable)
-        if key in self._made:
-            return slot.__get__(variable)
-        if not self._num_settings:
-            self.was_read.add(key)
-        if key not in self._values:
-            slot.__get__(variable)  # raises for what is under construction
+        if key not in self.values:
+            if self._is_made(variable, _trace_slot):
+                return _slot.__get__(variable)
             # Of the whole function, wherever in it, as in a scan, the value is read.
-            with _unwatched(), _jax.in_trace(self._trace):
-                self._values[key] = value = self._enter(variable)
-            self.variables.append(variable)
-            self.entered.append(value)
-        return self._values[key]
+            with unwatched(), _jax.in_trace(self._trace):
+                self.values[key] = value = self.replica.enter(variable)
+            self.entered[key] = variable, value
+        return self.values[key]
 
-    def set(self, variable: Variable, slot: Any, value: Leaf) -> None:
+    def set(self, variable: Variable, value: Leaf) -> None:
         """Sets the value of a Variable in the trace."""
-        if self._is_made(variable, slot):
-            slot.__set__(variable, value)
+        if self._is_made(variable, _trace_slot):
+            _slot.__set__(variable, value)
             return
-        with self.setting():
-            before = self.read(variable, slot)
-        with _unwatched():
-            self._values[id(variable)] = self._write(variable, before, value)
+        before = self.read(variable)
+        with unwatched():
+            self.values[id(variable)] = self.replica.write(variable, before, value)
 
     def read_level(self, holder: Any, slot: Any) -> Any:
-        """Returns the trace that may change a Variable or module."""
-        return slot.__get__(holder) if id(holder) in self._made else self._level
+        """Returns the trace that may change a Variable, or a module by its state."""
+        return slot.__get__(holder) if self._is_made(holder, slot) else self._level
 
-    def set_level(self, holder: Any, slot: Any, value: Leaf) -> None:
-        """Sets it for what was made in this trace."""
-        if self._is_made(holder, slot):
-            slot.__set__(holder, value)
+    def set_level(self, holder: Any, slot: Any, level: Any) -> None:
+        """Sets it for what is made in this trace."""
+        self._levels[id(level)] = level
+        slot.__set__(holder, level)
 
     def _is_made(self, holder: Any, slot: Any) -> bool:
-        """Returns whether an object was made in this trace: its slot was empty."""
-        if id(holder) not in self._made and id(holder) not in self._values:
-            try:
-                slot.__get__(holder)
-            except AttributeError:
-                self._made[id(holder)] = holder
-        return id(holder) in self._made
+        """Returns whether an object was made in this trace, or still is made."""
+        try:
+            return id(slot.__get__(holder)) in self._levels
+        except AttributeError:
+            return True
 
     def meet(self, node: Any) -> None:
         """Notes a module, whose attributes are put back and compared."""
-        if id(node) not in self.nodes and id(node) not in self._made:
+        if id(node) not in self.nodes:
             attributes = object.__getattribute__(node, "__dict__")
             state = attributes.get(_STATE)
-            if state is None or id(state) in self._made:
-                self._made[id(node)] = node
-            else:
+            if state is not None and not self._is_made(state, _state_trace_slot):
                 self.nodes[id(node)] = _Attributes(node, attributes)
-
-    @contextlib.contextmanager
-    def setting(self) -> Iterator[None]:
-        """Returns a context in which Flax reads a Variable to set it."""
-        self._num_settings += 1
-        try:
-            yield
-        finally:
-            self._num_settings -= 1
+                self.replica.meet(node, attributes)
 
 
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    token = _current.set(None)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def _watched(read: Any, write: Any) -> Callable[[Any], Any]:
+    """Returns a replacement of a slot, which watches threads that have a trace open."""
 
+    def make(slot: Any) -> property:
+        def get(holder: Any) -> Any:
+            watch = current.get()
+            return slot.__get__(holder) if watch is None else read(watch, holder, slot)
 
-class _Slot:
-    """Stands in for a slot of Flax's, for threads that watch it."""
+        def put(holder: Any, value: Leaf) -> None:
+            watch = current.get()
+            if watch is None:
+                slot.__set__(holder, value)
+            else:
+                write(watch, holder, slot, value)
 
-    def __init__(self, slot: Any, read: Any, write: Any) -> None:
-        self._slot, self._read, self._write = slot, read, write
+        return property(get, put)
 
-    def __get__(self, holder: Any, kind: type | None = None) -> Any:
-        watch = _current.get()
-        if holder is None or watch is None:
-            return self if holder is None else self._slot.__get__(holder, kind)
-        return self._read(watch, holder, self._slot)
-
-    def __set__(self, holder: Any, value: Leaf) -> None:
-        watch = _current.get()
-        if watch is None:
-            self._slot.__set__(holder, value)
-        else:
-            self._write(watch, holder, self._slot, value)
-
-
-def _value_slot(slot: Any) -> _Slot:
-    return _Slot(slot, TraceWatch.read, TraceWatch.set)
-
-
-def _level_slot(slot: Any) -> _Slot:
-    return _Slot(slot, TraceWatch.read_level, TraceWatch.set_level)
+    return make
 
 
 def _meeting(getattribute: Any) -> Any:
     def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
-        if (watch := _current.get()) is not None:
+        if (watch := current.get()) is not None:
             watch.meet(self)
         return getattribute(self, name)
 
@@ -242,62 +209,62 @@ def _meeting(getattribute: Any) -> Any:
 
 
 def _setting(set_value: Any) -> Any:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _current.get()
-        with watch.setting() if watch is not None else contextlib.nullcontext():
-            return set_value(self, *args, **kwargs)
+    # `variable[...] = 0` would be computed from the old value, if types differ.
+    def replacement(self: Any, value: Any, **options: Any) -> Any:
+        if current.get() is not None and options.get("index") is ...:
+            old = getattr(self, _VALUE)
+            value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+        return set_value(self, value, **options)
 
     return replacement
 
 
-# Flax looks at the value that it replaces. flax 0.11 sets values by a property.
-_SETTERS: list[Any] = (
-    [(nnx.Variable, "set_value", _setting)]
-    if hasattr(nnx.Variable, "set_value")
-    else [
-        (nnx.Variable, "__setitem__", _setting),
-        (nnx.Variable, "value", lambda x: property(x.fget, _setting(x.fset))),
-    ]
-)
-
 _patches = SharedPatches(
-    (nnx.Variable, _VALUE, _value_slot),
-    (nnx.Variable, _TRACE, _level_slot),
-    (PytreeState, _TRACE, _level_slot),
+    (
+        nnx.Variable,
+        _VALUE,
+        _watched(
+            lambda watch, variable, _: watch.read(variable),
+            lambda watch, variable, _, value: watch.set(variable, value),
+        ),
+    ),
+    (nnx.Variable, _TRACE, _watched(TraceWatch.read_level, TraceWatch.set_level)),
+    (PytreeState, _TRACE, _watched(TraceWatch.read_level, TraceWatch.set_level)),
     (nnx.Pytree, "__getattribute__", _meeting),
-    *_SETTERS,
+    *([(nnx.Variable, "set_value", _setting)] if _VALUE == "_raw_value" else []),
 )
 
 
 # Attributes of modules.
 
 
-class _Attributes:
-    """The attributes of one module before a trace, and live."""
+class _Same:
+    """Stands for an object that is compared by identity, and keeps it alive."""
 
-    def __init__(self, node: Any, live: dict[str, Any]) -> None:
-        self.node, self._live, self._before = node, live, dict(live)
-        self._containers = [(x, x.copy()) for x in _containers(live.values())]
+    def __init__(self, value: object) -> None:
+        self._value = value
 
-    def change(self) -> str:
-        """Returns what has changed for good, in words, or an empty string."""
-        name = f"{type(self.node).__name__}."
-        for key in {**self._before, **self._live}:
-            old, new = self._before.get(key, _ABSENT), self._live.get(key, _ABSENT)
-            if not key.startswith(_BOOKKEEPING) and not _is_same(old, new):
-                kind = "the variable " if isinstance(new, nnx.Variable) else ""
-                verb = "adds" if old is _ABSENT else "sets"
-                return f"{'removes' if new is _ABSENT else verb} {kind}{name}{key}"
-        changed = (x for x, before in self._containers if not _is_same(x, before))
-        return next((f"changes the {type(x).__name__} in {name}" for x in changed), "")
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
 
-    def put_back(self) -> None:
-        for live, before in ((self._live, self._before), *self._containers):
-            live.clear()
-            (live.extend if type(live) is list else live.update)(before)
+    __hash__ = None  # type: ignore[assignment]
 
 
-_ABSENT = object()
+def _frozen(value: Leaf) -> Any:
+    """Returns what an attribute is now, to compare; it keeps no module alive."""
+    if isinstance(value, nnx.Pytree):
+        return _Same(weakref.ref(value))  # of a living object, always the same
+    if isinstance(value, (list, tuple)):
+        return type(value), list(map(_frozen, value))
+    if type(value) is dict:
+        return {
+            key: _frozen(item)
+            for key, item in value.items()
+            if not str(key).startswith(_BOOKKEEPING)
+        }
+    is_object = isinstance(value, nnx.Variable | jax.Array)
+    is_object |= type(value).__hash__ is None
+    return _Same(value) if is_object else (type(value), value)
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
@@ -307,64 +274,64 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
             yield from _containers(value.values() if isinstance(value, dict) else value)
 
 
-def _is_same(old: Leaf, new: Leaf) -> bool:
-    """Returns whether an attribute is what it was; objects are by identity."""
-    if old is new or type(old) is not type(new):
-        return old is new
-    if isinstance(old, (list, tuple)):
-        return len(old) == len(new) and all(map(_is_same, old, new))
-    if type(old) is dict:
-        return old.keys() == new.keys() and all(_is_same(old[k], new[k]) for k in old)
-    is_object = isinstance(old, nnx.Pytree | nnx.Variable | jax.Array)
-    return not is_object and type(old).__hash__ is not None and bool(old == new)
+class _Attributes:
+    """The attributes of one module before a trace, and live."""
+
+    def __init__(self, node: Any, live: dict[str, Any]) -> None:
+        self.node, self._live, self._before = node, live, _frozen(live)
+        self._copies = [(x, x.copy()) for x in (live, *_containers(live.values()))]
+
+    def change(self) -> str:
+        """Returns what has changed for good, in words, or an empty string."""
+        before, after = self._before, _frozen(self._live)
+        for key in {**before, **after}:
+            if key not in before or key not in after or before[key] != after[key]:
+                verb = "sets" if key in before else "adds"
+                is_variable = isinstance(self._live.get(key), nnx.Variable)
+                what = "the variable " if is_variable else ""
+                name = f"{what}{type(self.node).__name__}.{key}"
+                return f"{verb if key in after else 'removes'} {name}"
+        return ""
+
+    def put_back(self) -> None:
+        for live, before in self._copies:
+            live.clear()
+            (live.extend if type(live) is list else live.update)(before)
 
 
 class Modes:
     """The attributes of modules for which a program was compiled.
 
-    Modules are not kept alive: once one is gone, `gone` is called. All attributes are
-    in one sequence, to compare them in C: a ResNet-50 has 2,400.
+    Modules are not kept alive: once one is gone, `gone` is called. The attributes are
+    nearly always the same objects as before, which is compared in C: a ResNet-50 has
+    2,400.
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        inner = [x for node in nodes for x in vars(node).values()]
+        inner = (x for node in nodes for x in vars(node).values())
         every = {id(x): x for x in (*nodes, *inner) if isinstance(x, nnx.Pytree)}
         self._refs = [weakref.ref(node) for node in nodes]
         self._watched = [weakref.ref(x, lambda _: gone()) for x in every.values()]
         self._remember([vars(node) for node in nodes])
 
-    def _remember(self, dicts: list[dict[str, Any]]) -> None:
-        containers = [*_containers(x for d in dicts for x in d.values())]
-        self._lists = [x for x in containers if type(x) is list]
-        self._inner = [x for x in containers if type(x) is dict]
-        self._ids, self._before = self._read(dicts), list(map(_frozen, dicts))
+    def _remember(self, attributes: list[dict[str, Any]]) -> None:
+        self._inner = [*_containers(x for each in attributes for x in each.values())]
+        self._before, self._ids = list(map(_frozen, attributes)), self._read(attributes)
 
-    def _read(self, dicts: list[dict[str, Any]]) -> list[int]:
-        values = map(dict.values, (*dicts, *self._inner))
-        return list(map(id, itertools.chain.from_iterable((*values, *self._lists))))
+    def _read(self, attributes: list[dict[str, Any]]) -> list[int]:
+        values = (x.values() if isinstance(x, dict) else x for x in self._inner)
+        own = itertools.chain.from_iterable(map(dict.values, attributes))
+        return list(map(id, itertools.chain(own, *values)))
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
         nodes = [ref() for ref in self._refs]
         if None in nodes:
             return False
-        dicts = [vars(node) for node in nodes]
-        if self._read(dicts) == self._ids:
+        attributes = [vars(node) for node in nodes]
+        if self._read(attributes) == self._ids:
             return True
-        if not all(map(_is_same, self._before, map(_frozen, dicts))):
+        if list(map(_frozen, attributes)) != self._before:
             return False
-        self._remember(dicts)  # Flax's transforms replace attributes by equal ones
+        self._remember(attributes)  # Flax's transforms replace attributes by equal ones
         return True
-
-
-def _frozen(value: Leaf) -> Any:
-    """Returns an attribute as it is now, without keeping modules alive."""
-    if isinstance(value, nnx.Pytree):
-        return weakref.ref(value)  # of a living object, always the same
-    if type(value) is list:
-        return list(map(_frozen, value))
-    if type(value) is dict:
-        items = value.items()
-        is_own = lambda key: not str(key).startswith(_BOOKKEEPING)  # noqa: E731
-        return {key: _frozen(item) for key, item in items if is_own(key)}
-    return value

@@ -5,10 +5,6 @@ from meshlayout.layout_map.activations import (
     constrain as constrain,
 )
 from meshlayout.layout_map.layout_map import LayoutMap as LayoutMap
-from meshlayout.layout_map.metadata import (
-    OWN_LAYOUT as OWN_LAYOUT,
-    LayoutBox as LayoutBox,
-)
 from meshlayout.layout_map.patterns import rules_for as rules_for
 from meshlayout.layout_map.report import (
     Explanation as Explanation,

@@ -13,8 +13,8 @@ from meshlayout.layout_map.rules import Rule
 
 
 # How `Resolution.reason` begins where the leaf's layout comes from elsewhere, and will
-# again: from its parameter, or from its layer.
-_FROM_ELSEWHERE = ("follows", "of shape unlike", "belongs to", "given on its layer")
+# again, from its parameter.
+_FROM_ELSEWHERE = ("follows", "belongs to")
 
 
 def tree_rules(resolved: Resolved) -> dict[str, Layout | Rule]:

@@ -1,7 +1,7 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved.
 
 This class is the public face. Rules are parsed in `rules` when they are inserted,
-`resolver` decides the layout of each leaf, `optimizer_states` finds the parameter of
+`resolver` decides the layout of each leaf, `optimizer_slots` finds the parameter of
 each slot, and `report` shows the result. No method here touches a device.
 """
 
@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _paths, _render
@@ -37,12 +38,7 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import FrozenMap, is_active
 from meshlayout.layout_map.code import map_text, tree_rules
 from meshlayout.layout_map.metadata import AxisRule, parse_axis_rules
-from meshlayout.layout_map.optimizer_states import (
-    check_has_slots,
-    check_rivals,
-    find_optimizer_states,
-    find_slots,
-)
+from meshlayout.layout_map.optimizer_slots import find_slots, state_indices
 from meshlayout.layout_map.report import (
     Explanation,
     Resolution,
@@ -284,9 +280,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree. For a module, the layouts are an `nnx.State`.
             params: For an optimizer state, the parameters that it belongs to. Its slots
-                take the layouts of the parameters by structure, unless a rule matches
-                the path of a slot and of no parameter. Not needed if the tree holds
-                both, such as a subtree `opt_state` next to the parameters.
+                take the layouts of the parameters by the end of their path, unless a
+                rule matches the path of a slot and of no parameter. Not needed if the
+                tree holds both, such as a subtree `opt_state` next to the parameters.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
@@ -299,22 +295,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        states = list(find_optimizer_states(tree, flat))
-        if not states:
+        inside = state_indices(tree, flat)
+        owners = [index for index in range(len(flat.leaves)) if index not in inside]
+        if not inside or not owners:  # of an optimizer state alone, rules decide
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
         # Parameters first, as the slots take their layouts.
-        slots = {index for state in states for index in state.indices}
         resolutions = [
-            None if index in slots else resolver.leaf(leaf)
+            None if index in inside else resolver.leaf(leaf)
             for index, leaf in enumerate(flat.leaves)
         ]
-        for state in states:
-            check_rivals(state, resolutions)
-            owners = [resolutions[index] for index in state.owners[0][1]]
-            leaves = [flat.leaves[index] for index in state.indices]
-            resolutions[state.indices.start : state.indices.stop] = resolver.slots(
-                leaves, state.slots, owners
-            )
+        leaves = [flat.leaves[index] for index in sorted(inside)]
+        slots = find_slots(leaves, [flat.leaves[index] for index in owners])
+        for index, resolution in zip(
+            sorted(inside),
+            resolver.slots(leaves, slots, [resolutions[index] for index in owners]),
+            strict=True,
+        ):
+            resolutions[index] = resolution
         return _resolved(flat, resolutions)
 
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
@@ -422,9 +419,16 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             owners: The resolution of each leaf of `params`.
         """
         flat = _paths.flatten(opt_state)
-        slots = find_slots(opt_state, params)
-        if not any(slots):
-            check_has_slots(flat, params)
+        named = _paths.flatten(params).leaves
+        slots = find_slots(flat.leaves, named)
+        for leaf in flat.leaves if not any(slots) else ():
+            if np.size(leaf.value) > 1:
+                msg = (
+                    f"{leaf.path!r} of the optimizer state, like all others, belongs "
+                    f"to none of params=, such as {named[0].path!r}. Pass the argument "
+                    "of optimizer.init."
+                )
+                raise LayoutMapError(msg)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(

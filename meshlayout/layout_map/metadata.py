@@ -1,4 +1,4 @@
-"""Layouts that a parameter itself carries: explicit ones, or Flax's logical axes.
+"""Layouts that a parameter itself carries: the axis names of Flax's metadata.
 
 Flax has several generations of partitioning metadata (boxes of Linen, keys of NNX
 variables that were renamed twice). They are read here as Flax itself reads them, so
@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from flax import linen as nn, nnx, struct
-from flax.core import meta
+from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Box
@@ -20,44 +19,8 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
-# The key of a parameter's own layout in the metadata of its NNX variable.
-OWN_LAYOUT = "own_layout"
-
 # The keys under which versions of Flax keep axis names, newest first.
 _AXES_KEYS = ("out_sharding", "sharding_names", "sharding")
-
-
-class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """A box around a parameter of Linen, which carries the parameter's own layout."""
-
-    value: Any
-    own_layout: Any = struct.field(pytree_node=False)
-
-    def unbox(self) -> Any:
-        """Returns the value."""
-        return self.value
-
-    def replace_boxed(self, val: Any) -> "LayoutBox":
-        """Returns the box around another value."""
-        return self.replace(value=val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box unchanged: a layout has `...` for dims that scan stacks."""
-        del index, params
-        return self
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box unchanged."""
-        return self.add_axis(index, params)
-
-
-def own_layout_metadata(box: Box) -> Any:
-    """Returns the layout or spec that the layer set for this leaf, or None."""
-    if isinstance(box, nnx.Variable):
-        return box.get_metadata().get(OWN_LAYOUT)
-    if isinstance(box, LayoutBox):
-        return box.own_layout
-    return None
 
 
 def logical_axes(box: Box) -> tuple[Any, ...] | None:

@@ -5,8 +5,8 @@ is cached for the next leaf of its kind, which then costs a few dictionary looku
 Whatever depends on the leaf itself (its own metadata, a function as its rule, the
 current layout of a concrete array) is evaluated each time.
 
-The sources of layouts, in this order: the layout set on the layer, rules, logical axes,
-for optimizer states the parameter, and the default.
+The sources of layouts, in this order: rules, logical axes, for optimizer states the
+parameter, and the default.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -29,14 +29,12 @@ from meshlayout.layout_map.metadata import (
     logical_axes,
     logical_layout,
     means_nothing,
-    own_layout_metadata,
 )
-from meshlayout.layout_map.optimizer_states import OptimizerSlot
+from meshlayout.layout_map.optimizer_slots import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
     LayoutFunction,
-    LayoutLike,
     Matcher,
     OnUneven,
     ParsedRule,
@@ -194,27 +192,10 @@ class Resolver:
     def _by_metadata(
         self, array: "_ArrayAt", box: Box, rules: tuple[ParsedRule, ...]
     ) -> "_Decision":
-        own = own_layout_metadata(box)
-        if own is not None:
-            return self._by_own(array, own, rules)
         decision = self._by_rules(array, rules)
         if logical_axes(box) is not None:
             return self._by_names(array, box, decision)
         return decision or self._by_default(array)
-
-    def _by_own(
-        self, array: "_ArrayAt", own: LayoutLike, rules: tuple[ParsedRule, ...]
-    ) -> "_Decision":
-        try:
-            layout = parse_spec(own, self._options.mesh).with_rank(len(array.shape))
-        except LayoutError as error:
-            msg = f"{array}: the layout set on its layer does not fit: {error}"
-            raise LayoutMapError(msg) from None
-        source = "set on its layer"
-        fit = self._fit(array, layout, self._options.on_uneven, f"{source}, ")
-        patterns = ", ".join(repr(rule.pattern) for rule in rules)
-        note = f"its own layout wins over rule {patterns}" if rules else None
-        return _Decision(fit, None, source, note)
 
     def _by_rules(
         self, array: "_ArrayAt", rules: Iterable[ParsedRule]
@@ -271,10 +252,6 @@ class Resolver:
     ) -> "_Decision":
         if owner is None or slot is None:
             return self._replicate(array, "belongs to no parameter")
-        if slot.dims is None:
-            why = f"of shape unlike its parameter {owner.path!r}"
-            lost = "replicated: its dims cannot be told from the parameter's"
-            return self._replicate(array, why, lost)
         layout = slot.layout(len(array.shape), owner.layout)
         if array.shape and (kind := self._options.optimizer_memory_kind) is not None:
             layout = layout.with_memory_kind(kind)
@@ -299,14 +276,12 @@ class Resolver:
         fit = self._fit(array, answer.layout, policy, "default, ")
         return _Decision(fit, None, "default", answer.note)
 
-    def _replicate(
-        self, array: "_ArrayAt", reason: str, lost: str | None = None
-    ) -> "_Decision":
+    def _replicate(self, array: "_ArrayAt", reason: str) -> "_Decision":
         rank = len(array.shape)
         if rank not in self._replicated:
             self._replicated[rank] = Layout.replicated(self._options.mesh, rank)
         fit = self._fit(array, self._replicated[rank], "error", "")
-        return _Decision(fit._replace(lost=lost), None, reason, None)
+        return _Decision(fit, None, reason, None)
 
     # From a rule to a layout that fits.
 

@@ -177,13 +177,16 @@ def compute_average_loss(
         )
         raise LossError(msg)
     context = _strategy_replica()
-    mask = None if context is None else context.read_mask()
+    mask = None if context is None else context.mask
     is_own_sum = sample_weight is not None and global_batch_size is not None
-    if context is not None and mask is not None and mask.shape[0] != losses.shape[0]:
+    if context is not None and mask is not None:
+        if mask.shape[0] == losses.shape[0]:
+            mask = context.example_mask
         # Microbatches, say, of a function that has looked at the mask itself.
-        if not (is_own_sum and context.mask_was_taken):
+        elif is_own_sum and context.mask_was_read:
+            mask = None
+        else:
             raise LossError(_other_rows(losses, mask))
-        mask = None
     if global_batch_size is not None:
         size = _checked_size(global_batch_size)
     elif context is not None and mask is not None:

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _render
-from meshlayout.collectives import get_replica_context, padding_mask
+from meshlayout.collectives import get_replica_context
 from meshlayout.errors import MetricError
 
 
@@ -437,8 +437,8 @@ def element_weights(
 
 def _replica_mask() -> jax.Array | None:
     """Returns which rows are real, in a function that a strategy runs."""
-    context = get_replica_context() if padding_mask.get() is not None else None
-    return None if context is None else context.read_mask()
+    context = get_replica_context()
+    return None if context is None else context.example_mask
 
 
 def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> None:

@@ -1,11 +1,10 @@
-"""States created sharded: `create`, `LayoutMap.scope`, `with_layouts`, `TrainState`."""
+"""States created sharded: `create`, `LayoutMap.scope`, `TrainState`."""
 
 from meshlayout.state.create import (
     StateDescription as StateDescription,
     create as create,
     describe as describe,
 )
-from meshlayout.state.layer_layouts import with_layouts as with_layouts
 from meshlayout.state.operations import CreationMemory as CreationMemory
 from meshlayout.state.optimizers import optimizer_by_path as optimizer_by_path
 from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy

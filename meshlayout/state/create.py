@@ -24,7 +24,7 @@ from meshlayout.arrays import copy_to_mesh
 from meshlayout.cluster.programs import NewProgram, ProgramFacts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
+from meshlayout.layout_map import LayoutMap, Resolution, Resolved
 from meshlayout.mesh import Mesh
 from meshlayout.mesh_creation import create_mesh
 from meshlayout.state.operations import CreationMemory, Operations
@@ -83,14 +83,7 @@ class TracedBuild:
         """Returns what the builder would have returned with these leaves."""
         with eager_sharding_off():
             tree = self.treedef.unflatten(leaves)
-            if self.graphdef is not None:
-                return nnx.merge(self.graphdef, tree)
-        # Our own boxes come off; Flax's stay, as `init` of Linen returns them.
-        return jax.tree.map(
-            lambda node: node.value if isinstance(node, LayoutBox) else node,
-            tree,
-            is_leaf=lambda node: isinstance(node, LayoutBox),
-        )
+            return tree if self.graphdef is None else nnx.merge(self.graphdef, tree)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from meshlayout.step.compiled_step import (
     CompiledStep as CompiledStep,
     compile_step as compile_step,
 )
-from meshlayout.step.epoch import scan_epoch as scan_epoch
 from meshlayout.step.eval_step import (
     EvalStep as EvalStep,
     PredictStep as PredictStep,

@@ -7,7 +7,7 @@ to call it, so that a call like the one before skips all that is known to be rig
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class Plan:
     accumulate: int
     zero: bool
     learning_rate: optax.Schedule | None
-    steps_per_call: int | Literal["auto"]
+    steps_per_call: int
 
     @property
     def needs_rows(self) -> bool:

@@ -25,7 +25,7 @@ from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
 from meshlayout.step.inspection import StepInspection, StepMemory, shard_bytes
-from meshlayout.step.multi_step import Stacked, calls_for, steps_of
+from meshlayout.step.multi_step import Stacked, stacked_batches, steps_of
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
     StepMesh,
@@ -61,7 +61,7 @@ def make_train_step(
     precision: Precision = "float32",
     remat: Remat = "none",
     zero: Literal[0, 1] = 0,
-    steps_per_call: int | Literal["auto"] = 1,
+    steps_per_call: int = 1,
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
 ) -> "TrainStep":
@@ -114,8 +114,7 @@ def make_train_step(
             the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
             before the batch dim, to run in one dispatch; the metrics are those of
-            one call each. `"auto"` takes a list of any length, times both ways on the
-            first calls and keeps the faster one; `train_step.choice` says which.
+            one call each.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -155,11 +154,7 @@ def make_train_step(
     if trainable is not None:
         trainable = _checks.pattern("trainable", trainable, **where).pattern
     _checks.choice("zero", zero, (0, 1), **where)
-    if steps_per_call != "auto":
-        hint = 'It may also be "auto".'
-        steps_per_call = _checks.count(
-            "steps_per_call", steps_per_call, hint=hint, **where
-        )
+    steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
     policies = parse_precision(precision)
     loss = Loss(
         loss_fn,
@@ -203,8 +198,7 @@ class TrainStep(StepInspection):
         self._programs: dict[Hashable, StepProgram] = {}
         self._repeat: Repeat | None = None
         self._reports = StepReports()
-        several = plan.steps_per_call != 1
-        self._calls = calls_for(plan.steps_per_call) if several else None
+        self._takes_several = plan.steps_per_call != 1
         self._wants_extra = frozenset(plan.update.names())
         self._zero = ZeroPlacement() if plan.zero else None
         self.__name__ = "train_step"
@@ -238,12 +232,12 @@ class TrainStep(StepInspection):
             if result is not None:
                 return result
         with noted_call(self.__name__, state):
-            if self._calls is None:
-                return self._run(state, batch, metrics)
-            # Before they are stacked: weights are marked by the identity of arrays.
-            for part in batch if isinstance(batch, list) else ():
-                check_batch(part, self.weights)
-            return self._calls.run(self, state, batch, metrics)
+            if self._takes_several:
+                # Before they are stacked: weights are marked by the identity of arrays.
+                for part in batch if isinstance(batch, list) else ():
+                    check_batch(part, self.weights)
+                batch = stacked_batches(batch, self._plan.steps_per_call)
+            return self._run(state, batch, metrics)
 
     def _run(
         self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
@@ -253,7 +247,7 @@ class TrainStep(StepInspection):
         with in_own_mesh(state):
             placed = self._placed(state, batch)
             # Only now it is like the batch of the call before: on the mesh, or stacked.
-            is_new = placed is not batch or self._calls is not None
+            is_new = placed is not batch or self._takes_several
             if is_new and self._repeat is not None:
                 result = self._repeat(state, placed, metrics)
                 if result is not None:
@@ -323,8 +317,8 @@ class TrainStep(StepInspection):
             metrics: As for a call.
         """
         with in_own_mesh(state):
-            if self._calls is not None:
-                batch = self._calls.stacked(batch)
+            if self._takes_several:
+                batch = stacked_batches(batch, self._plan.steps_per_call)
             batch = self._placed(state, batch)
             call = self._program_call(state, batch)
             return self._dispatch(*call, metrics, is_lowered=True)
@@ -354,11 +348,6 @@ class TrainStep(StepInspection):
     def zero_exceptions(self) -> tuple[str, ...]:
         """Which leaves of the optimizer's state zero=1 left as they were, and why."""
         return () if self._zero is None else self._zero.exceptions
-
-    @property
-    def choice(self) -> str:
-        """How the batches of a call are run, and why; empty until that is known."""
-        return "" if self._calls is None else self._calls.choice
 
     def check(self) -> None:
         """Waits for the steps so far, and raises if one of them was not finite.

@@ -20,10 +20,6 @@ from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
 
 
-# Batches that a call takes with steps_per_call="auto".
-_AUTO_BATCHES = 8
-
-
 class StepOptions(TypedDict, total=False):
     """Options of `make_train_step`, which documents them."""
 
@@ -39,7 +35,7 @@ class StepOptions(TypedDict, total=False):
     precision: Precision
     remat: Remat
     zero: Literal[0, 1]
-    steps_per_call: int | Literal["auto"]
+    steps_per_call: int
     on_recompile: OnRecompile
 
 
@@ -80,11 +76,9 @@ class TrainerSteps:
             _refuse_needless(metrics, options)
         self.weights = options.get("weights", "weight")
         check_weights(self.weights)
-        size: Any = options.get("steps_per_call", 1)
-        if size != "auto":
-            hint = 'It may also be "auto".'
-            _checks.count("steps_per_call", size, where="Trainer", hint=hint)
-        self.group_size = _AUTO_BATCHES if size == "auto" else size
+        self.group_size = _checks.count(
+            "steps_per_call", options.get("steps_per_call", 1), where="Trainer"
+        )
         self._many = self._one = self.evaluate = self.predict = None
         # Evaluating with a different batch size is legitimate, so it does not warn.
         quiet: StepOptions = {"on_recompile": "ignore", **options}

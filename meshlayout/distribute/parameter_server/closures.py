@@ -108,7 +108,7 @@ class VariableTable:
                 name = f"{path}_{len(self.variables)}"
             is_random = isinstance(variable, nnx.RngState)
             role = "random" if is_random else aggregation(variable)
-            self.roles[name] = "sum" if role == "increments" else role
+            self.roles[name] = "sum" if role == "metric" else role
             self.variables[name], self._names[id(variable)] = variable, name
         return self._names[id(variable)]
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
 from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
@@ -89,6 +88,3 @@ class ParameterServerStrategy(Strategy):
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
         servers = f"{self.num_servers} parameter server{'s' * (self.num_servers > 1)}"
         return f"{type(self).__name__}({workers}, {servers})"
-
-    def _store(self, variable: "nnx.Variable[Any]") -> None:
-        """Leaves a Variable as it is: the coordinator places it when it is used."""

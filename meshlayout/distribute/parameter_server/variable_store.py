@@ -25,7 +25,7 @@ from meshlayout.distribute.parameter_server.server import UpdateRule
 from meshlayout.distribute.parameter_server.worker import call
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
-from meshlayout.layout_map.optimizer_states import find_slots
+from meshlayout.layout_map.optimizer_slots import find_slots
 
 
 # MultiSteps changes nothing until its last step.
@@ -89,7 +89,11 @@ class VariableStore:
                 raise StrategyError(msg)
             places[rule.step] = tuple(sorted(sum(parts, ())))
             added = jax.tree.leaves(slots)
-            for name, slot in zip(added, find_slots(state, values), strict=True):
+            for name, slot in zip(
+                added,
+                find_slots(_paths.flatten(state).leaves, _paths.flatten(values).leaves),
+                strict=True,
+            ):
                 places[name] = places[names[slot.param] if slot else rule.step]
             self._send([*added, rule.step], {number: rule})
             self._rules[number] = rule

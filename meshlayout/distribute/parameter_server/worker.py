@@ -20,7 +20,7 @@ from flax import nnx
 from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
-from meshlayout.distribute.capture import refuse_appends
+from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.parameter_server.closures import (
     Closure,
     ClosureInput,
@@ -132,7 +132,7 @@ class RemoteWorker:
         for name, x in before.items():
             self._set(name, x)
         handed_over = Pushes(self._variables, self._params)
-        with refuse_appends(fn, closure.name), handed_over:
+        with Roots(fn).refuse_appends(closure.name), handed_over:
             result = fn(*args, **kwargs)
         pushes = self._pushes(closure, handed_over.grads, before)
         # Numbers are NumPy's scalars, which can be formatted.
