@@ -981,15 +981,6 @@ def test_batched_is_a_flag(batched):
     )
 
 
-def test_a_list_of_batches_knows_how_many_there_are():
-    sizes = [3, 8, 6]
-    source = [{"x": np.zeros((n, 2), np.float32), "y": np.arange(n)} for n in sizes]
-    data = distributed(source, batched=True)
-    assert len(data) == len(list(data)) == 3
-    data = distributed(source, batched=True, remainder="drop", epochs=2)
-    assert len(data) == len(list(data)) == 4
-
-
 def test_elements_that_may_be_both_need_a_word():
     elements = [{"x": np.zeros((4, 2)), "y": np.zeros(4)}] * 4
     sentence = (

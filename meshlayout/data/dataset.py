@@ -19,7 +19,6 @@ from meshlayout.data.adapters import (
     grain,
     hugging_face,
     tensorflow,
-    tfds,
     torch,
 )
 from meshlayout.data.agreement import Agreement
@@ -40,7 +39,7 @@ from meshlayout.errors import DataError
 _ADAPTERS: dict[str, Callable[..., Source | None]] = {
     "grain": grain.adapt,
     "tensorflow": tensorflow.adapt,
-    "tensorflow_datasets": tfds.adapt,
+    "tensorflow_datasets": tensorflow.adapt,
     "torch": torch.adapt,
     "datasets": hugging_face.adapt,
 }
@@ -282,15 +281,14 @@ class DistributedDataset:
             epoch: Where it starts, as for measuring the same rows each time; None for
                 the epoch after those of the iterations before it.
         """
-        if epoch is not None:
+        if epoch is None:
+            self._num_iterations += 1
+            number, start = self._num_iterations, self._next
+            start = start._replace(first_epoch=start.epoch, first_row=start.row)
+        else:
             epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)
-            record = functools.partial(self._record, -1)
-            return DataIterator(self._plan, Position(epoch, first_epoch=epoch), record)
-        start = self._next._replace(
-            first_epoch=self._next.epoch, first_row=self._next.row
-        )
-        self._num_iterations += 1
-        record = functools.partial(self._record, self._num_iterations)
+            number, start = -1, Position(epoch, first_epoch=epoch)
+        record = functools.partial(self._record, number)
         record(start)
         return DataIterator(self._plan, start, record)
 

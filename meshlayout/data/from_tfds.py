@@ -20,7 +20,7 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
-from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.adapters.tensorflow import feature_dtypes
 from meshlayout.data.dataset import DistributedDataset, checked_options, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.preparation import find_dataset

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.data.examples import looks_batched
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
@@ -140,7 +137,4 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
         return iter(iterable)
 
     num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
-    # Where batches differ, reading them raises a better error.
-    if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
-        num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
     return IteratorSource(begin, batched, num_rows)
