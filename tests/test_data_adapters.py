@@ -76,8 +76,9 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         values(data)
     assert str(error.value) == (
-        "the Grain MapDataset has None for some rows: one of its steps filters. Give "
-        "its to_iter_dataset(), which leaves them out."
+        "an example has another structure than the first one: leaves none instead of "
+        "'x', 'y'. Lists of numbers count as structure: make them arrays with "
+        "np.asarray."
     )
 
 

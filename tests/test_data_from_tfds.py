@@ -283,7 +283,6 @@ def test_worker_processes_end_with_the_data_set(directory, tmp_path):
             "num_workers must be a non-negative integer, got 'two'.",
         ),
         ({"in_memory": "auto"}, "in_memory must be True, False or None, got 'auto'."),
-        ({"map": 3}, "map must be a function of an example, got 3."),
         ({"prefech": 1}, "an option of a dataset must be .* Did you mean 'prefetch'?"),
     ],
 )
@@ -293,7 +292,7 @@ def test_wrong_choices_are_errors(tiny, options, message):
 
 
 ODD_VALUES = [None, float("nan"), -1, "x", object()]
-PARAMETERS = ["name", "split", "layout_or_mesh", "data_dir", "shuffle", "supervised"]
+PARAMETERS = ["split", "layout_or_mesh", "data_dir", "shuffle"]
 
 
 @pytest.mark.parametrize("value", ODD_VALUES)

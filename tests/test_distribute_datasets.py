@@ -354,18 +354,14 @@ BAD_SOURCES = {
     ),
     "a function that returns nothing": (
         lambda s: s.distribute_datasets_from_function(lambda context: None),
-        "dataset_fn returned None, and must return a source of batches of the "
-        "per-replica size. A function that ends without `return` gives None.",
+        "the source must be arrays, a list of examples, an iterable, a function that "
+        "makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging "
+        "Face, got None.",
     ),
     "a function that returns rows": (
         lambda s: s.distribute_datasets_from_function(lambda context: np.arange(4)),
-        "dataset_fn returned a source of single rows, from which the size of a batch "
-        "cannot be inferred. Give global_batch_size=, or return batches of the "
-        "per-replica size.",
-    ),
-    "a function of nothing": (
-        lambda s: s.distribute_datasets_from_function(lambda: 1),
-        "dataset_fn is called as dataset_fn(context), but takes ().",
+        "the function returned a source of single rows, which does not say the size of "
+        "a batch. Give global_batch_size=, or return batches of the per-replica size.",
     ),
 }
 

@@ -87,8 +87,7 @@ def from_tfds(
     """
     _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
     num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
-    is_supervised = _checks.flag("supervised", supervised, error=DataError)
-    if is_supervised:
+    if supervised:
         options.setdefault("weights", 2)  # appended to the pair
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
     checked = checked_options(options)
@@ -110,8 +109,8 @@ def from_tfds(
     def open_source() -> Rows:
         builder = find_dataset(name, split, data_dir)
         source = builder.as_data_source(split=split, decoders=decoders)
-        keys = builder.info.supervised_keys if is_supervised else None
-        if is_supervised and keys is None:
+        keys = builder.info.supervised_keys if supervised else None
+        if supervised and keys is None:
             msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
             raise DataError(msg)
         reader = _Reader(source, keys, feature_dtypes(builder.info.features))
@@ -145,11 +144,8 @@ def from_tfds(
     return DistributedDataset(plan)
 
 
-def _is_random(function: Any) -> bool:
+def _is_random(function: Callable[..., Any]) -> bool:
     """Returns whether a function of an example requires a generator, too."""
-    if not callable(function):
-        msg = f"map must be a function of an example, got {_checks.shown(function)}."
-        raise DataError(msg)
     try:
         inspect.signature(function).bind("an example")
     except TypeError:

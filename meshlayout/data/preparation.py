@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from meshlayout import _checks
 from meshlayout.data.mnist_family import Builder, new_builder, without_tensorflow
 from meshlayout.errors import DataError
 
@@ -25,10 +24,6 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     split, it is not available, or it cannot be read without TensorFlow.
     """
     builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
-    if not hasattr(builder, "as_data_source") or isinstance(builder, type):
-        given = _checks.shown(name)
-        msg = f"from_tfds takes the name of a TFDS dataset or a builder, got {given}."
-        raise DataError(msg)
     # TFDS knows the splits only of prepared datasets.
     if not builder.info.splits:
         builder = _prepare(builder)

@@ -59,14 +59,7 @@ def _map_dataset(dataset: Any, steps: str, *, batched: bool | None) -> Source:
         raise DataError(ambiguous("the Grain dataset"))
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
-        examples = [dataset[row] for row in (indices + epoch * length).tolist()]
-        if any(example is None for example in examples):
-            msg = (
-                "the Grain MapDataset has None for some rows: one of its steps "
-                "filters. Give its to_iter_dataset(), which leaves them out."
-            )
-            raise DataError(msg)
-        return stack(examples)
+        return stack([dataset[row] for row in (indices + epoch * length).tolist()])
 
     return Rows(length, read)
 

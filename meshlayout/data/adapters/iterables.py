@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout.data.examples import looks_batched
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
@@ -128,13 +131,10 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
             )
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
-        iterable = source if hasattr(obj, "__iter__") else source()
-        if not hasattr(iterable, "__iter__"):
-            raise DataError(
-                f"the source is a function that returned {_checks.shown(iterable)}; it "
-                "must return an iterator, or be a generator function."
-            )
-        return iter(iterable)
+        return iter(source if hasattr(obj, "__iter__") else source())
 
     num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
+    # Where batches differ, reading them raises a better error.
+    if batched and isinstance(obj, list) and all(map(looks_batched, obj)):
+        num_rows = sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
     return IteratorSource(begin, batched, num_rows)
