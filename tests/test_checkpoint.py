@@ -432,7 +432,7 @@ def test_no_name_becomes_part_of_another(ck):
 def test_layouts_alone_go_by_the_paths_that_inspect_shows(ck, mesh_2x4):
     ck.save(1, train_state(mesh_2x4))
     mesh = ml.create_mesh({"fsdp": 8})
-    assert "params/up/kernel" in [leaf.path for leaf in ck.inspect().leaves]
+    assert "params/up/kernel" in ck.inspect().arrays
     made = ck.restore(ml.LayoutMap(mesh, {"^params/up/kernel$": (None, "fsdp")}))
     assert str(ml.fetch_layout(made["params"]["up"]["kernel"])) == "[unsharded, fsdp]"
     mu = made["opt_state"]["0"]["mu"]["up"]["kernel"]  # follows its parameter
@@ -515,7 +515,7 @@ def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     sharding = mesh_2x4.layout("model").sharding
     like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
     with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.restore(like, fallback=True)
+        ck.restore(like)
     assert type(caught.value) is ml.errors.CheckpointError
     assert str(caught.value) == (
         "w f32[6] does not fit its layout: an array of shape (6,): dim 0 has "
@@ -525,18 +525,18 @@ def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     )
 
 
-def test_the_last_steps_stay_and_the_best_and_every_tenth(tmp_path):
-    options = {"keep": 2, "keep_every": 10, "best": ("accuracy", "max")}
+def test_the_last_steps_stay_and_the_best(tmp_path):
+    options = {"keep": 2, "best": ("accuracy", "max")}
     accuracies = {4: 0.5, 7: 0.9, 10: 0.2, 11: 0.3, 12: float("nan"), 13: 0.4}
     with Checkpointer(tmp_path, **options) as ck:
         for step, accuracy in accuracies.items():
             ck.save(step, {"x": np.full(1, step)}, metrics={"accuracy": accuracy})
         ck.wait()
-        assert ck.all_steps() == [7, 10, 12, 13]
+        assert ck.all_steps() == [7, 12, 13]
         assert (ck.latest_step(), ck.best_step()) == (13, 7)
         assert ck.restore_numpy(step="best")["x"] == 7
         assert ck.restore_numpy(step="latest")["x"] == 13
-        assert ck.restore_numpy(step=10)["x"] == 10
+        assert ck.restore_numpy(step=12)["x"] == 12
 
 
 def test_a_save_is_due_by_steps(tmp_path):
@@ -549,8 +549,10 @@ def test_a_save_is_due_by_steps(tmp_path):
         assert ck.save(39, state, force=True)
         assert not ck.save(39, state)
     with Checkpointer(tmp_path, every=10, keep=None) as ck:
+        assert ck.restore_numpy(step=39) == state
         assert [step for step in (38, 39, 40, 41) if ck.save(step, state)] == [40]
-        assert ck.all_steps() == [12, 30, 39]
+        ck.wait()
+        assert ck.all_steps() == [12, 30, 39, 40]
         ck.restore_numpy(step=12)
         assert [step for step in (13, 19, 21) if ck.save(step, state)] == [21]
 
@@ -615,7 +617,6 @@ class Counter:
     [
         3,
         {"at": [1, [2]], "seed": 4},
-        b"\x00\xff",
         {"next": {"0": None, "1": 2.5}},
     ],
 )
@@ -636,23 +637,16 @@ def test_inspect_is_a_table_of_what_was_saved(ck, mesh_2x4):
     ck.save(7, state, metadata={"note": "x"}, metrics={"loss": 0.25}, data=Counter())
     ck.wait()
     found = ck.inspect(7)
-    lines = str(found).splitlines()
+    title, *table = str(found).splitlines()
     assert re.fullmatch(
-        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC on Mesh\(batch=2, model=4\)",
-        lines[0],
+        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, 136 B, {'loss': 0.25}, "
+        "{'note': 'x'}",
+        title,
     )
-    assert lines[1:6] == [
-        "path    array       layout          bytes",
-        "──────  ──────────  ──────────────  ─────",
-        "kernel  f32[8, 4]   [batch, model]  128 B",
-        "key     key<fry>[]                    8 B",
-        "steps   int[]                         0 B",
-    ]
-    assert re.fullmatch(r"3 leaves, 136 B; .* on disk\.", lines[6])
-    assert lines[7:] == [
-        "metrics: loss 0.25",
-        "metadata: {'note': 'x'}",
-        "with the state of the input iterator",
+    assert [line.split(maxsplit=1) for line in table[2:]] == [
+        ["kernel", "f32[8, 4] [batch, model] Mesh(batch=2, model=4)"],
+        ["key", "key<fry>[]"],
+        ["steps", "int[]"],
     ]
     assert (found.step, found.nbytes, found.metrics) == (7, 136, {"loss": 0.25})
     assert "kernel" in found._repr_html_()
@@ -673,28 +667,24 @@ def test_sizes_and_seconds_are_logged(ck, caplog):
     ck.save(1, {"x": jnp.ones(4)})
     ck.restore_numpy()
     lines = [one.getMessage() for one in caplog.records if one.name.startswith("mesh")]
-    assert re.fullmatch(
-        r"saved step 1: 16 B in \d+\.\d\d s \(the caller waited .* s\)", lines[0]
-    )
+    assert re.fullmatch(r"saved step 1: 16 B in \d+\.\d\d s", lines[0])
     assert lines[1] == f"restored step 1 of {ck.directory}"
 
 
 @given(
     steps=st.sets(st.integers(0, 40), min_size=1, max_size=12),
     keep=st.integers(1, 5),
-    keep_every=st.none() | st.integers(1, 10),
     losses=st.dictionaries(st.integers(0, 40), st.floats(allow_infinity=False)),
 )
-def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, losses):
+def test_retention_deletes_only_what_nothing_keeps(steps, keep, losses):
     newest = min(steps)
     measured = {step: {"loss": losses[step]} for step in steps & losses.keys()}
     best = best_of(("loss", "min"), measured)
-    gone = steps_to_delete(list(steps), keep, keep_every, {best, newest})
+    gone = steps_to_delete(list(steps), keep, {best, newest})
     left = steps - set(gone)
     measured = {s: losses[s] for s in steps & losses.keys() if losses[s] == losses[s]}
     best = {s for s, loss in measured.items() if loss == min(measured.values())}
     kept = {*sorted(steps)[-keep:], newest, *([max(best)] if best else [])}
-    kept |= {step for step in steps if keep_every and step % keep_every == 0}
     assert left == kept
     assert gone == sorted(gone)
 
@@ -753,17 +743,15 @@ def test_save_inside_jit_is_refused(ck):
     [
         (
             {"keep": 0},
-            "keep must be a positive integer, got 0. None leaves it out.",
+            "keep must be a positive integer, got 0.",
         ),
         (
             {"keep": np.arange(2)},
-            "keep must be a positive integer, got an array of shape (2,). None leaves "
-            "it out.",
+            "keep must be a positive integer, got an array of shape (2,).",
         ),
         (
             {"best": "loss"},
-            "best='loss' is not a metric's name and 'max' or 'min'. Write "
-            "best=('val_accuracy', 'max').",
+            "best must be ('val_accuracy', 'max') or such, got 'loss'.",
         ),
     ],
 )
@@ -777,32 +765,29 @@ def test_a_wrong_directory_is_refused():
     with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(3)
     assert str(caught.value) == (
-        "a checkpoint directory must be a path, got 3. Write "
-        "Checkpointer('/data/run') or 'gs://...'."
+        "a checkpoint directory must be a path, got 3."
     )
 
 
 def test_steps_that_do_not_exist_are_refused(ck):
     message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} does not exist, at least not on this machine."
+        f"{ck.directory} has no step 'latest': there is no such directory."
     )
     ck.directory.mkdir()
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} has no checkpoints: nothing was saved there yet."
+        f"{ck.directory} has no step 'latest': there is no step at all."
     )
     ck.save(3, {"x": 1})
     ck.wait()
     assert message(lambda: ck.restore_numpy(step=4)) == (
-        f"{ck.directory} has no step 4; it has 3."
+        f"{ck.directory} has no step 4: there is 3."
     )
     assert message(lambda: ck.restore_numpy(step="newest")) == (
-        f"step must be a non-negative integer, got 'newest'. {ck.directory} has the "
-        "steps 3."
+        "step must be a non-negative integer, got 'newest'."
     )
     assert message(lambda: ck.restore_numpy(step="best")) == (
-        "there is no best step without a metric. Write Checkpointer(directory, "
-        "best=('val_accuracy', 'max'))."
+        "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
     )
     assert message(lambda: ck.save(-1, {})) == (
         "step must be a non-negative integer, got -1."
@@ -811,7 +796,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
         "step must be a non-negative integer, got True."
     )
     assert message(lambda: ck.restore(step=-1)) == (
-        f"step must be a non-negative integer, got -1. {ck.directory} has the steps 3."
+        "step must be a non-negative integer, got -1."
     )
 
 
@@ -826,12 +811,6 @@ def test_what_save_is_given_is_checked(tmp_path):
             "best=('accuracy', 'max') needs the metric 'accuracy', and metrics= holds "
             "'acuracy'. Did you mean 'acuracy'?"
         )
-        assert message(metrics={"accuracy": "x"}) == (
-            "metrics['accuracy'] must be a number, got 'x'."
-        )
-        assert message(metrics=[0.5]) == (
-            "metrics must be numbers by name, such as {'loss': 0.9}, got [0.5]."
-        )
         assert message(metadata={"f": {1, 2}}) == (
             "metadata['f'] is {1, 2}, which cannot be written as JSON."
         )
@@ -842,14 +821,8 @@ def test_what_save_is_given_is_checked(tmp_path):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore({"x": 1}, data=Counter())
         assert str(caught.value) == (
-            "step 1 holds no state of an input iterator: it was saved without data=. "
-            "Restore without data=, and move the iterator yourself."
+            "step 1 was saved without data=: restore it without, too."
         )
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.save(2, {})
-    assert str(caught.value) == (
-        f"the checkpointer of {tmp_path} is closed. Open another one."
-    )
 
 
 def test_keys_of_another_generator_are_refused(ck):
@@ -899,7 +872,7 @@ def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value)
         except ml.MeshLayoutError as error:
             sentences.append(str(error))
 
-    for name in ("keep", "keep_every", "every", "best"):
+    for name in ("keep", "every"):
         attempt(lambda name=name: Checkpointer(tmp_path, **{name: value}).close())
     if not isinstance(value, str):
         attempt(lambda: Checkpointer(value))
@@ -907,15 +880,12 @@ def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value)
     with Checkpointer(tmp_path, best=("loss", "min")) as ck:
         attempt(lambda: ck.save(value, state))
         attempt(lambda: ck.save(1, value))
-        for name in ("data", "metadata", "metrics", "force"):
+        for name in ("data", "metadata"):
             attempt(lambda name=name: ck.save(1, state, **{name: value}))
-        attempt(lambda: ck.save(1, state, metadata=lambda other: {}))
         attempt(lambda: ck.save(1, state, metadata=lambda: value))
-        attempt(lambda: ck.save(1, state, metrics={"loss": value}))
-        attempt(lambda: ck.save(1, state, metrics={value: 1.0}))
         attempt(lambda: ck.inspect(value))
         ck.wait()
-    assert len(sentences) > 6
+    assert len(sentences) > 2
     for sentence in sentences:
         assert len(sentence.split()) > 4, sentence
         assert " at 0x" not in sentence, sentence
@@ -950,5 +920,5 @@ def test_a_directory_that_was_removed_is_reported_as_such(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore()
     assert str(caught.value) == (
-        f"{tmp_path}/run does not exist, at least not on this machine."
+        f"{tmp_path}/run has no step 'latest': there is no such directory."
     )

@@ -138,7 +138,6 @@ if sys.argv[2] == "fork":
     import multiprocessing, warnings
     warnings.simplefilter("ignore")  # JAX has threads, as it has in a data loader
     def work():
-        ck.close()
         assert ml.Checkpointer(sys.argv[1]).all_steps() in ([], [1])
     worker = multiprocessing.get_context("fork").Process(target=work)
     worker.start()

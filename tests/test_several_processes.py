@@ -777,7 +777,7 @@ def checkpoints(run):
         ck.wait()
         inspected = ck.inspect()
         found["steps"] = [ck.all_steps(), ck.latest_step(), ck.best_step()]
-        found["leaves"] = [[x.path, x.shape, x.layout] for x in inspected.leaves]
+        found["arrays"] = dict(inspected.arrays)
         found["restored"] = contents(ck.restore(state))
         other = layouts_on(run.mesh("across"))
         found["moved"] = contents(ck.restore(state, layouts=other))

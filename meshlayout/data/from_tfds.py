@@ -72,8 +72,8 @@ def from_tfds(
         num_workers: How many processes read, decode and map; 0 leaves it to the
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
-            at most 1 GiB; `report()` says why it does not.
+        in_memory: Whether the split is decoded once and kept. None keeps it if its
+            examples have one size and take at most 1 GiB; `report()` says what it does.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target, to which
@@ -122,12 +122,9 @@ def from_tfds(
             first = stack(reader((row, None), 0))
         # What cannot be placed is refused before the whole split is decoded.
         describe(stack(mapped((row, first), 0)), checked.strings, lambda _: None)
-        why_not = ""
-        if in_memory is None:
-            why_not = _why_not_kept(first, builder.info, split)
-            if why_not:
-                clock.note(f"The split is not kept in memory: {why_not}.")
-        if in_memory is False or why_not:
+        is_kept = _fits(first, builder.info, split) if in_memory is None else in_memory
+        if not is_kept:
+            clock.note("The split is not kept in memory, but decoded in every epoch.")
             return rows_of(mapped)
         decoded = _decoded(rows_of(reader), clock.note)
         closing.close()  # ends the workers that have decoded
@@ -220,17 +217,13 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
     return array_rows(arrays)
 
 
-def _why_not_kept(first: PyTree, info: Any, split: str) -> str:
-    """Returns why a decoded split, of such rows, should not be kept in memory."""
+def _fits(first: PyTree, info: Any, split: str) -> bool:
+    """Returns whether a decoded split, of such rows, should be kept in memory."""
     # An unknown dim does not mean that examples differ, but an array cannot be
     # allocated for it without decoding all of them.
     infos = jax.tree.leaves(info.features.get_tensor_info())
-    if any(dim is None for leaf in infos for dim in leaf.shape):
-        return "examples differ in size"
+    has_one_size = all(None not in leaf.shape for leaf in infos)
     leaves = jax.tree.leaves(first)
     strings = [x for leaf in leaves if leaf.dtype == object for x in leaf.flat]
     row_bytes = sum(leaf.nbytes for leaf in leaves) + sum(map(sys.getsizeof, strings))
-    size = info.splits[split].num_examples * row_bytes
-    if size <= _KEPT_BYTES:
-        return ""
-    return f"decoded, it takes {bytes_text(size)}, more than {bytes_text(_KEPT_BYTES)}"
+    return has_one_size and info.splits[split].num_examples * row_bytes <= _KEPT_BYTES

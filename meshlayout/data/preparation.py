@@ -39,11 +39,9 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     try:
         # A file that is missing or damaged is noticed now, not after hours of training.
         files = splits[split].filepaths
-        problem = "" if files else "it has no examples"
-        for path in files:
-            problem = problem or ("" if path.exists() else f"{path.name} is missing")
-        if problem:
-            raise FileNotFoundError(problem)
+        problems = [f"{path.name} is missing" for path in files if not path.exists()]
+        if problems or not files:
+            raise FileNotFoundError(*problems[:1] or ["it has no examples"])
         source = builder.as_data_source(split=split)
         source.data_source.__getitems__([0, len(source) - 1])
     except Exception as error:
