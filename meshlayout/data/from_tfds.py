@@ -21,8 +21,9 @@ from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tensorflow import feature_dtypes
-from meshlayout.data.dataset import DistributedDataset, checked_options, make_plan
+from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
+from meshlayout.data.plan import checked_options
 from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import Clock
 from meshlayout.data.workers import Workers

@@ -114,8 +114,7 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by the function, called with {context}."):
             return fn(context)
 
-    def batch_size_of(rows: int | None, is_only: Callable[[], bool]) -> int:
-        del is_only
+    def batch_size_of(rows: int | None, _: Callable[[], bool]) -> int:
         if rows is None:
             raise DataError(
                 "the function returned a source of single rows, which does not say the "

@@ -41,9 +41,10 @@ def _dataset_rows(dataset: Any) -> Rows:
         others = [name for name in names if name not in texts]
         # A dtype of None keeps those of the features; otherwise, all numbers would
         # become int64 and float32. NumPy's strings would lose trailing nulls.
-        numbers = dataset.with_format("numpy", columns=others, dtype=None)
-        views = [numbers] * bool(others)
-        views += [dataset.with_format(None, columns=texts)] * bool(texts)
+        views = [
+            dataset.with_format("numpy", columns=others, dtype=None),
+            dataset.with_format(None, columns=texts),
+        ]
 
     def column(values: Any, name: str) -> PyTree:
         is_array = isinstance(values, np.ndarray)
@@ -63,8 +64,8 @@ def _dataset_rows(dataset: Any) -> Rows:
 class _Pass(Iterator[PyTree]):
     """The elements of one pass over an IterableDataset, with lists as arrays.
 
-    A dataset keeps a single position, which is also where its next iteration starts. So
-    it is set when a pass starts reading, and trusted only while no other pass reads:
+    A dataset keeps a single position, which is also where its next iteration starts:
+    it is set when a pass starts reading, and trusted only while no other pass reads.
     `readers` are those that have read since the latest of them started.
     """
 
