@@ -147,8 +147,8 @@ def test_examples_of_a_tf_dataset_that_differ_in_shape_are_an_error(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         next(iter(data))
     assert str(error.value) == (
-        "leaf 't' is ragged: an example is i32[3], and the first one is i32[2]. Give all "
-        "examples one shape and dtype."
+        "leaf 't' is i32[3], and must be i32[2]: all examples have the shape and dtype of "
+        "the first one."
     )
 
 
@@ -292,20 +292,15 @@ def test_workers_of_a_data_loader_give_every_example_and_their_errors(mesh, torc
 
 
 def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
-    columns = (
-        torch.from_numpy(X).to(torch.bfloat16),
-        torch.from_numpy(X).to(torch.float16),
-        torch.arange(20, dtype=torch.int32),
-    )
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*columns), batch_size=5
-    )
+    columns = torch.from_numpy(X).to(torch.float16), torch.arange(20, dtype=torch.int32)
+    pairs = torch.utils.data.TensorDataset(*columns)
+    loader = torch.utils.data.DataLoader(pairs, batch_size=5)
     for source in (loader, columns):
-        data = distribute_dataset(source, mesh, global_batch_size=8, weights=3)
-        brain, half, numbers, _ = batch = next(iter(data))
+        data = distribute_dataset(source, mesh, global_batch_size=8, weights=2)
+        half, numbers, _ = batch = next(iter(data))
         assert isinstance(batch, list if source is loader else tuple)
-        assert (brain.dtype, half.dtype) == (jnp.bfloat16, jnp.float16)
-        np.testing.assert_array_equal(brain, X[:8].astype(jnp.bfloat16))
+        assert half.dtype == jnp.float16
+        np.testing.assert_array_equal(half, X[:8])
         np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
 
 
@@ -436,7 +431,7 @@ def test_a_pytorch_dataset_is_shuffled_and_resumed_by_row(mesh, torch):
 
 def test_sparse_tensors_are_an_error(mesh, torch):
     loader = torch.utils.data.DataLoader([torch.eye(2).to_sparse()], batch_size=None)
-    with pytest.raises(TypeError, match="to_dense"):
+    with pytest.raises(ml.errors.DataError, match="to_dense"):
         distribute_dataset(loader, mesh, global_batch_size=8, batched=False)
 
 
@@ -533,8 +528,8 @@ WRONG_COLUMNS = {
     "missing in lists": ([[1, None], [2, 3]] * 4, MISSING),
     "ragged": (
         [[1], [2, 3]] * 4,
-        "is ragged: an example is i64[2], and the first one is i64[1]. Give all "
-        "examples one shape and dtype.",
+        "is i64[2], and must be i64[1]: all examples have the shape and dtype of the "
+        "first one.",
     ),
     "ragged inside": (
         [[[1], [2, 3]]] * 8,
@@ -630,6 +625,7 @@ def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh,
     pairs = [*zip(iter(data), iter(data), strict=True)]
     assert rows(pair[0] for pair in pairs)["y"].tolist() == list(range(200))
     assert rows(pair[1] for pair in pairs)["y"].tolist() == list(range(200))
+    data = distribute_dataset(dataset, mesh, global_batch_size=40, prefetch=0)
     first, second = data.iterator(epoch=0), data.iterator(epoch=0)
     for iterator in (first, second, first):
         next(iterator)

@@ -209,7 +209,7 @@ class Placement:
                 leaves[index] = _batches.mask_padding(leaves[index], is_real)
         # `jax.enable_x64` as a context manager does not reach the prefetching thread.
         with _jax.x64_mode(enabled=self._x64):
-            arrays = [
+            arrays: list[Any] = [
                 leaf if place is None else place([leaf[part] for part in parts])
                 for leaf, (place, parts) in zip(leaves, self._shards, strict=True)
             ]
