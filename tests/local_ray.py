@@ -1,8 +1,11 @@
 """Ray's actors in this process, and what may happen to them."""
 
+import functools
 import threading
 import traceback
 import types
+
+import cloudpickle
 
 from meshlayout import _optional, distribute
 from meshlayout.distribute.parameter_server.worker import RemoteWorker
@@ -12,47 +15,61 @@ class WorkerKilled(BaseException):
     """Ends a worker in the middle of what it does."""
 
 
-class RayActorError(Exception):
+class RayError(Exception):
+    """What all of Ray's exceptions are."""
+
+
+class RayActorError(RayError):
     """An actor is dead."""
 
 
-class RayTaskError(Exception):
+class RayTaskError(RayError):
     """A method of an actor raised an exception."""
 
-    def __init__(self, cause, text):
-        super().__init__(text)
+    def __init__(self, cause):
+        super().__init__("".join(traceback.format_exception(cause)))
         self.cause = cause
+
+
+class RayTaskActorError(RayTaskError, RayActorError):
+    """What a method was to get is of an actor that is dead."""
+
+
+class Reference:
+    """A value that is computed when it is first asked for."""
+
+    def __init__(self, compute):
+        self.get = functools.cache(compute)
 
 
 class LocalRay:
     """Takes the place of the module `ray`.
 
     Args:
-        fault: Called as `fault(when, method, count)` around every call of a worker to a
-            server: `when` is "before" or "after", `count` counts the calls of this
-            method. It may raise `WorkerKilled`, or kill a server.
+        fault: Called as `fault(when, count)` around each closure that a worker runs:
+            `when` is "before" or "after". It may raise `WorkerKilled`.
     """
 
     exceptions = types.SimpleNamespace(
-        RayActorError=RayActorError, RayTaskError=RayTaskError
+        RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
     )
 
+    cloudpickle = cloudpickle
+
     def __init__(self, fault=None):
-        self.fault = fault or (lambda when, method, count: None)
-        self.servers = []
-        self.num_workers_started = 0
-        self.num_calls = {}
-        self.num_duplicates = 0
-        self.thread = threading.local()
+        self.fault = fault or (lambda when, count: None)
+        self.servers, self.num_workers_started, self.num_closures = [], 0, 0
 
     def is_initialized(self):
         return True
 
     def put(self, value):
-        return lambda: value
+        return Reference(lambda: value)
 
-    def get(self, call):
-        return call()
+    def get(self, value):
+        if isinstance(value, list):
+            return [reference.get() for reference in value]
+        return value.get()
 
     def kill(self, actor):
         actor.is_dead = True
@@ -69,29 +86,29 @@ class LocalRay:
         )
 
     def call(self, actor, method, args):
-        is_worker = isinstance(actor.object, RemoteWorker)
-        count = self.num_calls.get(method, 0)
-        is_counted = getattr(self.thread, "is_worker", False)
-        if is_counted:
-            self.num_calls[method] = count + 1
-            self.fault("before", method, count)
-        if actor.is_dead:
-            raise RayActorError("dead")
-        self.thread.is_worker = is_worker
+        try:
+            args = [x.get() if isinstance(x, Reference) else x for x in args]
+        except RayActorError as error:
+            raise RayTaskActorError(error) from None
+        is_counted = isinstance(actor.object, RemoteWorker)
+        count, self.num_closures = self.num_closures, self.num_closures + is_counted
         try:
             with actor.lock:
+                if is_counted:
+                    self.fault("before", count)
+                if actor.is_dead:
+                    raise RayActorError("dead")
                 result = getattr(actor.object, method)(*args)
+                if is_counted:
+                    self.fault("after", count)
+                return result
         except WorkerKilled:
             actor.is_dead = True
             raise RayActorError("killed") from None
+        except RayActorError:
+            raise
         except Exception as error:
-            raise RayTaskError(error, traceback.format_exc()) from None
-        finally:
-            self.thread.is_worker = is_counted
-        self.num_duplicates += result is False
-        if is_counted:
-            self.fault("after", method, count)
-        return result
+            raise RayTaskError(error) from None
 
 
 class Actor:
@@ -103,9 +120,17 @@ class Actor:
 
     def __getattr__(self, method):
         def remote(*args):
-            return lambda: self.ray.call(self, method, args)
+            return Reference(lambda: self.ray.call(self, method, args))
 
-        return types.SimpleNamespace(remote=remote)
+        def options(num_returns):
+            def remote_parts(*args):
+                whole = remote(*args)
+                part = lambda i: Reference(lambda: whole.get()[i])  # noqa: E731
+                return [part(i) for i in range(num_returns)]
+
+            return types.SimpleNamespace(remote=remote_parts)
+
+        return types.SimpleNamespace(remote=remote, options=options)
 
 
 def start(monkeypatch, num_workers=1, num_servers=1, fault=None, **options):

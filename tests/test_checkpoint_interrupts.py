@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer, orbax
 
 
@@ -93,19 +92,6 @@ def test_ctrl_c_while_the_state_is_copied_comes_after_the_copy(tmp_path, monkeyp
     state["w"] += 1
     ck.close()
     assert Checkpointer(tmp_path).restore_numpy()["w"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_failure_in_the_background_is_reported_once(tmp_path, monkeypatch, caplog):
-    def fail():
-        raise OSError("the cable is out")
-
-    slowed(monkeypatch, fail)
-    ck = Checkpointer(tmp_path)
-    ck.save(1, STATE)
-    with pytest.raises(ml.errors.CheckpointError, match="the cable is out"):
-        ck.wait()
-    ck.close()
-    assert [one.levelname for one in caplog.records if one.levelno > 20] == []
 
 
 def names_in(directory):

@@ -22,7 +22,6 @@ from meshlayout.checkpoint.inspection import Inspection
 from meshlayout.checkpoint.load import to_numpy
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.step import Save, SavedStep, failures
-from meshlayout.checkpoint.tree import saved_leaves
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
@@ -162,7 +161,7 @@ class Checkpointer:
         with self._channel.failure_told(), orbax.undisturbed():
             steps.find_token(self.directory, token)
             trees = {"state": state, **(_beside or {})}
-            saved = {name: saved_leaves(tree) for name, tree in trees.items()}
+            saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
             facts["metrics"] = policy.metric_values(metrics, self.best)
@@ -364,13 +363,13 @@ class Checkpointer:
                 damaged.append(str(error))
                 continue
             if damaged:
-                msg = f"restored step {step}, the newest that is intact."
-                msg = " ".join([msg, *damaged])
-                warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+                damaged.insert(0, f"restored step {step}, the newest that is intact.")
+                text, level = " ".join(damaged), stack_level()
+                warnings.warn(text, CheckpointWarning, stacklevel=level)
             return result
         if damaged:
-            msg = f"{self.directory} has no intact step. Damaged: {' '.join(damaged)}"
-            raise DamagedCheckpointError(msg)
+            damaged.insert(0, f"{self.directory} has no intact step.")
+            raise DamagedCheckpointError(" ".join(damaged))
         return None
 
     def read(

@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 
-from meshlayout import _checks
 from meshlayout._optional import require
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -47,17 +46,9 @@ _LEFTOVER = r"\d+\.(new(\.orbax-checkpoint-tmp.*)?|deleting-\d+)"
 _TOKEN, _SHARED_S = ".shared", 5.0
 
 
-def path_text(name: str, path: object) -> str:
-    """Returns a user's path as a string, or raises CheckpointError."""
-    text = path.__fspath__() if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise CheckpointError(f"{name} must be a path, got {_checks.shown(path)}.")
-    return text
-
-
-def as_directory(path: object) -> Path:
+def as_directory(path: str | os.PathLike[str]) -> Path:
     """Returns an absolute path; in a store, Orbax's kind of path."""
-    text = path_text("a checkpoint directory", path)
+    text = os.fspath(path)
     if text.startswith("gs://"):
         require("gcsfs", extra="gcs", purpose="A directory in gs://")
         epath = require("etils.epath", extra="checkpoint", purpose="Checkpointing")
@@ -283,11 +274,11 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
 
 
 def leave_token(directory: Path) -> str:
-    """Writes and returns a token, by which others see that they share a directory."""
-    if jax.process_count() == 1 or is_remote(directory):
-        return ""
-    token = secrets.token_hex(8)
-    (directory / _TOKEN).write_text(token)
+    """Writes a token for `find_token`; none if one process, or a store, needs none."""
+    is_alone = jax.process_count() == 1 or is_remote(directory)
+    token = "" if is_alone else secrets.token_hex(8)
+    if token:
+        (directory / _TOKEN).write_text(token)
     return token
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlayout import _render
-from meshlayout.checkpoint.tree import specs_of
+from meshlayout.checkpoint.orbax import specs_of
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,11 @@ class Inspection:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Inspection":
         """Returns the inspection of a step, from the facts of its save."""
-        arrays: dict[str, str] = {}
         leaves = facts["items"]["state"]
-        specs = specs_of(leaves)
+        arrays, specs = dict[str, str](), specs_of(leaves)
         for x, leaf in zip(specs, leaves, strict=True):
-            layout = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
-            text = f"{_render.array_text(x.dtype, x.shape)} {layout}"
+            place = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
+            text = f"{_render.array_text(x.dtype, x.shape)} {place}"
             arrays[x.path] = text.strip()
         return cls(
             step=facts["step"],

@@ -20,7 +20,7 @@ import jax
 
 from meshlayout import _render
 from meshlayout.checkpoint import directory as steps, orbax
-from meshlayout.checkpoint.load import load
+from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
 from meshlayout.cluster import activity
 from meshlayout.cluster.channel import Channel
@@ -185,10 +185,10 @@ class SavedStep:
             raise CheckpointError(msg)
         return self.facts["data"] or []
 
-    def source(self, tree: str = "state") -> orbax.OrbaxTree:
+    def source(self, tree: str = "state") -> Source:
         """Returns one of its trees as a source to load from."""
         leaves = self.facts["items"][tree]
-        return orbax.OrbaxTree(self.path, tree, leaves, str(self.path), self.confirm)
+        return orbax.saved_tree(self.path, tree, leaves, str(self.path), self.confirm)
 
     def load(self, request: Request, tree: str = "state") -> Any:
         """Returns one of its trees, restored into `request.like`."""

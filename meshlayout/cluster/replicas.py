@@ -60,7 +60,7 @@ def replica_difference(sums: Mapping[int, Sums]) -> str:
 @functools.lru_cache(maxsize=64)
 def _holders(
     mesh: Mesh, axes: tuple[str, ...]
-) -> dict[jax.Device, tuple[int, tuple[int, ...]]]:
+) -> dict[Any, tuple[int, tuple[int, ...]]]:
     """Returns, by device, the number of its shard and the processes that hold that.
 
     Empty if no shard over these axes is on several processes.

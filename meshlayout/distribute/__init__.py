@@ -22,7 +22,6 @@ from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
     ParameterServerStrategy as ParameterServerStrategy,
     PerWorkerDataset as PerWorkerDataset,
-    PerWorkerIterator as PerWorkerIterator,
     RemoteValue as RemoteValue,
 )
 from meshlayout.distribute.strategies import (

@@ -98,7 +98,8 @@ class ReplicaTrace:
         combine = functools.partial(self.context.combine, ReduceOp.SUM)
         with unwatched():  # these sums are ours
             pairs = zip(leaves, is_missing, strict=True)
-            return treedef.unflatten([combine(x) if m else x for x, m in pairs])
+            sums = [combine(x) if m else x for x, m in pairs]
+        return treedef.unflatten(sums)
 
     # What a watch calls.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
@@ -32,16 +33,15 @@ class CentralStorageStrategy(Strategy):
     the devices at its beginning, and those that it changed back at its end. The numbers
     are those of `MirroredStrategy`. Scalars and PRNG keys are stored on the devices.
 
+    A stack of blocks that is an `nnx.Param(stack, streamed=True)` is left where it is:
+    the model moves each block itself, in the body of its scan, by
+    `jax.device_put(block, jax.memory.Space.Device)`.
+
     Args:
         devices: The devices, as for `MirroredStrategy`; None for all of this process.
-        streamed: Types of Variables that programs leave in the host's memory: the model
-            moves each block of them itself, by `jax.device_put(block,
-            jax.memory.Space.Device)` in the body of its scan.
 
     Raises:
-        MeshError: If there are no such devices, or one is given twice.
-        StrategyError: If one belongs to another process, or programs on these devices
-            cannot read the memory of the host.
+        StrategyError: If programs on these devices cannot read the host's memory.
 
     Example:
         >>> from flax import nnx
@@ -53,14 +53,8 @@ class CentralStorageStrategy(Strategy):
         'pinned_host'
     """
 
-    def __init__(
-        self,
-        devices: Iterable[Any] | None = None,
-        *,
-        streamed: type | tuple[type, ...] = (),
-    ) -> None:
+    def __init__(self, devices: Iterable[Any] | None = None) -> None:
         super().__init__(local_mesh(devices, "CentralStorageStrategy"))
-        self._streamed = streamed
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
         if is_old or (kinds and HOST_MEMORY not in kinds):
@@ -77,11 +71,7 @@ class CentralStorageStrategy(Strategy):
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: in the memory of the host."""
-
-        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-            del path
-            return self._layout(shape, dtype)
-
+        rule: Any = lambda path, shape, dtype: self._layout(shape, dtype)  # noqa: E731
         return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
@@ -90,40 +80,35 @@ class CentralStorageStrategy(Strategy):
         return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
 
     def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
-        is_plain = not is_own and not isinstance(x, (PerReplica, Tracer))
-        if not is_plain or not _jax.is_committed(x):
+        if is_own or isinstance(x, (PerReplica, Tracer, jax.ShapeDtypeStruct)):
             return super()._place(path, x, is_own=is_own)
+        x = jnp.asarray(x)
         layout = self._layout(x.shape, x.dtype)
-        if x.sharding.is_equivalent_to(layout.sharding, x.ndim) and (
-            _jax.is_on_host(x) == (layout.memory_kind is not None)
-        ):
+        is_here = x.sharding.is_equivalent_to(layout.sharding, x.ndim)
+        if is_here and _jax.is_on_host(x) == (layout.memory_kind is not None):
             return x
-        if x.sharding.device_set <= set(self.mesh.devices.flat):
-            return _jax.put(x, layout.sharding)  # as the shape rule of another wants it
-        return super()._place(path, x, is_own=is_own)
+        return _jax.put(x, layout.sharding, may_alias=False)
 
-    def _entered(self, variable: nnx.Variable[Any], value: Leaf) -> Any:
+    def _entered(self, variable: "nnx.Variable[Any]", value: Leaf) -> Any:
         """Moves a Variable's value to the device at the beginning of a program."""
-        if isinstance(variable, self._streamed):
-            return value
+        is_streamed = variable.get_metadata().get("streamed")
+        if is_streamed and not isinstance(variable, nnx.optimizer.OptState):
+            return value  # of an optimizer's, the metadata are those of its parameter
         return jax.tree.map(_jax.in_device_memory, value)
 
 
 def _fetching(read: Any) -> Any:
     """Makes code outside of `run` read a Variable's value on the device."""
     get: Any = read.fget if isinstance(read, property) else read
+    put = lambda x: _jax.in_device_memory(x) if isinstance(x, jax.Array) else x  # noqa: E731
 
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:
         value = get(self, **options)
         # In `run`, what a program is to move has been moved.
-        return value if current.get() is not None else jax.tree.map(_on_device, value)
+        return value if current.get() is not None else jax.tree.map(put, value)
 
     return property(replacement, read.fset) if get is not read else replacement
-
-
-def _on_device(x: Leaf) -> Any:
-    return _jax.in_device_memory(x) if isinstance(x, jax.Array) else x
 
 
 # While there is such a strategy. The method is a property in flax 0.11.

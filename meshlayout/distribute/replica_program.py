@@ -342,7 +342,7 @@ class ReplicaProgram:
         values = {id(variable): x for variable, x in pairs}
 
         def value_of(variable: Variable) -> Any:
-            value = values.get(id(variable))
+            value = values.get(id(variable), raw_value(variable))
             return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
 
         scalars, options = arguments.scalars, {"decisions": self._seen.decisions}

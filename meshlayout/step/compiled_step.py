@@ -218,7 +218,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """
         return self._call(args, {}, is_again=True)
 
-    def _call(self, args: Any, kwargs: dict[str, Any], *, is_again: bool = False) -> Any:
+    def _call(self, args: Any, kwargs: Any, *, is_again: bool = False) -> Any:
         ambient = jax.sharding.get_abstract_mesh()
         try:
             if ambient is self._no_mesh or ambient.empty:
@@ -252,7 +252,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             leaves = jax.tree.leaves(rest if is_again else (state, rest))
             if program.is_elsewhere(leaves):
                 raise Retrace
-            if program.is_spread and may_be_donated_twice(state, rest, is_again):
+            if program.is_spread and may_be_donated_twice(state, rest, is_new=is_again):
                 check_memory(self._name, self._names, args, kwargs)
             now = activity.now  # `activity.begin`, without the time of a call
             now.name, now.moves = self._name, now.moves + 1

@@ -495,7 +495,7 @@ def is_deleted(leaf: Leaf) -> bool:
     return is_array and leaf.is_deleted()
 
 
-def may_be_donated_twice(state: PyTree, rest: PyTree, is_new: bool = False) -> bool:
+def may_be_donated_twice(state: PyTree, rest: PyTree, *, is_new: bool = False) -> bool:
     """Returns, fast, whether an array may be used up, or be passed twice.
 
     Args:

@@ -1,8 +1,5 @@
 """Asynchronous training: parameter servers and workers, as Ray actors."""
 
-from meshlayout.distribute.parameter_server.closures import (
-    PerWorkerIterator as PerWorkerIterator,
-)
 from meshlayout.distribute.parameter_server.coordinator import (
     ClusterCoordinator as ClusterCoordinator,
     PerWorkerDataset as PerWorkerDataset,

@@ -6,15 +6,13 @@ computed from variables that others have changed meanwhile. Ray starts the proce
 the machines of its cluster, which takes the place of `TF_CONFIG`.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import jax
 
-from meshlayout import _checks, _optional
-from meshlayout._annotations import PyTree
-from meshlayout.distribute.parameter_server.pushes import worker_strategy
+from meshlayout import _checks
+from meshlayout.distribute.parameter_server.worker import ray_module, worker_strategy
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
@@ -52,28 +50,20 @@ class ParameterServerStrategy(Strategy):
         worker_options: Mapping[str, Any] | None = None,
         server_options: Mapping[str, Any] | None = None,
     ) -> None:
-        where = type(self).__name__
-        count = functools.partial(
-            _checks.count, at_least=1, where=where, error=StrategyError
-        )
-        self.num_workers = count("num_workers", num_workers)
-        self.num_servers = count("num_servers", num_servers)
+        context: Any = {"where": type(self).__name__, "error": StrategyError}
+        count = _checks.count
+        self.num_workers = count("num_workers", num_workers, at_least=1, **context)
+        self.num_servers = count("num_servers", num_servers, at_least=1, **context)
+        ray_module()  # refuses, if it is not installed
         cpu = {"runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}}
         self._worker_options = dict(worker_options or {})
         self._server_options = {**cpu, **(server_options or {})}
-        _optional.require("ray", extra="ray", purpose=where)
         # Objects on the coordinator are on one of its devices.
         mesh = create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
         super().__init__(mesh)
+        self._coordinator: Any = None
 
-    def run(
-        self,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-        options: None = None,
-    ) -> PyTree:
-        """Compiles and calls a function in a scheduled one; an error elsewhere."""
+    def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
         msg = (
             "ParameterServerStrategy.run was called on the coordinator, which computes "
             "nothing itself: call it in a function that you pass to "
@@ -85,6 +75,4 @@ class ParameterServerStrategy(Strategy):
         return worker_strategy, ()
 
     def __repr__(self) -> str:
-        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        servers = f"{self.num_servers} parameter server{'s' * (self.num_servers > 1)}"
-        return f"{type(self).__name__}({workers}, {servers})"
+        return f"{type(self).__name__}({self.num_workers}, {self.num_servers})"

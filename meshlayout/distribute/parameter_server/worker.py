@@ -1,39 +1,40 @@
-"""A worker: runs closures, one at a time.
+"""A worker: runs closures, one at a time, on the values that it is given.
 
-It pulls the variables that a closure uses, calls its function, and pushes gradients and
-changes to every server that has a part of them. All closures share its Variables, one
-per name, and a function that was sent before is the same object, so that what has been
-compiled for it is used again.
+It returns what a function returned, and what each server is to change. So a worker that
+is killed has changed nothing, and its closure can run on another one. All closures
+share its Variables, one per name; and a function that was sent before is the same
+object, so that what has been compiled for it is used again.
+
+A closure is pickled with all that it uses, except for three things. A Variable travels
+as its name, since its value is on the servers (only a random stream has its own); an
+optimizer without its Optax transformation and state; an iterator of a per-worker
+dataset as its number.
 """
 
+import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshlayout import _checks, _optional, _paths
+from meshlayout import _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
 from meshlayout.distribute.capture import Roots
-from meshlayout.distribute.parameter_server.closures import (
-    Closure,
-    ClosureInput,
-    VariableReference,
-)
-from meshlayout.distribute.parameter_server.pushes import Pushes
-from meshlayout.distribute.parameter_server.server import Push
-from meshlayout.distribute.variables import set_raw_value
+from meshlayout.distribute.parameter_server.servers import Push
+from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 
 
-class ServerLost(Exception):  # noqa: N818 - an event, not a mistake
-    """A parameter server died; its number is the argument."""
+# Functions that a worker keeps, with the programs that were compiled for them.
+MOST_FUNCTIONS = 64
 
 
 def ray_module() -> Any:
@@ -41,158 +42,208 @@ def ray_module() -> Any:
     return _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
 
 
-def call(
-    servers: Sequence[Any], method: str, arguments: Mapping[int, Any]
-) -> list[Any]:
-    """Calls a method of several servers at a time, with one argument each."""
-    ray, results = ray_module(), []
-    answers = {s: getattr(servers[s], method).remote(x) for s, x in arguments.items()}
-    for server, answer in answers.items():
-        try:
-            results.append(ray.get(answer))
-        except ray.exceptions.RayActorError as error:
-            raise ServerLost(server) from error
-    return results
+class Closure(NamedTuple):
+    """A pickled function with its arguments: of these, arrays and numbers apart."""
+
+    name: str
+    number: int
+    payload: Any
+    inputs: bytes
+    variables: list[str]
+
+
+class ClosureInput(int):
+    """Stands for one of the arrays and numbers among the arguments of a closure."""
+
+
+def is_whole(argument: object) -> bool:
+    """Returns whether an argument is one thing, and no tree of arrays."""
+    return _paths.is_nnx_object(argument) or isinstance(argument, Iterator)
 
 
 class RemoteWorker:
     """Runs closures, as worker `index` of `num_workers`; a Ray actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
-        self._index = index
-        self._context = InputContext(num_workers, index, 1)
-        self._variables: dict[str, nnx.Variable[Any]] = {}
-        self._roles: dict[str, str | None] = {}
+        self._index, self._context = index, InputContext(num_workers, index, 1)
+        self._load = functools.lru_cache(MOST_FUNCTIONS)(
+            lambda payload: pickle.loads(ray_module().get(payload))
+        )
+        self._datasets: Mapping[int, Any] = {}
         self._iterators: dict[int, Any] = {}
-        self._functions: dict[str, Any] = {}
-        self._params: dict[int, PyTree] = {}
-        self._unpushed: tuple[int, bytes, dict[int, Push], set[int]] | None = None
-
-    def ping(self) -> None:
-        """Shows that the worker has started."""
+        self._random: dict[str, Any] = {}
+        self.variables: dict[str, nnx.Variable[Any]] = {}
+        self.params: dict[str, PyTree] = {}
+        # By optimizer, and a number that makes each update another one.
+        self.grads: dict[tuple[str, int], dict[str, Any]] = {}
 
     def run(
-        self, closure: Closure, placed: set[int], servers: Sequence[Any]
-    ) -> tuple[bytes, dict[int, PyTree]]:
-        """Runs a closure, and pushes what it changes.
+        self, closure: Closure, datasets: Mapping[int, Any], *pulled: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Runs a closure on variables that were pulled, each dict from one server.
 
-        Returns what the function returned, pickled, and the parameters of optimizers
-        whose state is to be `placed` on the servers first. The closure is then sent
-        here again, where its gradients are kept.
+        Returns what the function returned, the names of the parameters of each
+        optimizer that it updated, and a push for each of these servers.
         """
-        if self._unpushed is None or self._unpushed[0] != closure.number:
-            try:
-                self._unpushed = self._compute(closure, servers)
-            except StopIteration:
-                msg = (
-                    f"{closure.name} asked for a batch on worker {self._index}, where "
-                    "the dataset has ended. Let the dataset function return one that "
-                    "repeats: it is not known how many closures a worker will run."
-                )
-                raise StrategyError(msg) from None
-        _, result, pushes, optimizers = self._unpushed
-        if not optimizers <= placed:
-            return result, {n: self._params[n] for n in optimizers - placed}
-        call(servers, "push", pushes)
-        self._unpushed = None
-        return result, {}
-
-    def _compute(
-        self, closure: Closure, servers: Sequence[Any]
-    ) -> tuple[int, bytes, dict[int, Push], set[int]]:
-        get = ray_module().get
-        for number, (dataset,) in closure.datasets.items():
-            if number not in self._iterators:
-                make, takes_context = cloudpickle.loads(get(dataset))
-                with _checks.noted(f"in the dataset function on worker {self._index}"):
-                    batches = make(*[self._context] * takes_context)
-                    self._iterators[number] = iter(batches)
-        if closure.digest not in self._functions:
-            file = io.BytesIO(get(closure.payload[0]))
-            self._functions[closure.digest] = _Unpickler(file, self._load).load()
-        fn, *arguments = self._functions[closure.digest]
-        inputs, random = pickle.loads(closure.values)
-        kinds = (ClosureInput, Iterator, nnx.Pytree, nnx.Variable)
-        args, kwargs = jax.tree.map(
-            lambda x: inputs[x.number] if isinstance(x, ClosureInput) else x,
-            arguments,
-            is_leaf=lambda x: isinstance(x, kinds),
-        )
-        for name, x in random.items():
+        _worker.set(self)
+        self._datasets, self.grads = datasets, {}
+        fn, arguments = self._load(closure.payload)
+        inputs = pickle.loads(closure.inputs)
+        put = lambda x: inputs[x] if isinstance(x, ClosureInput) else x  # noqa: E731
+        args, kwargs = jax.tree.map(put, arguments, is_leaf=is_whole)
+        arrays = {n: jnp.asarray(x) for part in pulled for n, x in part.items()}
+        for name, x in self._random.items():
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 # Closures differ, and one that is run again draws the same numbers.
-                keys = [jax.random.fold_in(key, closure.number) for key in x.ravel()]
-                x = jnp.stack(keys).reshape(x.shape)
-            self._set(name, x)
-        by_server: dict[int, list[str]] = {}
-        for name, server in closure.servers.items():
-            by_server.setdefault(server, []).append(name)
-        pulled = call(servers, "pull", by_server)
-        before = {name: x for values in pulled for name, x in values.items()}
-        for name, x in before.items():
-            self._set(name, x)
-        handed_over = Pushes(self._variables, self._params)
-        with Roots(fn).refuse_appends(closure.name), handed_over:
-            result = fn(*args, **kwargs)
-        pushes = self._pushes(closure, handed_over.grads, before)
-        # Numbers are NumPy's scalars, which can be formatted.
-        to_host = lambda x: np.asarray(x)[()] if isinstance(x, jax.Array) else x  # noqa: E731
-        pickled = cloudpickle.dumps(jax.tree.map(to_host, result))
-        return closure.number, pickled, pushes, set(handed_over.grads)
-
-    def _load(self, pid: int | VariableReference) -> Any:
-        """Returns what stands for a reference on this worker."""
-        if isinstance(pid, int):
-            return self._iterators[pid]
-        if pid.name not in self._variables:
-            variable = pid.kind.from_metadata(jnp.zeros(()), pid.metadata)
-            self._variables[pid.name], self._roles[pid.name] = variable, pid.role
-        return self._variables[pid.name]
-
-    def _set(self, name: str, value: Any) -> None:
-        set_raw_value(self._variables[name], jnp.asarray(value))
-
-    def _pushes(
-        self, closure: Closure, grads: Mapping[int, Any], before: Mapping[str, Any]
-    ) -> dict[int, Push]:
-        """Divides what a closure changes over the servers."""
-        pushes: dict[int, Push] = {}
-
-        def push(name: str) -> Push:
-            return pushes.setdefault(
-                closure.servers[name], Push(closure.number, {}, {}, {})
+                fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+                x = fold_in(x.ravel(), closure.number).reshape(x.shape)
+            arrays[name] = x
+        for name, x in arrays.items():
+            set_raw_value(self.variables[name], x)
+        roots = Roots(fn)
+        try:
+            with roots.refuse_appends(closure.name):
+                result = fn(*args, **kwargs)
+        except StopIteration:
+            msg = (
+                f"{closure.name} asked for a batch on worker {self._index}, where the "
+                "dataset has ended. Let the dataset function return one that repeats: "
+                "it is not known how many closures a worker will run."
             )
+            raise StrategyError(msg) from None
+        changed = {
+            n for n, x in arrays.items() if raw_value(self.variables[n]) is not x
+        }
+        pushes = [self._push(roots, part, changed) for part in pulled]
+        params = {optimizer: self.params[optimizer] for optimizer, _ in self.grads}
+        return jax.device_get(result), params, *pushes
 
-        for optimizer, by_name in grads.items():
-            for name, grad in by_name.items():
-                push(name).grads.setdefault(optimizer, {})[name] = np.asarray(grad)
-        for name, old in before.items():
-            new, role = (
-                np.asarray(_paths.box_value(self._variables[name])),
-                self._roles[name],
-            )
-            # By value: Flax's transforms give Variables back as new arrays.
-            if np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"):
-                continue
-            if role not in ("sum", "mean", "first"):
+    def _push(self, roots: Roots, values: Mapping[str, Any], changed: set[str]) -> Push:
+        """Returns what a closure changes on the server that has these variables."""
+        push: Push = [], {}
+        for (optimizer, _), grads in self.grads.items():
+            own = {n: np.asarray(x) for n, x in grads.items() if n in values}
+            push[0].extend([(optimizer, own)] if own else [])
+        for name in sorted(changed & values.keys()):
+            variable, old = self.variables[name], values[name]
+            new = np.asarray(raw_value(variable))
+            if new.tobytes() == old.tobytes():
+                continue  # Flax's transforms give Variables back as new arrays.
+            if aggregation(variable) in (None, "first", "per_replica"):
                 msg = (
-                    f"the closure changes {name} without an nnx.Optimizer, and what "
-                    "several workers change would get lost. Make it with "
-                    'nnx.Variable(x, aggregation="sum") to add changes up, or "first" '
-                    "to keep the last value."
+                    f"the closure changes {roots.path_of(variable)} without an "
+                    "nnx.Optimizer, and what several workers assign would get lost. "
+                    'Make it with nnx.Variable(x, aggregation="sum") to add changes up.'
                 )
                 raise StrategyError(msg)
-            if role == "first":
-                push(name).assigned[name] = new
-            else:
-                push(name).added[name] = new - old
-        return pushes
+            push[1][name] = new - old
+        return push
+
+    def take(self, updates: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Takes the gradients of optimizers, which are pushed when the closure ends."""
+        for optimizer, grads in updates:
+            self.grads[optimizer, len(self.grads)] = grads
+
+    def iterator(self, number: int) -> Any:
+        """Returns what an iterator of a per-worker dataset is on this worker."""
+        if number not in self._iterators:
+            dataset_fn, takes_context = ray_module().get(self._datasets[number])
+            batches = dataset_fn(*[self._context] * takes_context)
+            self._iterators[number] = iter(batches)
+        return self._iterators[number]
+
+    def variable(self, name: str, kind: Any, metadata: Any, random: Any) -> Any:
+        """Returns the Variable of a name, which gets its value before each closure."""
+        if name not in self.variables:
+            self.variables[name] = kind.from_metadata(jnp.zeros(()), metadata)
+        self._random |= {} if random is None else {name: random}
+        return self.variables[name]
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, load: Callable[[Any], Any]) -> None:
-        super().__init__(file)
-        self._load = load
+# The worker whose closure runs in this thread.
+_worker: ContextVar[RemoteWorker] = ContextVar("worker")
 
-    def persistent_load(self, pid: int | VariableReference) -> Any:
-        return self._load(pid)
+
+def on_worker(method: str, *args: Any) -> Any:
+    """Calls a method of the worker: so Variables and iterators are pickled."""
+    return getattr(_worker.get(), method)(*args)
+
+
+def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list[str]]:
+    """Returns a pickled closure, and the names of the variables in it."""
+    file, names = io.BytesIO(), list[str]()
+    pickler = ray_module().cloudpickle.Pickler(file)
+    reduce_other = pickler.reducer_override
+
+    def reduce(obj: Any) -> Any:
+        if isinstance(obj, nnx.metrics.Welford):
+            msg = (
+                "schedule: the statistics of an nnx.metrics.Welford cannot be added up "
+                "over closures. Return the values, or use nnx.metrics.Average."
+            )
+            raise StrategyError(msg)
+        if isinstance(obj, nnx.Optimizer):
+            model = vars(obj).get("model")
+            return RemoteOptimizer, (name_of(obj), obj.wrt, obj.step, model)
+        if not isinstance(obj, nnx.Variable):
+            return reduce_other(obj)
+        name, is_random = name_of(obj), isinstance(obj, nnx.RngState)
+        names.extend([] if is_random else [name])  # once for each, as it is pickled
+        random = _paths.box_value(obj) if is_random else None
+        metadata = dict(obj.get_metadata())
+        return on_worker, ("variable", name, type(obj), metadata, random)
+
+    pickler.reducer_override = reduce
+    pickler.dump(closure)
+    return file.getvalue(), names
+
+
+@jax.tree_util.register_static
+class RemoteOptimizer:
+    """An `nnx.Optimizer` on a worker; `model` is that of an `nnx.ModelAndOptimizer`."""
+
+    def __init__(self, name: str, wrt: Any, step: object, model: PyTree) -> None:
+        self.name, self.wrt, self.step, self.model = name, wrt, step, model
+
+    def update(self, *args: Any) -> None:
+        """Hands gradients over, for the servers to apply when the closure has ended."""
+        model, grads = args if self.model is None else (self.model, *args)
+        worker, state = _worker.get(), nnx.state(model, self.wrt)
+        own = {id(variable): name for name, variable in worker.variables.items()}
+        params = jax.tree.map(lambda x: own.get(id(x), ""), state, is_leaf=is_whole)
+        names, values = jax.tree.leaves(params), nnx.state(grads, self.wrt)
+        if "" in names:
+            msg = (
+                "optimizer.update got copies of its model's parameters, as in nnx.jit. "
+                "Compile the step by strategy.run."
+            )
+            raise StrategyError(msg)
+        leaves = jax.tree.leaves(values, is_leaf=is_whole)
+        arrays = [raw_value(x) if is_whole(x) else x for x in leaves]
+        worker.params[self.name] = params
+        worker.take([(self.name, dict(zip(names, arrays, strict=True)))])
+
+
+class WorkerStrategy(OneDeviceStrategy):
+    """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
+
+    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
+        result, grads = super()._run(functools.partial(_with_grads, fn), args, kwargs)
+        _worker.get().take((name, by_name) for (name, _), by_name in grads.items())
+        return result
+
+
+def _with_grads(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> Any:
+    """Returns gradients, too, which leave a compiled program as its results."""
+    worker = _worker.get()
+    outer, worker.grads = worker.grads, {}
+    try:
+        return fn(*args, **kwargs), worker.grads
+    finally:
+        worker.grads = outer
+
+
+@functools.cache
+def worker_strategy() -> WorkerStrategy:
+    """Returns the strategy of this worker."""
+    return WorkerStrategy(jax.local_devices()[0])
