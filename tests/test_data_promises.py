@@ -170,7 +170,10 @@ def test_dependencies_are_plain_or_belong_to_extras_and_load_when_used():
     assert "tensorflow-datasets" in plain
     assert "importlib_resources" in plain
     assert "pillow" in plain
-    assert "tfds" not in project["optional-dependencies"]
+    extras = project["optional-dependencies"]
+    assert "tfds" not in extras
+    assert "cloudpickle" not in plain
+    assert all("cloudpickle" in " ".join(extras[name]) for name in ("data", "ray"))
     program = """
 import sys
 import numpy as np
@@ -181,6 +184,7 @@ for source in ({"x": np.zeros((4, 2))}, lambda: iter([{"x": 1.0}] * 4)):
     for batch in ml.distribute_dataset(source, mesh, global_batch_size=2):
         pass
 heavy = ("tensorflow", "torch", "datasets", "grain", "tensorflow_datasets")
+heavy += ("cloudpickle", "ray")
 print([name for name in heavy if name in sys.modules])
 """
     run = [sys.executable, "-c", program]

@@ -114,10 +114,9 @@ def from_tfds(
         if supervised and keys is None:
             msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
             raise DataError(msg)
-        reader = _Reader(source, keys, feature_dtypes(builder.info.features))
-        mapped = replace(
-            reader, map=map, is_random=is_random, seed=checked.shuffle or 0
-        )
+        dtypes, seed = feature_dtypes(builder.info.features), checked.shuffle or 0
+        reader = _Reader(source, keys, dtypes, is_random, seed)
+        mapped = replace(reader, map=map)
         row = np.zeros(1, np.int64)
         with _checks.noted("TFDS raised this for the first example."):
             first = stack(reader((row, None), 0))
@@ -146,10 +145,8 @@ def _is_random(function: Callable[..., Any]) -> bool:
     """Returns whether a function of an example requires a generator, too."""
     try:
         inspect.signature(function).bind("an example")
-    except TypeError:
-        return True
-    except ValueError:  # some built-in functions have no signature
-        return False
+    except (TypeError, ValueError) as error:
+        return isinstance(error, TypeError)  # some built-ins have no signature
     return False
 
 
@@ -166,9 +163,9 @@ class _Reader:
     source: Any
     keys: PyTree
     dtypes: Mapping[str, np.dtype]
+    is_random: bool
+    seed: int
     map: Callable[..., Any] | None = None
-    is_random: bool = False
-    seed: int = 0
 
     def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
         """Returns examples, given row indices and, if they were decoded, the rows."""

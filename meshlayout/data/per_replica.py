@@ -26,11 +26,9 @@ from meshlayout.errors import DataError
 class InputContext:
     """Which part of the input this process makes.
 
-    Processes that hold parts of the same replicas form one pipeline, and must make the
-    same input.
-
     Attributes:
-        num_input_pipelines: The number of pipelines.
+        num_input_pipelines: The number of pipelines. Processes that hold parts of the
+            same replicas form one.
         input_pipeline_id: The index of this one, from 0.
         num_replicas_in_sync: The number of replicas, in all pipelines together.
 

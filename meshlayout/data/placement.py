@@ -52,8 +52,7 @@ def process_rows(
         >>> process_rows(mesh.layout("batch", None), (6, 5))
         array([0, 1, 2, 3, 4, 5])
     """
-    is_shape = isinstance(global_shape, Sequence)
-    first = next(iter(global_shape), None) if is_shape else global_shape
+    first = global_shape[0] if isinstance(global_shape, Sequence) else global_shape
     num_rows = _checks.count("the number of rows", first, at_least=0, error=DataError)
     rows = _batches.leaf_layout(batch_layout(layout), 1)
     here = jax.process_index() if process_index is None else process_index
@@ -250,13 +249,12 @@ def find_weights(
                 f"example, and is {given}. Give weights= another name."
             )
         return spec, index
-    if not _batches.takes_weights(numbered, key):
-        # The default key was not chosen by the user, and weights may not be needed.
-        if key != "weight":
-            msg = f"the source's examples have no place for weights={key!r}. "
-            raise DataError(msg + padding_hint(rows))
-        return spec, None
-    if not add:
+    has_place = _batches.takes_weights(numbered, key)
+    # The default key was not chosen by the user, and weights may not be needed.
+    if not has_place and key != "weight":
+        msg = f"the source's examples have no place for weights={key!r}. "
+        raise DataError(msg + padding_hint(rows))
+    if not has_place or not add:
         return spec, None
     weighted = _batches.with_weights(numbered, key, -1)
     entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)

@@ -123,10 +123,8 @@ def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
 
 
 def _without_advice(record: logging.LogRecord) -> bool:
-    """Keeps TFDS from recommending OpenCV to everyone who decodes images with Pillow.
-
-    If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
-    """
+    """Keeps TFDS from recommending OpenCV to all who decode images with Pillow."""
+    # If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
     return "OpenCV is not installed" not in str(record.msg)
 
 
