@@ -170,19 +170,6 @@ if __name__ == "__main__":
     assert run_python(program) == str(list(range(20)))
 
 
-def test_an_exception_in_a_grain_map_comes_after_the_examples_before_it(mesh):
-    def fail(example):
-        if example["y"] == 81:
-            raise ArithmeticError("no root of 81")
-        return example
-
-    dataset = ROWS.to_iter_dataset().map(fail)
-    batches = iter(distribute_dataset(dataset, mesh, global_batch_size=8))
-    assert values([next(batches)]) == squares(range(8))
-    with pytest.raises(ArithmeticError, match="no root of 81"):
-        next(batches)
-
-
 # TFDS: data sources, without TensorFlow
 
 

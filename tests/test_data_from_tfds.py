@@ -1,6 +1,5 @@
 """`from_tfds`: from a dataset's name to batches, read, decoded, mapped and kept."""
 
-import itertools
 import os
 import re
 import shutil
@@ -289,31 +288,6 @@ def test_worker_processes_end_with_the_data_set(directory, tmp_path):
 def test_wrong_choices_are_errors(tiny, options, message):
     with pytest.raises(ml.errors.DataError, match=message):
         tiny(**options)
-
-
-ODD_VALUES = [None, float("nan"), -1, "x", object()]
-PARAMETERS = ["split", "layout_or_mesh", "data_dir", "shuffle"]
-
-
-@pytest.mark.parametrize("value", ODD_VALUES)
-@pytest.mark.parametrize("name", [*PARAMETERS, "global_batch_size"])
-def test_odd_values_work_or_are_refused_in_a_sentence(mesh, directory, name, value):
-    options = {
-        "name": "tiny",
-        "split": "train[:20]",
-        "layout_or_mesh": mesh,
-        "global_batch_size": 8,
-        "data_dir": directory,
-        "map": numbers_and_images,
-    }
-    message = ""
-    try:
-        data = from_tfds(**{**options, name: value})
-        shapes = {batch["number"].shape for batch in itertools.islice(data, 5)}
-        assert shapes == {(8,)}
-    except ml.MeshLayoutError as error:
-        message = str(error)
-    assert re.fullmatch(r"(?s)|[\w'].*[.?]", message)
 
 
 # What is kept in memory

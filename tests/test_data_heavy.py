@@ -122,14 +122,6 @@ def test_a_tf_dataset_of_unknown_shapes_is_not_taken_for_examples(mesh, tf, shap
     assert str(error.value) == AMBIGUOUS
 
 
-def test_a_tf_dataset_that_shuffles_gives_another_order_in_every_epoch(mesh, tf):
-    dataset = tf.data.Dataset.from_tensor_slices({"y": Y}).shuffle(20, seed=1)
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    first, second = rows(data)["y"], rows(data)["y"]
-    assert first.tolist() != second.tolist()
-    assert sorted(first) == sorted(second) == Y.tolist()
-
-
 def test_pairs_of_a_tf_dataset_stay_tuples_in_their_dtypes(mesh, tf):
     dataset = tf.data.Dataset.from_tensor_slices((tf.cast(X, tf.bfloat16), Y))
     data = distribute_dataset(dataset, mesh, global_batch_size=8, weights=2)
@@ -180,19 +172,6 @@ def test_a_strategy_takes_a_tf_dataset_with_its_batch_size(tf, num_rows):
         found += strategy.gather(batch["weight"], axis=0).tolist()
     assert found == list(range(1, num_rows + 1))
     assert total == sum(found)
-
-
-def test_a_strategy_asks_for_the_batch_size_of_tf_examples(tf):
-    strategy = ml.distribute.MirroredStrategy(jax.devices()[:4])
-    source = tf.data.Dataset.range(9).map(lambda i: tf.cast(i, tf.int32))
-    with pytest.raises(ml.MeshLayoutError, match="Give global_batch_size="):
-        strategy.distribute_dataset(source, batched=False)
-    values = [
-        part.tolist()
-        for x in strategy.distribute_dataset(source, 8)
-        for part in strategy.local_results(x)
-    ]
-    assert values == [[0, 1], [2, 3], [4, 5], [6, 7], [8], [], [], []]
 
 
 # TFDS with TensorFlow
@@ -304,24 +283,6 @@ def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
         np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
 
 
-def test_a_data_loader_whose_sampler_makes_batches_does_not_count_them_as_rows(
-    mesh, torch
-):
-    class Batches(torch.utils.data.Dataset):
-        def __getitem__(self, numbers):
-            return {"y": torch.as_tensor(Y[numbers])}
-
-        def __len__(self):
-            return len(Y)
-
-    batches = torch.utils.data.BatchSampler(range(20), batch_size=6, drop_last=False)
-    loader = torch.utils.data.DataLoader(Batches(), batch_size=None, sampler=batches)
-    data = distribute_dataset(loader, mesh, global_batch_size=8, batched=True)
-    check(data, {"y": Y})
-    with pytest.raises(TypeError, match="does not know how many batches"):
-        len(data)
-
-
 def test_a_batch_sampler_of_the_users_knows_its_rows_and_its_epoch(mesh, torch):
     class ByEpoch(torch.utils.data.SequentialSampler):
         epoch = 0
@@ -416,17 +377,6 @@ def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
     )
     loader = torch.utils.data.DataLoader(Stream(), batch_size=6)
     check(distribute_dataset(loader, mesh, global_batch_size=8), {"x": X, "y": Y})
-
-
-def test_a_pytorch_dataset_is_shuffled_and_resumed_by_row(mesh, torch):
-    pairs = torch.utils.data.TensorDataset(torch.arange(20))
-    data = distribute_dataset(pairs, mesh, global_batch_size=4, shuffle=4, weights=1)
-    iterator, again = iter(data), data.iterator(epoch=0)
-    first = np.asarray(next(iterator)[0])
-    again.set_state(iterator.get_state())
-    rest = [np.asarray(batch[0]) for batch in iterator]
-    np.testing.assert_array_equal([np.asarray(batch[0]) for batch in again], rest)
-    assert sorted([*first, *np.concatenate(rest)]) == list(range(20))
 
 
 def test_sparse_tensors_are_an_error(mesh, torch):
@@ -632,27 +582,3 @@ def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh,
     # The dataset keeps the place of one pass only, and there were two.
     with pytest.raises(ml.errors.DataError, match="cannot seek to row 80 of epoch 1"):
         second.set_state(first.get_state())
-
-
-def test_a_generator_of_hugging_face_keeps_dtypes(mesh, hf):
-    def examples():
-        for row in range(20):
-            yield {"image": IMAGE[row], "y": row}
-
-    dataset = hf.IterableDataset.from_generator(examples)
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert data.element_spec["image"].dtype == np.uint8
-    check(data, {"image": IMAGE, "y": Y})
-
-
-def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
-    sources = {
-        "a Dataset": hf.Dataset.from_dict({"y": list(range(16))}),
-        "a TensorDataset": torch.utils.data.TensorDataset(torch.arange(16)),
-    }
-    for name, source in sources.items():
-        with pytest.raises(ml.errors.DataError) as error:
-            distribute_dataset(source, mesh, global_batch_size=8, batched=True)
-        assert str(error.value) == (
-            f"{name} yields single examples: leave out batched=True."
-        )
