@@ -690,15 +690,6 @@ def test_elements_that_may_be_both_need_a_word():
     assert batches(elements, batched=False, size=8)[0]["x"].shape == (8, 4, 2)
 
 
-def test_a_list_of_batches_knows_how_many_there_are():
-    sizes = [3, 8, 6]
-    source = [{"x": np.zeros((n, 2), np.float32), "y": np.arange(n)} for n in sizes]
-    data = distributed(source, batched=True)
-    assert len(data) == len(list(data)) == 3
-    data = distributed(source, batched=True, remainder="drop", epochs=2)
-    assert len(data) == len(list(data)) == 4
-
-
 def test_a_list_of_arrays_needs_a_word():
     arrays = [np.zeros((8, 2), np.float32), np.ones((8, 2), np.float32)]
     assert message(lambda: distributed(arrays)) == (
