@@ -52,7 +52,8 @@ def process_rows(
         >>> process_rows(mesh.layout("batch", None), (6, 5))
         array([0, 1, 2, 3, 4, 5])
     """
-    first = global_shape[0] if isinstance(global_shape, Sequence) else global_shape
+    is_shape = isinstance(global_shape, Sequence)
+    first = (*global_shape, None)[0] if is_shape else global_shape
     num_rows = _checks.count("the number of rows", first, at_least=0, error=DataError)
     rows = _batches.leaf_layout(batch_layout(layout), 1)
     here = jax.process_index() if process_index is None else process_index
