@@ -17,7 +17,7 @@ import numpy as np
 from meshlayout.data.examples import ExampleSpec
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource
-from meshlayout.data.report import Clock
+from meshlayout.data.report import PipelineReport
 
 
 # Up to this many rows, the order of a whole epoch is computed at once, which is faster
@@ -107,7 +107,7 @@ class RowReader:
         spec: ExampleSpec,
         size: int,
         own: np.ndarray,
-        clock: Clock,
+        clock: PipelineReport,
         *,
         num_batches: int | None,
         seed: int | None,

@@ -16,10 +16,12 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
+    NUMBERS,
     ExampleSpec,
     ambiguous,
     as_array,
     as_batch,
+    empty,
     looks_batched,
     no_rows,
     rows_text,
@@ -27,7 +29,7 @@ from meshlayout.data.examples import (
 )
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, Stream, StreamSource
-from meshlayout.data.report import Clock
+from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -98,7 +100,7 @@ class StreamReader:
         spec: ExampleSpec,
         size: int,
         own: np.ndarray,
-        clock: Clock,
+        clock: PipelineReport,
         first: Pass | None,
         *,
         batched: bool,
@@ -158,7 +160,7 @@ class StreamReader:
 
     def _empty(self) -> list[np.ndarray]:
         leaves = self._spec.leaves
-        return [np.empty((self._size, *leaf.shape), leaf.dtype) for leaf in leaves]
+        return [empty((self._size, *leaf.shape), leaf.dtype) for leaf in leaves]
 
     def _next_batch(self, position: Position) -> HostBatch | None:
         """Returns the next batch, whatever its length."""
@@ -214,13 +216,19 @@ class StreamReader:
         return count
 
     def _add_examples(self, stream: Pass, out: list[np.ndarray], start: int) -> int:
-        columns = list(zip(self._spec.leaves, out, strict=True))
+        # By leaf, the type of its last number: others of that type need no check.
+        kinds: list[type | None] = [None] * len(out)
+        leaves = [(spec, spec.shape, spec.dtype) for spec in self._spec.leaves]
         flatten, row = self._spec.treedef.flatten_up_to, start - 1
         # The rows first: behind the last one, no other example is read.
         for row, example in zip(range(start, self._size), stream.rest(), strict=False):
-            for (spec, array), leaf in zip(columns, flatten(example), strict=True):
-                value = leaf if type(leaf) is np.ndarray else as_array(spec.path, leaf)
-                if value.shape != spec.shape or value.dtype != spec.dtype:
-                    spec.check(value)
-                array[row] = value
+            for i, leaf in enumerate(flatten(example)):
+                if type(leaf) is not kinds[i]:
+                    spec, shape, dtype = leaves[i]
+                    value = as_array(spec.path, leaf)
+                    if value.shape != shape or value.dtype != dtype:
+                        spec.check(value)
+                    kinds[i] = type(leaf) if isinstance(leaf, NUMBERS) else None
+                    leaf = value
+                out[i][row] = leaf
         return row + 1 - start

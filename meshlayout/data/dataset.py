@@ -6,6 +6,7 @@ iterators. A dataset is not an iterator: it only counts the epochs that its iter
 have taken, so that several loops over it can run at once.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from meshlayout.data.placement import LayoutOrMesh, batch_layout
 from meshlayout.data.plan import Assemble, BatchSizeOf, DataPlan
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
-from meshlayout.data.report import Clock, PipelineReport
+from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -137,7 +138,7 @@ def make_plan(
     batch_size_of: BatchSizeOf | None = None,
     assemble: Assemble | None = None,
     is_made: bool = True,
-    clock: Clock | None = None,
+    clock: PipelineReport | None = None,
     close: Callable[[], None] = lambda: None,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
@@ -147,7 +148,7 @@ def make_plan(
     that batch is all there is. A source that is not `is_made` is a function that makes
     it, whose elements are batches where they could be either. `close` closes it.
     """
-    clock = clock or Clock()
+    clock = clock or PipelineReport()
 
     def open_source() -> Source:
         made = source if is_made else source()
@@ -252,7 +253,7 @@ class DistributedDataset:
 
     def report(self) -> PipelineReport:
         """Returns the work of the pipeline so far, on this process."""
-        return self._plan.clock.report()
+        return dataclasses.replace(self._plan.clock)
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.

@@ -6,6 +6,7 @@ that differs. Leaves keep the dtype of the source until a batch is complete, and
 then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
 
 
-_NUMBERS = (bool, int, float, complex, np.generic)
+NUMBERS = (bool, int, float, complex, np.generic)
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class LeafSpec:
                     f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
+        out = empty(values.shape, self.to)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
-            return values.astype(self.to)
+            out[...] = values
+        return out
 
     def check(self, leaf: np.ndarray, *rows: int) -> None:
         """Raises DataError if a leaf is not that of one example, or of some `rows`."""
@@ -154,7 +157,7 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, NUMBERS):
         return np.asarray(leaf)
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
@@ -164,6 +167,19 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         )
         raise DataError(msg)
     return array
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an uninitialized array that goes to CPU devices without a copy.
+
+    JAX takes the memory of an array that starts at a multiple of 64 bytes as it is.
+    """
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def looks_batched(element: PyTree) -> bool:
@@ -205,14 +221,14 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
         strings = np.empty(len(column), object)
         strings[:] = column
         return strings
-    if isinstance(column[0], _NUMBERS) and len(set(map(type, column))) == 1:
+    if isinstance(column[0], NUMBERS) and len(set(map(type, column))) == 1:
         return np.array(column, dtype)
     arrays = [as_array(path, leaf) for leaf in column]
     spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array)
-    return np.stack(arrays)
+    return np.stack(arrays, out=empty((len(arrays), *spec.shape), spec.dtype))
 
 
 def ambiguous(what: str) -> str:

@@ -25,7 +25,7 @@ from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
 from meshlayout.data.plan import checked_options
 from meshlayout.data.preparation import find_dataset
-from meshlayout.data.report import Clock
+from meshlayout.data.report import PipelineReport
 from meshlayout.data.workers import Workers
 from meshlayout.errors import DataError
 
@@ -93,7 +93,7 @@ def from_tfds(
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
     checked = checked_options(options)
     is_random = map is not None and _is_random(map)
-    clock, closing = Clock(), contextlib.ExitStack()
+    clock, closing = PipelineReport(), contextlib.ExitStack()
 
     def rows_of(reader: _Reader, decoded: Rows | None = None) -> Rows:
         read: Callable[..., list[PyTree]] = reader

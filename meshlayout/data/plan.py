@@ -25,7 +25,7 @@ from meshlayout.data.by_stream import Pass, StreamReader
 from meshlayout.data.examples import as_batch, describe, no_rows, rows_text
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
-from meshlayout.data.report import Clock
+from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
@@ -116,7 +116,7 @@ class DataPlan:
         open_source: Callable[[], Source],
         layout: Layout,
         options: Mapping[str, Any] | DataOptions,
-        clock: Clock,
+        clock: PipelineReport,
         *,
         batch_size_of: BatchSizeOf | None = None,
         assemble: Assemble | None = None,

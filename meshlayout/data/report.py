@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineReport:
     """The work of an input pipeline so far, on this process.
 
@@ -42,15 +42,6 @@ class PipelineReport:
         )
         return "\n".join((work, *self.notes))
 
-
-class Clock:
-    """Adds up the work of a pipeline, by the names of its report, and keeps notes."""
-
-    def __init__(self) -> None:
-        self.read_s = self.place_s = self.waited_s = 0.0
-        self.rows = self.batches = 0
-        self.notes: tuple[str, ...] = ()
-
     def note(self, text: str) -> None:
         """Adds a sentence to the report, once."""
         if text not in self.notes:
@@ -62,7 +53,3 @@ class Clock:
         if text not in self.notes:
             self.note(text)
             _log.warning("%s", text)
-
-    def report(self) -> PipelineReport:
-        """Returns the sums so far."""
-        return PipelineReport(**vars(self))

@@ -17,6 +17,7 @@ from meshlayout.data.adapters import iterables
 from meshlayout.data.examples import (
     ambiguous,
     as_array,
+    empty,
     leaf_path,
     leaf_text,
     looks_batched,
@@ -110,7 +111,7 @@ def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
 
 
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    out = np.empty((len(indices), *column.shape[1:]), column.dtype)
+    out = empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy would gather into a temporary buffer first.
     return np.take(column, indices, axis=0, out=out, mode="clip")
 
