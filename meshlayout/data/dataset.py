@@ -170,10 +170,6 @@ def make_plan(
 def as_source(obj: object, *, batched: bool | None = None) -> Source:
     """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
-    if isinstance(obj, type):
-        # A class has the methods that a protocol checks for, but none that can be
-        # called: take it as a function that makes an iterable.
-        obj = functools.partial(obj)
     is_source = isinstance(obj, (RandomAccessSource, StreamSource))
     source: Any = obj if is_source else None
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]

@@ -97,10 +97,9 @@ class _Pass(Iterator[PyTree]):
 def _can_seek(step: Any) -> bool:
     """Returns whether a dataset's own state leads to the same examples again.
 
-    A shuffle buffer is refilled after resuming, with other examples, and no public
-    attribute reveals whether there is one. With other names in it, or without the
-    private `_ex_iterable`, states are not trusted, and resuming asks for `skip=True`.
-    `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
+    A shuffle buffer is refilled after resuming, with other examples, which no public
+    attribute reveals. Without the private `_ex_iterable`, states are not trusted, and
+    resuming asks for `skip=True`; a test of the package's own datasets notices.
     """
     if step is None or "BufferShuffled" in type(step).__name__:
         return False
