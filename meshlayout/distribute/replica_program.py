@@ -10,7 +10,6 @@ constant, as in every recurrent layer.)
 """
 
 import collections
-import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -418,10 +417,8 @@ class ReplicaProgram:
         seen: set[int] = set()
         for variable in (*self._rest, *self._changed):
             before = raw_value(variable)
-            is_own = aggregation(variable) == "per_replica"
-            place = functools.partial(self._strategy._place, "", is_own=is_own)
             with jax.ensure_compile_time_eval():
-                after = jax.tree.map(place, before, is_leaf=_is_per_replica)
+                after = self._strategy._placed(variable)
             # A placed array may have the memory of the one that it is from.
             ids = {id(x) for x in jax.tree.leaves((before, after))}
             if ids & seen and not _jax.is_tracing():
