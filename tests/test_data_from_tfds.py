@@ -583,7 +583,7 @@ ODD_VALUES = [None, float("nan"), -1, 0, "x", object()]
 PARAMETERS = [
     name
     for name in inspect.signature(from_tfds).parameters
-    if name not in ("global_batch_size", "decoders")
+    if name not in ("global_batch_size", "decoders", "options")
 ]
 
 

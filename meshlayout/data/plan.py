@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -22,7 +22,7 @@ from meshlayout._render.tables import array_text
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
 from meshlayout.data.by_row import HostBatch, RowReader
 from meshlayout.data.by_stream import Pass, StreamReader
-from meshlayout.data.examples import as_batch, describe, no_rows, rows_text
+from meshlayout.data.examples import Cut, as_batch, describe, no_rows, rows_text
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.data.report import PipelineReport
@@ -51,7 +51,7 @@ def checked_seed(shuffle: object, where: str = "") -> int | None:
 class DataOptions:
     """The arguments of `distribute_dataset`, of the same names, checked."""
 
-    global_batch_size: int | None  # None if it is inferred from the source
+    global_batch_size: int | None = None  # which may be inferred from the source
     remainder: str = "pad"
     weights: str | int | None = "weight"
     shuffle: int | None = None
@@ -90,14 +90,6 @@ class DataOptions:
             )
 
 
-def checked_options(options: Mapping[str, Any]) -> DataOptions:
-    """Returns options by name, checked; refuses names that do not exist."""
-    names = [field.name for field in fields(DataOptions)]
-    for name in options:
-        _checks.choice("an option of a dataset", name, names, error=DataError)
-    return DataOptions(**{"global_batch_size": None, **options})
-
-
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
@@ -130,7 +122,7 @@ class DataPlan:
             agreement.channel.failure_told() if agreement else contextlib.nullcontext()
         ):
             if not isinstance(options, DataOptions):
-                options = checked_options(options)
+                options = DataOptions(**options)
             self._source = source = open_source()
             self.is_stream = not isinstance(source, RandomAccessSource)
             # A stream's first pass, whose first element a generator yields only once.
@@ -145,7 +137,7 @@ class DataPlan:
             if options.per_process:
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, options.strings, clock.warn)
+            self._spec = spec = describe(rows, options.strings)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
             facts = self._facts(rows) if agreement else {}
@@ -271,15 +263,18 @@ class DataPlan:
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        source: Any = self._source
-        what = source, self._spec, self.size, self.own, self.clock
+        cut = Cut(
+            self._source,
+            self._spec,
+            self.size,
+            self.own,
+            self.options.remainder,
+            self.clock,
+        )
         if not self.is_stream:
-            seed = self.options.shuffle
-            return RowReader(*what, num_batches=self._num_batches, seed=seed)
+            return RowReader(cut, self._num_batches, self.options.shuffle)
         first = self._looked.pop() if self._looked else None
-        is_batched = self.identity["block"] is not None
-        remainder = self.options.remainder
-        return StreamReader(*what, first, batched=is_batched, remainder=remainder)
+        return StreamReader(cut, first, batched=self.identity["block"] is not None)
 
     def close(self) -> None:
         """Releases what no iteration is using."""
