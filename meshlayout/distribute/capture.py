@@ -45,6 +45,7 @@ class _Entry(NamedTuple):
     key: Any
     path: str
     value: Any
+    is_named: bool = True  # by code, and no item of a list or dict
 
 
 def _cell(fn: Any, name: str) -> Any:
@@ -82,7 +83,7 @@ class Roots:
 
     def path_of(self, variable: Any) -> str:
         """Returns the path of a Variable, such as `model/encoder/kernel`."""
-        for *_, path, value in self._entries:
+        for _, _, _, path, value, _ in self._entries:
             for parts, node in nnx.iter_graph(value) if is_nnx_object(value) else ():
                 if node is variable:
                     return "/".join((path, *map(str, parts)))
@@ -94,7 +95,7 @@ class Roots:
         containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
         copies = [entry.value.copy() for entry in containers]
         yield
-        for (*_, path, value), before in zip(containers, copies, strict=True):
+        for (_, _, _, path, value, _), before in zip(containers, copies, strict=True):
             now = len(value)
             if now != len(before):
                 value.clear()  # so that a dict is refused the next time as well
@@ -114,26 +115,21 @@ class Roots:
         names, if they lead to an NNX object of which the id was `touched`.
         """
         entries, self._entries = self._entries, []
-        leading = {x.parent for x in entries if id(x.value) in touched} - {0}
-        kept = {0}
-        for index, (parent, get, key, _, value) in enumerate(entries):  # parents first
-            is_item = isinstance(entries[parent].value, (list, dict))
-            is_item &= entries[parent].get is not getattr  # of defaults
-            is_named = key in self._names if get is _attribute else not is_item
-            is_beside = is_item and parent in leading and is_nnx_object(value)
-            if (is_named and parent in kept) or is_beside:
-                kept.add(index)
-        num_parts = Counter[int]()
+        used = [x for x in entries if id(x.value) in touched and not x.is_named]
+        containers = {x.parent for x in used if x.get is getitem}
+        kept, num_parts = {0}, Counter[int]()
         for index in range(len(entries) - 1, 0, -1):
-            if index in kept or id(entries[index].value) in touched:
-                kept |= {index, entries[index].parent}
-                num_parts[entries[index].parent] += 1
+            _, _, _, path, value, is_named = entry = entries[index]
+            is_beside = entry.parent in containers and is_nnx_object(value)
+            if is_named or is_beside or index in kept or id(value) in touched:
+                kept |= {index, entry.parent}
+                num_parts[entry.parent] += 1
         places = {index: place for place, index in enumerate(sorted(kept))}
         self._functions: dict[int, Any] = {}
         self._alive: list[Any] = []
         self._rows: list[tuple[Any, ...]] = []
         for index, place in places.items():
-            parent, get, key, path, value = entries[index]
+            parent, get, key, path, value, _ = entries[index]
             token: Callable[[Any], Any] = id
             if isinstance(value, types.FunctionType):
                 token = attrgetter("__code__")
@@ -175,7 +171,7 @@ class Roots:
 
 def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
     """Yields what a value leads to, and adds to the names that code has."""
-    value, path = entry.value, entry.path
+    value, path, are_named = entry.value, entry.path, entry.is_named
     found: list[tuple[Any, Any, str]] = []
     if isinstance(value, (*_NUMBERS, type(None), jax.Array, np.ndarray)):
         return
@@ -186,10 +182,10 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
             names |= own
             own &= value.__globals__.keys()
             found += [(_global, name, name) for name in sorted(own)]
-    elif isinstance(value, (tuple, list)):
-        found += [(getitem, key, f"{path}[{key}]") for key in range(len(value))]
-    elif isinstance(value, dict):
-        found += [(getitem, key, f"{path}[{key!r}]") for key in value]
+    elif isinstance(value, (tuple, list, dict)):
+        keys = value if isinstance(value, dict) else range(len(value))
+        found += [(getitem, key, f"{path}[{key!r}]") for key in keys]
+        are_named &= isinstance(value, tuple) or entry.get is getattr  # of a default
     elif isinstance(value, type):
         if _is_users(value):
             own = {"__base__", *(names & {*dir(value)})}
@@ -203,9 +199,9 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
         found += [(getattr, name, "self" if name == "__self__" else path)]
     for get, key, path in found:
         with contextlib.suppress(AttributeError, ValueError):  # an empty cell
-            part = get(value, key)
+            part, is_named = get(value, key), get is not _attribute or key in names
             if part is not None or get is not getattr:
-                yield _Entry(index, get, key, path, part)
+                yield _Entry(index, get, key, path, part, are_named and is_named)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -9,7 +9,7 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
-import functools
+import collections
 import itertools
 import operator
 from collections.abc import Callable
@@ -172,12 +172,11 @@ def _read(
         if is_changed[-1] and differs and aggregation(variable) != "per_replica":
             differing.append(variable)
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         msg = (
             f"{name} would leave different values of "
-            f"{', '.join(map(path_of, differing[:3]))}{more} on the replicas: the new "
-            "values are computed from what differs between them. Combine that first, "
-            "as get_replica_context().all_reduce('MEAN', x) does, or say how the "
+            f"{', '.join(map(path_of, differing[:3]))} on the replicas: the new values "
+            "are computed from what differs between them. Combine that first, as "
+            "get_replica_context().all_reduce('MEAN', x) does, or say how the "
             "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
             "'sum', 'first', 'per_replica'."
         )
@@ -313,7 +312,7 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self.step = self._next = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
@@ -402,6 +401,7 @@ class ReplicaProgram:
         if not is_same or not all(map(operator.is_, values, self._placed)):
             self._place()
             self._placed = values = self._values()
+            self._next = self.step
         count = len(self._changed)
         return values[:count], values[count:], arguments.arrays
 
@@ -417,10 +417,8 @@ class ReplicaProgram:
         seen: set[int] = set()
         for variable in (*self._rest, *self._changed):
             before = raw_value(variable)
-            is_own = aggregation(variable) == "per_replica"
-            place = functools.partial(self._strategy._place, "", is_own=is_own)
             with jax.ensure_compile_time_eval():
-                after = jax.tree.map(place, before, is_leaf=_is_per_replica)
+                after = self._strategy._placed(variable)
             # A placed array may have the memory of the one that it is from.
             ids = {id(x) for x in jax.tree.leaves((before, after))}
             if ids & seen and not _jax.is_tracing():
@@ -441,11 +439,11 @@ class ReplicaProgram:
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            state, out = self.step(*inputs)
+            state, out = self._next(*inputs)
+            self._next = self.step.again  # until Variables are set otherwise
         finally:
             self._call = None
-        for variable, value in zip(self._changed, state, strict=True):
-            set_raw_value(variable, value)
+        collections.deque(map(set_raw_value, self._changed, state), 0)
         self._placed = (*state, *inputs[1])
         count = self._strategy.num_replicas_in_sync
         for index in itertools.compress(range(len(out)), self._seen.differs):
