@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshlayout.data.examples import Cut
+from meshlayout.data.examples import Division
 from meshlayout.data.position import Position
 
 
@@ -96,7 +96,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 class RowReader:
     """Gathers this process's rows; an epoch of None batches runs into the next one."""
 
-    def __init__(self, cut: Cut, num_batches: int | None, seed: int | None) -> None:
+    def __init__(
+        self, cut: Division, num_batches: int | None, seed: int | None
+    ) -> None:
         self._cut, self._num_batches = cut, num_batches
         self._num_rows = num_rows = len(cut.source)
         # A batch may span two epochs, so two orders are kept.

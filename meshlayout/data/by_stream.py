@@ -17,7 +17,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
     NUMBERS,
-    Cut,
+    Division,
     ambiguous,
     as_array,
     as_batch,
@@ -32,7 +32,7 @@ from meshlayout.data.protocols import JSON, Stream, StreamSource
 from meshlayout.errors import DataError
 
 
-class Pass:
+class StreamPass:
     """One pass over a stream.
 
     The first element decides about all (its shapes, and whether it is a batch), and a
@@ -93,9 +93,11 @@ class Pass:
 class StreamReader:
     """Fills batches with rows of a stream, and keeps this process's own."""
 
-    def __init__(self, cut: Cut, first: Pass | None, *, batched: bool) -> None:
+    def __init__(
+        self, cut: Division, first: StreamPass | None, *, batched: bool
+    ) -> None:
         self._cut, self._first, self._batched = cut, first, batched
-        self._pass: Pass | None = None
+        self._pass: StreamPass | None = None
         # The latest batch of the source, how many of its rows were used and are left,
         # and the stream's position before it.
         self._block: list[np.ndarray] = []
@@ -126,11 +128,13 @@ class StreamReader:
         self._cut.clock.warn(f"Dropped the last {rows_text(batch.count)} of an epoch.")
         return None
 
-    def _open(self, epoch: int) -> Pass:
+    def _open(self, epoch: int) -> StreamPass:
         """Returns the pass of an epoch at its start."""
         first, self._first = self._first, None
         self.close()
-        self._pass = first if first and not epoch else Pass(self._cut.source, epoch)
+        self._pass = (
+            first if first and not epoch else StreamPass(self._cut.source, epoch)
+        )
         return self._pass
 
     def _seek(self, position: Position) -> None:
@@ -188,7 +192,7 @@ class StreamReader:
         )
         return HostBatch(leaves, filled, after)
 
-    def _add(self, stream: Pass, out: list[np.ndarray], start: int) -> int:
+    def _add(self, stream: StreamPass, out: list[np.ndarray], start: int) -> int:
         """Copies rows of the stream into `out[start:]`; returns how many, if any."""
         if not self._batched:
             return self._add_examples(stream, out, start)
@@ -205,7 +209,9 @@ class StreamReader:
         self._used, self._left = self._used + count, self._left - count
         return count
 
-    def _add_examples(self, stream: Pass, out: list[np.ndarray], start: int) -> int:
+    def _add_examples(
+        self, stream: StreamPass, out: list[np.ndarray], start: int
+    ) -> int:
         # By leaf, the type of its last number: others of that type need no check.
         kinds: list[type | None] = [None] * len(out)
         leaves = [(spec, spec.shape, spec.dtype) for spec in self._cut.spec.leaves]

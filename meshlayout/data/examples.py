@@ -93,7 +93,7 @@ class ExampleSpec:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Division:
     """How a source is cut into batches of `size` rows, of which `own` are kept."""
 
     source: Any

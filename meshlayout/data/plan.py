@@ -21,8 +21,8 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
 from meshlayout.data.by_row import HostBatch, RowReader
-from meshlayout.data.by_stream import Pass, StreamReader
-from meshlayout.data.examples import Cut, as_batch, describe, no_rows, rows_text
+from meshlayout.data.by_stream import StreamPass, StreamReader
+from meshlayout.data.examples import Division, as_batch, describe, no_rows, rows_text
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.data.report import PipelineReport
@@ -126,7 +126,7 @@ class DataPlan:
             self._source = source = open_source()
             self.is_stream = not isinstance(source, RandomAccessSource)
             # A stream's first pass, whose first element a generator yields only once.
-            self._looked: list[Pass] = []
+            self._looked: list[StreamPass] = []
             rows, block = self._look(options, prefers_batches=batch_size_of is not None)
             if options.global_batch_size is None and batch_size_of is not None:
                 size = batch_size_of(block, lambda: _is_only_batch(source))
@@ -189,7 +189,7 @@ class DataPlan:
         # The numbers of rows that processes read in streams of their own may differ;
         # they agree in every step instead.
         self._num_rows = None if options.per_process else source.num_rows
-        self._looked.append(Pass(source, 0))
+        self._looked.append(StreamPass(source, 0))
         how = {"batched": source.batched, "prefers_batches": prefers_batches}
         return self._looked[0].look(**how)
 
@@ -263,7 +263,7 @@ class DataPlan:
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        cut = Cut(
+        cut = Division(
             self._source,
             self._spec,
             self.size,
