@@ -23,7 +23,7 @@ from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.adapters.tensorflow import feature_dtypes
 from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
-from meshlayout.data.plan import checked_options
+from meshlayout.data.plan import DataOptions
 from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import PipelineReport
 from meshlayout.data.workers import Workers
@@ -91,7 +91,7 @@ def from_tfds(
     if supervised:
         options.setdefault("weights", 2)  # appended to the pair
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
-    checked = checked_options(options)
+    checked = DataOptions(**options)
     is_random = map is not None and _is_random(map)
     clock, closing = PipelineReport(), contextlib.ExitStack()
 
@@ -121,7 +121,7 @@ def from_tfds(
         with _checks.noted("TFDS raised this for the first example."):
             first = stack(reader((row, None), 0))
         # What cannot be placed is refused before the whole split is decoded.
-        describe(stack(mapped((row, first), 0)), checked.strings, lambda _: None)
+        describe(stack(mapped((row, first), 0)), checked.strings)
         is_kept = _fits(first, builder.info, split) if in_memory is None else in_memory
         if not is_kept:
             clock.note("The split is not kept in memory, but decoded in every epoch.")
