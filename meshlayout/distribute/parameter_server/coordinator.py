@@ -75,7 +75,7 @@ class PerWorkerDataset:
         return on_worker, ("iterator", self._number)
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
     A scheduled function runs on one worker as it is, one operation at a time; what is
@@ -164,10 +164,9 @@ class ClusterCoordinator:
             f"schedule pickles {name}, with all that it uses, to send it to a worker. "
             "Make files and locks in the dataset function, which runs there."
         )
-        with self._store.lock:
-            with _checks.noted(note):
-                payload, variables = pickled((fn, arguments), self._store.name)
-            self._store.place(variables)
+        with _checks.noted(note):
+            payload, variables = pickled((fn, arguments), self._store.name)
+        self._store.place(variables)
         number, values = next(self._numbers), pickle.dumps(inputs)
         closure = Closure(name, number, self._put(payload), values, variables)
         result = RemoteValue()
@@ -187,18 +186,19 @@ class ClusterCoordinator:
                 functions can be scheduled again.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
-        with self._store.lock:
-            self._store.place()
+        self._store.place([])
         self._queue.join()
-        with self._store.lock:
-            self._store.read_back()
-        self._raise_error()
+        self._store.read_back()
+        self.done()
 
     def done(self) -> bool:
         """Returns whether all scheduled functions have run; raises as `join`."""
+        self._store.wait({})
         if self._queue.unfinished_tasks:
             return False
-        self._raise_error()
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
         return True
 
     def fetch(self, value: PyTree) -> PyTree:
@@ -236,9 +236,6 @@ class ClusterCoordinator:
         for actor in (*self._workers.values(), *self._servers):
             self._ray.kill(actor)
 
-    def __enter__(self) -> "ClusterCoordinator":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
@@ -275,9 +272,8 @@ class ClusterCoordinator:
         answers = run.remote(closure, dict(self._iterators), *pulled.values())
         try:
             result, params = ray.get(answers[:2])
-            with store.lock:
-                for optimizer, names in params.items():
-                    store.place_optimizer(optimizer, names)
+            for optimizer, names in params.items():
+                store.place_optimizer(optimizer, names)
             pushes = zip(pulled, answers[2:], strict=True)
             store.wait({s: self._servers[s].push.remote(x) for s, x in pushes})
         except ray.exceptions.RayTaskError as error:
@@ -289,9 +285,3 @@ class ClusterCoordinator:
             error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
             raise error.cause from None
         return result
-
-    def _raise_error(self) -> None:
-        self._store.wait({})
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error

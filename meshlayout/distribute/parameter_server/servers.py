@@ -85,8 +85,7 @@ def _update(rule: UpdateRule, values: Any, grads: Mapping[str, Any]) -> dict[str
 class VariableStore:
     """The Variables and optimizers that closures have used, on parameter servers.
 
-    Whoever names or places Variables holds the `lock`; `ended` says why the training is
-    over, once it is.
+    `ended` says why the training is over, once it is.
     """
 
     def __init__(
@@ -102,29 +101,35 @@ class VariableStore:
         # The value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
         self._rules: dict[str, UpdateRule] = {}
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.ended: StrategyError | None = None
 
     def name(self, node: Any) -> str:
         """Returns the name of a Variable or an optimizer."""
-        if id(node) not in self._names:
-            name = self._names[id(node)] = f"{type(node).__name__}_{len(self._names)}"
-            self._objects[name] = node
-        return self._names[id(node)]
+        with self._lock:
+            if id(node) not in self._names:
+                name = f"{type(node).__name__}_{len(self._names)}"
+                self._names[id(node)], self._objects[name] = name, node
+            return self._names[id(node)]
 
-    def place(self, names: Sequence[str] = ()) -> None:
+    def place(self, names: Sequence[str]) -> None:
         """Puts variables on the servers that are not there yet, and sends changes."""
-        for name in names:
-            if name not in self._places:
-                self._places[name] = (next(self._turns),)
-        every = {*self._known, *names}
-        self._send([n for n in every if self._known.get(n) is not self._value(n)], {})
+        with self._lock:
+            for name in names:
+                if name not in self._places:
+                    self._places[name] = (next(self._turns),)
+            every, known = {*self._known, *names}, self._known
+            self._send([n for n in every if known.get(n) is not self._value(n)], {})
 
     def place_optimizer(self, name: str, params: PyTree) -> None:
-        """Puts the state of an optimizer on the servers of its parameters."""
+        """Puts the state of an optimizer on the servers of its parameters, once."""
+        with self._lock:
+            if name in self._rules and self._rules[name].tx is self._objects[name].tx:
+                return
+            self._place_optimizer(name, params)
+
+    def _place_optimizer(self, name: str, params: PyTree) -> None:
         optimizer, places = self._objects[name], self._places
-        if name in self._rules and self._rules[name].tx is optimizer.tx:
-            return
 
         def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
             value = _paths.box_value(variable)

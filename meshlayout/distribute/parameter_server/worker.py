@@ -111,24 +111,21 @@ class RemoteWorker:
                 "it is not known how many closures a worker will run."
             )
             raise StrategyError(msg) from None
-        changed = {
-            n for n, x in arrays.items() if raw_value(self.variables[n]) is not x
-        }
-        pushes = [self._push(roots, part, changed) for part in pulled]
+        pushes = [self._push(roots, part, arrays) for part in pulled]
         params = {optimizer: self.params[optimizer] for optimizer, _ in self.grads}
         return jax.device_get(result), params, *pushes
 
-    def _push(self, roots: Roots, values: Mapping[str, Any], changed: set[str]) -> Push:
+    def _push(self, roots: Roots, values: dict[str, Any], arrays: Any) -> Push:
         """Returns what a closure changes on the server that has these variables."""
         push: Push = [], {}
         for (optimizer, _), grads in self.grads.items():
             own = {n: np.asarray(x) for n, x in grads.items() if n in values}
             push[0].extend([(optimizer, own)] if own else [])
-        for name in sorted(changed & values.keys()):
-            variable, old = self.variables[name], values[name]
-            new = np.asarray(raw_value(variable))
-            if new.tobytes() == old.tobytes():
-                continue  # Flax's transforms give Variables back as new arrays.
+        for name, old in values.items():
+            new = raw_value(variable := self.variables[name])
+            # Flax's transforms give Variables back as new arrays.
+            if new is arrays[name] or np.asarray(new).tobytes() == old.tobytes():
+                continue
             if aggregation(variable) in (None, "first", "per_replica"):
                 msg = (
                     f"the closure changes {roots.path_of(variable)} without an "
@@ -136,7 +133,7 @@ class RemoteWorker:
                     'Make it with nnx.Variable(x, aggregation="sum") to add changes up.'
                 )
                 raise StrategyError(msg)
-            push[1][name] = new - old
+            push[1][name] = np.asarray(new) - old
         return push
 
     def take(self, updates: Iterable[tuple[str, dict[str, Any]]]) -> None:
