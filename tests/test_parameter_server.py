@@ -172,7 +172,7 @@ def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
         message = message_of(training.coordinator.join)
         assert message == (
             "parameter server 1 of 2 died, and with it all updates since the last join. "
-            f"The last checkpoint is step 3 in {tmp_path / 'run'}. Restore it, or keep "
+            f"The last checkpoint: step 3 in {tmp_path / 'run'}. Restore it, or keep "
             "the objects as they were after that join, and go on with another "
             "coordinator."
         )

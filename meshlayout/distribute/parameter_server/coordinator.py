@@ -24,21 +24,8 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.distribute.parameter_server.servers import (
-    ParameterServer,
-    VariableStore,
-)
+from meshlayout.distribute.parameter_server import servers, workers
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
-from meshlayout.distribute.parameter_server.worker import (
-    MOST_FUNCTIONS,
-    Closure,
-    ClosureInput,
-    RemoteWorker,
-    is_whole,
-    on_worker,
-    pickled,
-    ray_module,
-)
 from meshlayout.errors import StrategyError
 
 
@@ -72,23 +59,21 @@ class PerWorkerDataset:
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
-        return on_worker, ("iterator", self._number)
+        return workers.on_worker, ("iterator", self._number)
 
 
 class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    A scheduled function runs on one worker as it is, one operation at a time; what is
-    worth compiling goes through `strategy.run(fn, args)`. `next(iterator)` takes a
-    worker's own next batch. What `optimizer.update` gets is applied on the parameter
-    servers, exactly once, when the function has ended; it sees parameters as they were
-    when it began. `nnx.BatchStat` variables, metrics, and variables with
+    A scheduled function runs on one worker, one operation at a time; what is worth
+    compiling goes through `strategy.run(fn, args)`. What `optimizer.update` gets is
+    applied on the servers, exactly once, when the function has ended; it sees
+    parameters as they were when it began. Batch statistics, metrics, and variables with
     `aggregation="sum"` or `"mean"` get the changes of all functions added.
 
     Args:
         strategy: The strategy.
-        checkpointer: The one that saves the models of this training; the error that a
-            parameter server died names its last checkpoint.
+        checkpointer: Whose last checkpoint is named if a parameter server dies.
 
     Raises:
         StrategyError: If another coordinator of the strategy is still in use.
@@ -105,21 +90,26 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                 "of its variables. Use that one, or call join() and shutdown() on it."
             )
             raise StrategyError(msg)
-        self.strategy, self._ray, strategy._coordinator = strategy, ray_module(), self
+        self.strategy, self._ray = strategy, workers.ray_module()
+        strategy._coordinator = self
         if not self._ray.is_initialized():
             with warnings.catch_warnings():
                 # The fork is followed by exec at once, which is harmless.
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
                 self._ray.init(include_dashboard=False)
         # Equal bytes are put once, and so workers know them.
-        self._put = functools.lru_cache(MOST_FUNCTIONS)(self._ray.put)
-        start = self._ray.remote(ParameterServer).options(**strategy._server_options)
-        self._servers = [start.remote() for _ in range(strategy.num_servers)]
-        self._store = VariableStore(self._ray, self._servers, checkpointer)
+        self._put = functools.lru_cache(workers.MOST_FUNCTIONS)(self._ray.put)
+        actor, options = (
+            self._ray.remote(servers.ParameterServer),
+            strategy._server_options,
+        )
+        start = actor.options(**options).remote
+        self._servers = [start() for _ in range(strategy.num_servers)]
+        self._store = servers.VariableStore(self._ray, self._servers, checkpointer)
         self._workers: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._queue = queue.Queue[tuple[Closure, RemoteValue] | None]()
+        self._queue = queue.Queue[tuple[workers.Closure, RemoteValue] | None]()
         self._failed: BaseException | None = None
         for worker in range(strategy.num_workers):
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
@@ -155,20 +145,20 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
             if not isinstance(leaf, kinds) or isinstance(leaf, bool):  # mostly a switch
                 return leaf
             inputs.append(leaf)
-            return ClosureInput(len(inputs) - 1)
+            return workers.ClosureInput(len(inputs) - 1)
 
         tree = tuple(args), dict(kwargs or {})
-        arguments = jax.tree.map(apart, tree, is_leaf=is_whole)
+        arguments = jax.tree.map(apart, tree, is_leaf=workers.is_whole)
         name = getattr(fn, "__qualname__", type(fn).__name__)
         note = (
             f"schedule pickles {name}, with all that it uses, to send it to a worker. "
             "Make files and locks in the dataset function, which runs there."
         )
         with _checks.noted(note):
-            payload, variables = pickled((fn, arguments), self._store.name)
+            payload, variables = workers.pickled((fn, arguments), self._store.name)
         self._store.place(variables)
         number, values = next(self._numbers), pickle.dumps(inputs)
-        closure = Closure(name, number, self._put(payload), values, variables)
+        closure = workers.Closure(name, number, self._put(payload), values, variables)
         result = RemoteValue()
         result.set_running_or_notify_cancel()
         self._queue.put((closure, result))
@@ -258,15 +248,15 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                     result.set_exception(error)
             self._queue.task_done()
 
-    def _run(self, worker: int, closure: Closure) -> PyTree:
+    def _run(self, worker: int, closure: workers.Closure) -> PyTree:
         store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
             msg = f"{closure.name} was cancelled: another one raised {self._failed!r}."
             raise StrategyError(msg)
         if worker not in self._workers:
-            start = ray.remote(RemoteWorker).options(**strategy._worker_options).remote
-            self._workers[worker] = start(worker, strategy.num_workers)
+            start = ray.remote(workers.RemoteWorker).options(**strategy._worker_options)
+            self._workers[worker] = start.remote(worker, strategy.num_workers)
         pulled = store.pull(closure.variables)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
         answers = run.remote(closure, dict(self._iterators), *pulled.values())

@@ -19,12 +19,13 @@ import optax
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import PyTree
-from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_slots import find_slots
 
 
+# The servers of variables, by name.
+_Places: TypeAlias = dict[str, tuple[int, ...]]
 # What a closure changes on a server: gradients for optimizers, and increments.
 Push: TypeAlias = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
@@ -88,16 +89,14 @@ class VariableStore:
     `ended` says why the training is over, once it is.
     """
 
-    def __init__(
-        self, ray: Any, servers: Sequence[Any], checkpointer: Checkpointer | None
-    ) -> None:
+    def __init__(self, ray: Any, servers: Sequence[Any], checkpointer: Any) -> None:
         self._ray, self._servers, self._checkpointer = ray, servers, checkpointer
         self._turns = itertools.cycle(range(len(servers)))
         # Kept alive, so that no other object gets the id of one.
         self._objects: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         # One server, but all of an optimizer's for its counters.
-        self._places: dict[str, tuple[int, ...]] = {}
+        self._places: _Places = {}
         # The value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
         self._rules: dict[str, UpdateRule] = {}
@@ -119,16 +118,21 @@ class VariableStore:
                 if name not in self._places:
                     self._places[name] = (next(self._turns),)
             every, known = {*self._known, *names}, self._known
-            self._send([n for n in every if known.get(n) is not self._value(n)], {})
+            changed = [
+                name for name in every if known.get(name) is not self._value(name)
+            ]
+            self._send({name: self._places[name] for name in changed}, {})
 
     def place_optimizer(self, name: str, params: PyTree) -> None:
         """Puts the state of an optimizer on the servers of its parameters, once."""
         with self._lock:
-            if name in self._rules and self._rules[name].tx is self._objects[name].tx:
-                return
-            self._place_optimizer(name, params)
+            if (
+                name not in self._rules
+                or self._rules[name].tx is not self._objects[name].tx
+            ):
+                self._rules[name] = self._sent_rule(name, params)
 
-    def _place_optimizer(self, name: str, params: PyTree) -> None:
+    def _sent_rule(self, name: str, params: PyTree) -> UpdateRule:
         optimizer, places = self._objects[name], self._places
 
         def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
@@ -150,21 +154,20 @@ class VariableStore:
                 "optimizer.update."
             )
             raise StrategyError(msg)
-        added, places[rule.step] = jax.tree.leaves(slots), servers
         found = find_slots(*(_paths.flatten(tree).leaves for tree in (state, values)))
-        for slot_name, slot in zip(added, found, strict=True):
-            places[slot_name] = places[names[slot.param]] if slot else servers
-        self._send([*added, rule.step], {name: rule})
-        self._rules[name] = rule
+        pairs = zip(jax.tree.leaves(slots), found, strict=True)
+        added = {n: places[names[slot.param]] if slot else servers for n, slot in pairs}
+        self._send({**added, rule.step: servers}, {name: rule})
+        return rule
 
-    def _send(self, names: Sequence[str], rules: Mapping[str, UpdateRule]) -> None:
-        known, places = {name: self._value(name) for name in names}, self._places
-        answers: dict[int, Any] = {}
-        for server in {server for name in names for server in places[name]}:
+    def _send(self, places: _Places, rules: Mapping[str, UpdateRule]) -> None:
+        known, answers = {name: self._value(name) for name in places}, {}
+        for server in {server for on in places.values() for server in on}:
             values = {n: np.asarray(x) for n, x in known.items() if server in places[n]}
             answers[server] = self._servers[server].place.remote(values, rules)
         self.wait(answers)
         self._known |= known
+        self._places |= places
 
     def read_back(self) -> None:
         """Gives the Variables on the coordinator the servers' values."""
@@ -188,16 +191,16 @@ class VariableStore:
             try:
                 results.append(self._ray.get(answer))
             except self._ray.exceptions.RayActorError:
-                last = "No Checkpointer was given to the ClusterCoordinator"
-                if (checkpointer := self._checkpointer) is not None:
-                    step = checkpointer.latest_step()
-                    what = "none yet" if step is None else f"step {step}"
-                    last = f"The last checkpoint is {what} in {checkpointer.directory}"
+                saved: Any = self._checkpointer
+                step = None if saved is None else saved.latest_step()
+                last = (
+                    f"step {step} in {saved.directory}" if step is not None else "none"
+                )
                 self.ended = StrategyError(
                     f"parameter server {server} of {len(self._servers)} died, and with "
-                    f"it all updates since the last join. {last}. Restore it, or keep "
-                    "the objects as they were after that join, and go on with another "
-                    "coordinator."
+                    f"it all updates since the last join. The last checkpoint: {last}. "
+                    "Restore it, or keep the objects as they were after that join, and "
+                    "go on with another coordinator."
                 )
         if self.ended is not None:
             raise self.ended

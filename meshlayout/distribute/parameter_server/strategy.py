@@ -1,9 +1,7 @@
 """`ParameterServerStrategy`: asynchronous training with parameter servers.
 
-Workers compute gradients independently of each other, and push them to the servers that
-hold the variables. Nobody waits for the slowest; the price is that a gradient may be
-computed from variables that others have changed meanwhile. Ray starts the processes on
-the machines of its cluster, which takes the place of `TF_CONFIG`.
+Workers push gradients to the servers that hold the variables, and nobody waits for the
+slowest; the price is gradients of variables that others have changed meanwhile.
 """
 
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from meshlayout import _checks
-from meshlayout.distribute.parameter_server.worker import ray_module, worker_strategy
+from meshlayout.distribute.parameter_server.workers import ray_module, worker_strategy
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
@@ -23,13 +21,10 @@ class ParameterServerStrategy(Strategy):
     """Variables on parameter servers, and workers that train without waiting.
 
     Use this where workers differ in speed or come and go; with equal accelerators that
-    stay, `MultiWorkerMirroredStrategy` trains faster and with the numbers of one
-    device. Make models, optimizers and metrics in `scope()`, and schedule training
-    steps through a `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles
-    and calls the function, as each worker is one replica, on its first device.
-
-    Workers and servers are Ray actors, which need `pip install 'meshlayout[ray]'`. They
-    run in the Ray that the program has joined by `ray.init`, or on this machine.
+    stay, `MultiWorkerMirroredStrategy` trains faster. Schedule training steps through a
+    `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles and calls a
+    function on the worker's first device. Workers and servers are actors of the Ray
+    that the program has joined by `ray.init`, or of one on this machine.
 
     Args:
         num_workers: The number of workers.
@@ -38,8 +33,7 @@ class ParameterServerStrategy(Strategy):
         server_options: Options of a server's Ray actor.
 
     Raises:
-        StrategyError: If an argument is wrong.
-        MeshLayoutError: If Ray is not installed.
+        MeshLayoutError: If Ray is not installed: `pip install 'meshlayout[ray]'`.
     """
 
     def __init__(

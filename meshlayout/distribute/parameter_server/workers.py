@@ -14,7 +14,7 @@ dataset as its number.
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -136,11 +136,6 @@ class RemoteWorker:
             push[1][name] = np.asarray(new) - old
         return push
 
-    def take(self, updates: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Takes the gradients of optimizers, which are pushed when the closure ends."""
-        for optimizer, grads in updates:
-            self.grads[optimizer, len(self.grads)] = grads
-
     def iterator(self, number: int) -> Any:
         """Returns what an iterator of a per-worker dataset is on this worker."""
         if number not in self._iterators:
@@ -218,7 +213,8 @@ class RemoteOptimizer:
         leaves = jax.tree.leaves(values, is_leaf=is_whole)
         arrays = [raw_value(x) if is_whole(x) else x for x in leaves]
         worker.params[self.name] = params
-        worker.take([(self.name, dict(zip(names, arrays, strict=True)))])
+        by_name = dict(zip(names, arrays, strict=True))
+        worker.grads[self.name, len(worker.grads)] = by_name
 
 
 class WorkerStrategy(OneDeviceStrategy):
@@ -226,7 +222,9 @@ class WorkerStrategy(OneDeviceStrategy):
 
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         result, grads = super()._run(functools.partial(_with_grads, fn), args, kwargs)
-        _worker.get().take((name, by_name) for (name, _), by_name in grads.items())
+        worker = _worker.get()
+        for (optimizer, _), by_name in grads.items():
+            worker.grads[optimizer, len(worker.grads)] = by_name
         return result
 
 
