@@ -82,7 +82,7 @@ test-optional:
 	  tests/test_data_golden.py tests/test_data_promises.py \
 	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py tests/test_published_models.py tests/test_ray.py \
-	  tests/test_parameter_server_ray.py"
+	  tests/test_parameter_server_ray.py tests/test_tf_distribute.py"
 
 # Programs for GPUs, which JAX's plugin for CUDA compiles without one. It lies beside the
 # environment, as libtpu does: JAX looks for a GPU where it is installed.

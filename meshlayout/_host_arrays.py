@@ -6,16 +6,11 @@ the fast ways to place an array shard by shard read its raw memory: bytes came o
 swapped, and masks were lost. So all code that places host arrays calls these functions.
 """
 
-import math
-import warnings
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from meshlayout import _jax
-from meshlayout._annotations import DType
 from meshlayout._checks import shown
 from meshlayout.errors import LayoutError, MeshLayoutError
 
@@ -105,65 +100,6 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         )
         raise LayoutError(msg)
     return array
-
-
-def check_cast(value: Any, dtype: DType, where: object = "the value") -> None:
-    """Refuses to convert a number to a dtype that would change its value.
-
-    Rounding to a float of lower precision is allowed: that is what a float dtype means.
-    Refused are NaN, fractions and too large numbers as integers, complex numbers as
-    real ones, finite numbers that become infinity, and bools other than 0 and 1.
-
-    Args:
-        value: A number, or an array of numbers; not checked inside jit.
-        dtype: The dtype to convert to.
-        where: As for `plain_array`.
-
-    Raises:
-        LayoutError: Naming the value and the dtype.
-
-    Example:
-        >>> check_cast(0.1, "bfloat16")
-        >>> check_cast(300, "uint8", "full: value")
-        Traceback (most recent call last):
-        meshlayout.errors.LayoutError: full: value is 300, which dtype uint8 cannot
-            represent. Choose a dtype that can, or convert the value first.
-    """
-    if isinstance(value, Tracer) or not np.size(value) or _jax.is_extended(dtype):
-        return
-    numbers = np.asarray(value)
-    dtype = np.dtype(dtype)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of casts, whose results are compared below
-        is_same = _survives(numbers, dtype)
-    if not is_same.all():
-        first = numbers[~is_same].flat[0]
-        msg = (
-            f"{where} is {shown(first)}, which dtype {dtype} cannot represent. Choose "
-            "a dtype that can, or convert the value first."
-        )
-        raise LayoutError(msg)
-
-
-def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Returns, for each number, whether a dtype can represent it, up to rounding."""
-    if jnp.issubdtype(dtype, np.complexfloating):
-        return np.ones(numbers.shape, bool)
-    if jnp.issubdtype(numbers.dtype, np.complexfloating):
-        return (numbers.imag == 0) & _survives(numbers.real, dtype)
-    if jnp.issubdtype(dtype, np.floating):
-        return np.isfinite(numbers.astype(dtype)) | ~np.isfinite(numbers)
-    if dtype == np.bool_:
-        return (numbers == 0) | (numbers == 1)
-    limits = jnp.iinfo(dtype)
-    # Compared as Python numbers: NumPy compares int64 and uint64 as floats.
-    exact = [
-        math.isfinite(number)
-        and number == int(number)
-        and int(limits.min) <= number <= int(limits.max)
-        for number in numbers.ravel().tolist()
-    ]
-    return np.array(exact, bool).reshape(numbers.shape)
 
 
 def _is_masked(value: object) -> bool:

@@ -150,9 +150,6 @@ class ReplicaContext:
         # Looked up at each call: strategies note what these return.
         return getattr(jax.lax, f"p{name}")(x, self.axis_name)
 
-    def __repr__(self) -> str:
-        return f"ReplicaContext(num_replicas_in_sync={self.num_replicas_in_sync})"
-
 
 def _is_of_all(leaf: object) -> bool:
     # A PerReplica is a pytree; its parts would be taken for a replica's own arrays.

@@ -1,10 +1,9 @@
 """Google Cloud Storage on loopback, for tests: buckets of objects in this process.
 
 It speaks what TensorStore's `gcs` driver and gcsfs use of the JSON API, with its rules:
-an object appears whole or not at all, every write gives it another generation, what is
-asked for under a condition is refused where that does not hold, and lists come in pages.
-Every change is kept, so that a test can look at what a writer that died at any moment
-would have left behind.
+an object appears whole or not at all, every write gives it another generation, and what
+is asked for under a condition is refused where that does not hold. Every change is
+kept, so that a test can look at what a writer that died at any moment left behind.
 """
 
 import base64
@@ -14,17 +13,10 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from email.message import Message
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-
-
-# So few that every test's lists have more pages than one.
-_PAGE = 3
 
 
 @dataclass(frozen=True)
@@ -35,237 +27,147 @@ class Object:
     generation: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the store says to a request."""
-
-    status: int
-    content: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-class Refusal(Exception):  # noqa: N818 (it is no error of ours)
-    """A request that is answered by a status alone."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        error = {"error": {"code": status, "message": why}}
-        self.answer = Answer(status, json.dumps(error).encode())
+class RefusalError(Exception):
+    """A request that is answered by a status and a reason."""
 
 
 class ObjectStore:
-    """Buckets, and the changes that were made to them.
+    """Buckets of objects by name, and what they held before each change."""
 
-    Attributes:
-        buckets: The objects of every bucket, by name.
-        history: What every bucket held before each change, and after the last one.
-        refuse: Is asked before every request, by its method, its bucket and the name of
-            its object, by which status it is to fail.
-    """
-
-    def __init__(self, *buckets: str) -> None:
-        self.buckets: dict[str, dict[str, Object]] = {name: {} for name in buckets}
-        self.history: list[dict[str, dict[str, Object]]] = []
-        self.refuse: Callable[[str, str, str], int | None] = lambda *_: None
-        self._uploads: dict[str, tuple[str, str, dict[str, str], bytes]] = {}
+    def __init__(self):
+        self.buckets, self.history, self._uploads = {}, [], []
         self._generation = 1_700_000_000_000_000
         self._lock = threading.RLock()
 
-    def names(self, bucket: str, prefix: str = "") -> list[str]:
+    def names(self, bucket, prefix=""):
         """Returns the names of objects, in order."""
         return sorted(n for n in self.buckets[bucket] if n.startswith(prefix))
 
-    def put(self, bucket: str, name: str, content: bytes) -> None:
+    def put(self, bucket, name, content):
         """Writes an object, as somebody else might."""
         with self._lock:
             self._change()
             self._generation += 1
             self.buckets[bucket][name] = Object(content, self._generation)
 
-    def drop(self, bucket: str, name: str) -> None:
+    def drop(self, bucket, name):
         """Deletes an object, as somebody else might."""
         with self._lock:
             self._change()
             del self.buckets[bucket][name]
 
-    def _change(self) -> None:
+    def _change(self):
         self.history.append({name: dict(one) for name, one in self.buckets.items()})
 
-    # The API.
-
-    def answer(
-        self, method: str, target: str, headers: Message, content: bytes
-    ) -> Answer:
-        """Answers a request."""
+    def answer(self, method, target, headers, content):
+        """Returns the status, the headers and the content that answer a request."""
         parts = urlsplit(target)
         query = {key: one[0] for key, one in parse_qs(parts.query).items()}
-        found = re.fullmatch(
-            r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?",
-            parts.path,
-        )
-        if found is None:
-            return Refusal(501, f"{method} {target}").answer
-        where, bucket = found[1] or "", unquote(found[2])
-        name = unquote(found[3] or query.get("name", ""))
-        if where == "/upload" and not name:
-            name = self._upload_name(query, headers, content)
-        status = self.refuse(method, bucket, name)
-        with self._lock:
-            try:
-                if status is not None:
-                    raise Refusal(status, "refused by the test")
-                if bucket not in self.buckets:
-                    raise Refusal(404, "The specified bucket does not exist.")
+        pattern = r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?/?"
+        found = re.fullmatch(pattern, parts.path)
+        try:
+            if found is None:
+                raise RefusalError(501, f"{method} {target}")
+            where, bucket, name = (
+                found[1] or "",
+                unquote(found[2]),
+                unquote(found[3] or ""),
+            )
+            if bucket not in self.buckets:
+                raise RefusalError(404, "The specified bucket does not exist.")
+            with self._lock:
                 if where == "/upload":
-                    return self._upload(method, bucket, name, query, headers, content)
-                if not parts.path.rstrip("/").endswith("/o") and not name:
-                    return _json({"kind": "storage#bucket", "name": bucket})
+                    return self._upload(bucket, query, headers, content)
+                if not name and not parts.path.rstrip("/").endswith("/o"):
+                    return as_json({"kind": "storage#bucket", "name": bucket})
                 if not name:
                     return self._list(bucket, query)
+                if name not in self.buckets[bucket]:
+                    raise RefusalError(404, f"No such object: {bucket}/{name}")
+                self._check(bucket, name, query)
                 if method == "DELETE":
-                    self._check(bucket, name, query)
-                    self._object(bucket, name)
                     self.drop(bucket, name)
-                    return Answer(204)
-                return self._get(
-                    bucket, name, query, headers, is_media=where == "/download"
-                )
-            except Refusal as refusal:
-                return refusal.answer
+                    return 204, {}, b""
+                is_media = where == "/download" or query.get("alt") == "media"
+                return self._get(bucket, name, headers, is_media=is_media)
+        except RefusalError as refusal:
+            status, why = refusal.args
+            error = {"error": {"code": status, "message": why}}
+            return status, {}, json.dumps(error).encode()
 
-    def _object(self, bucket: str, name: str) -> Object:
-        if name not in self.buckets[bucket]:
-            raise Refusal(404, f"No such object: {bucket}/{name}")
-        return self.buckets[bucket][name]
-
-    def _check(self, bucket: str, name: str, query: dict[str, str]) -> None:
+    def _check(self, bucket, name, query):
         """Refuses what is asked for under a condition that does not hold."""
         one = self.buckets[bucket].get(name)
         now = str(one.generation if one else 0)
         if query.get("ifGenerationMatch", now) != now:
-            raise Refusal(412, "conditionNotMet")
+            raise RefusalError(412, "conditionNotMet")
         if query.get("ifGenerationNotMatch") == now:
-            raise Refusal(304, "notModified")
+            raise RefusalError(304, "notModified")
+        if query.get("generation", now) != now:
+            raise RefusalError(404, f"No such object: {bucket}/{name}")
 
-    def _get(
-        self,
-        bucket: str,
-        name: str,
-        query: dict[str, str],
-        headers: Message,
-        *,
-        is_media: bool,
-    ) -> Answer:
-        one = self._object(bucket, name)
-        self._check(bucket, name, query)
-        if query.get("generation", str(one.generation)) != str(one.generation):
-            raise Refusal(404, f"No such object: {bucket}/{name}")
-        if not is_media and query.get("alt") != "media":
-            return _json(_described(bucket, name, one))
-        marks = {
-            "Content-Type": "application/octet-stream",
-            "X-Goog-Generation": str(one.generation),
-        }
+    def _get(self, bucket, name, headers, *, is_media):
+        one = self.buckets[bucket][name]
+        if not is_media:
+            return as_json(described(bucket, name, one))
+        marks = {"X-Goog-Generation": str(one.generation)}
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
         if wanted is None:
-            return Answer(200, one.content, marks)
+            return 200, marks, one.content
         size = len(one.content)
         if wanted[1]:
-            start, stop = int(wanted[1]), int(wanted[2] or size) + 1
+            start, stop = int(wanted[1]), min(int(wanted[2] or size) + 1, size)
         else:
             start, stop = max(0, size - int(wanted[2])), size
         if start >= size:
-            raise Refusal(416, "requestedRangeNotSatisfiable")
-        stop = min(stop, size)
+            raise RefusalError(416, "requestedRangeNotSatisfiable")
         marks["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        return Answer(206, one.content[start:stop], marks)
+        return 206, marks, one.content[start:stop]
 
-    def _list(self, bucket: str, query: dict[str, str]) -> Answer:
+    def _list(self, bucket, query):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         start, end = query.get("startOffset", ""), query.get("endOffset")
-        entries: dict[str, Object | None] = {}
+        items, prefixes = [], {}
         for name in self.names(bucket, prefix):
             if name < start or (end and name >= end):
                 continue
             inside, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
             if delimiter and cut:
-                entries[prefix + inside + cut] = None
+                prefixes[prefix + inside + cut] = None
             else:
-                entries[name] = self.buckets[bucket][name]
-        names = [name for name in entries if name > query.get("pageToken", "")]
-        size = min(int(query.get("maxResults", _PAGE)), _PAGE)
-        page, more = names[:size], names[size:]
-        objects = [(name, one) for name in page if (one := entries[name])]
-        return _json(
-            {
-                "kind": "storage#objects",
-                "items": [_described(bucket, name, one) for name, one in objects],
-                "prefixes": [name for name in page if entries[name] is None],
-                **({"nextPageToken": page[-1]} if more else {}),
-            }
-        )
+                items.append(described(bucket, name, self.buckets[bucket][name]))
+        found = {"items": items, "prefixes": list(prefixes)}
+        return as_json({"kind": "storage#objects", **found})
 
-    def _upload(
-        self,
-        method: str,
-        bucket: str,
-        name: str,
-        query: dict[str, str],
-        headers: Message,
-        content: bytes,
-    ) -> Answer:
-        if "upload_id" in query:
-            return self._continue(method, query["upload_id"], headers, content)
-        kind = query.get("uploadType")
+    def _upload(self, bucket, query, headers, content):
+        name, kind = query.get("name", ""), query.get("uploadType")
         if kind == "resumable":
-            number = str(len(self._uploads))
-            self._uploads[number] = bucket, name, query, b""
+            facts = {"name": name, **json.loads(content or "{}")}
+            self._uploads.append((facts["name"], query, b""))
             place = f"http://{headers['Host']}/upload/storage/v1/b/{bucket}/o"
-            return Answer(200, headers={"Location": f"{place}?upload_id={number}"})
-        if kind == "multipart":
-            content = _two_parts(headers, content)[1]
-        elif kind != "media":
-            raise Refusal(501, f"uploadType={kind}")
-        return self._write(bucket, name, query, content)
-
-    def _upload_name(
-        self, query: dict[str, str], headers: Message, content: bytes
-    ) -> str:
+            return 200, {"Location": f"{place}?upload_id={len(self._uploads) - 1}"}, b""
         if "upload_id" in query:
-            return self._uploads[query["upload_id"]][1]
-        is_whole = query.get("uploadType") == "resumable"
-        facts = json.loads(content) if is_whole else _two_parts(headers, content)[0]
-        return facts["name"]
-
-    def _continue(
-        self, method: str, number: str, headers: Message, content: bytes
-    ) -> Answer:
-        bucket, name, query, before = self._uploads[number]
-        if method == "DELETE":
-            del self._uploads[number]
-            return Answer(499)
-        whole = before + content
-        self._uploads[number] = bucket, name, query, whole
-        size = headers.get("Content-Range", "*").rpartition("/")[2]
-        if size != str(len(whole)):
-            last = max(0, len(whole) - 1)
-            return Answer(308, headers={"Range": f"bytes=0-{last}"})
-        return self._write(bucket, name, query, whole)
-
-    def _write(
-        self, bucket: str, name: str, query: dict[str, str], content: bytes
-    ) -> Answer:
+            number = int(query["upload_id"])
+            name, query, before = self._uploads[number]
+            content = before + content
+            self._uploads[number] = name, query, content
+            size = headers.get("Content-Range", "*").rpartition("/")[2]
+            if size != str(len(content)):
+                return 308, {"Range": f"bytes=0-{max(0, len(content) - 1)}"}, b""
+        if kind == "multipart":
+            facts, content = two_parts(headers, content)
+            name = facts["name"]
         self._check(bucket, name, query)
         self.put(bucket, name, content)
-        return _json(_described(bucket, name, self.buckets[bucket][name]))
+        return as_json(described(bucket, name, self.buckets[bucket][name]))
 
 
-def _json(value: Any) -> Answer:
+def as_json(value):
     kind = {"Content-Type": "application/json; charset=UTF-8"}
-    return Answer(200, json.dumps(value).encode(), kind)
+    return 200, kind, json.dumps(value).encode()
 
 
-def _described(bucket: str, name: str, one: Object) -> dict[str, str]:
+def described(bucket, name, one):
     when = "2026-01-01T00:00:00.000000Z"  # the same for all: nothing may rely on it
     return {
         "kind": "storage#object",
@@ -274,7 +176,6 @@ def _described(bucket: str, name: str, one: Object) -> dict[str, str]:
         "generation": str(one.generation),
         "metageneration": "1",
         "size": str(len(one.content)),
-        "contentType": "application/octet-stream",
         "etag": base64.b64encode(str(one.generation).encode()).decode(),
         "crc32c": base64.b64encode(zlib.crc32(one.content).to_bytes(4)).decode(),
         "timeCreated": when,
@@ -282,7 +183,7 @@ def _described(bucket: str, name: str, one: Object) -> dict[str, str]:
     }
 
 
-def _two_parts(headers: Message, content: bytes) -> tuple[Any, bytes]:
+def two_parts(headers, content):
     """Returns the facts and the content of an upload in two parts."""
     mark = b"--" + headers.get_boundary("").encode()
     facts, rest = content.split(mark, 2)[1:]
@@ -291,32 +192,32 @@ def _two_parts(headers: Message, content: bytes) -> tuple[Any, bytes]:
     return json.loads(first), re.split(rb"\r?\n\r?\n", body, maxsplit=1)[1]
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
     """Carries requests to the store."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     store: ObjectStore
 
-    def handle(self) -> None:
+    def handle(self):
         with contextlib.suppress(ConnectionError):  # clients go when they like
             super().handle()
 
-    def _serve(self) -> None:
-        content = self._content()
-        said = self.store.answer(self.command, self.path, self.headers, content)
-        self.send_response(said.status)
-        for key, value in said.headers.items():
+    def serve(self):
+        arguments = self.command, self.path, self.headers, self.content()
+        status, headers, content = self.store.answer(*arguments)
+        self.send_response(status)
+        for key, value in headers.items():
             self.send_header(key, value)
-        if said.status not in (204, 304):
-            self.send_header("Content-Length", str(len(said.content)))
+        if status not in (204, 304):
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if said.status not in (204, 304):
-            self.wfile.write(said.content)
+        if status not in (204, 304):
+            self.wfile.write(content)
 
-    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+    do_GET = do_POST = do_PUT = do_DELETE = serve  # noqa: N815
 
-    def _content(self) -> bytes:
+    def content(self):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         whole = b""
@@ -326,44 +227,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.readline()
         return whole
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         """Says nothing."""
 
 
 @contextlib.contextmanager
-def serving(store: ObjectStore) -> Iterator[str]:
-    """Serves a store, and has all clients of this process and its children use it.
-
-    Args:
-        store: The store.
-
-    Yields:
-        Its address.
-    """
-    handler = type("Handler", (_Handler,), {"store": store})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def serving(store):
+    """Serves a store, and has all clients of this process and its children use it."""
+    handler = type("OwnHandler", (Handler,), {"store": store})
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         address = f"http://127.0.0.1:{server.server_port}"
+        patch.setenv("STORAGE_EMULATOR_HOST", address)
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        # What gcsfs asks of other services of Google's, before it is imported.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                use(address, patch)
-                yield address
+            yield
         finally:
             server.shutdown()
             thread.join()
-
-
-def use(address: str, patch: pytest.MonkeyPatch) -> None:
-    """Has the clients of this process use a store.
-
-    Args:
-        address: The store's.
-        patch: What takes it back.
-    """
-    patch.setenv("STORAGE_EMULATOR_HOST", address)
-    patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-    patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-    # What gcsfs asks of other services of Google's, before it is imported.
-    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")

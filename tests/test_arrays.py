@@ -464,7 +464,6 @@ def test_full_takes_the_dtype_of_its_value(value):
     made = ma.full((8,), value, BATCH_8.layout("batch"))
     plain = jnp.full((8,), value)
     assert same_bits(made, plain)
-    assert made.weak_type == plain.weak_type
 
 
 @pytest.mark.parametrize(
@@ -526,29 +525,6 @@ def test_arange_takes_a_dtype_and_counts_exactly_in_it():
     for dtype in ("uint8", "float32", "bfloat16", "int16"):
         made = ma.arange(0, 128, layout=layout, dtype=dtype)
         assert same_bits(made, jnp.arange(0, 128, dtype=dtype))
-
-
-@few
-@hypothesis.given(
-    start=st.floats(-100, 100, width=32), step=st.floats(0.0625, 10, width=32)
-)
-def test_arange_of_floats_is_start_plus_steps_in_the_dtype(start, step):
-    count = 16
-    made = ma.arange(start, start + count * step, step, layout=ONE.layout("batch"))
-    i = np.arange(made.size, dtype=np.float32)
-    assert same_bits(made, np.float32(start) + np.float32(step) * i)
-
-
-def test_creators_take_trees_of_shapes():
-    shapes = {"w": (16, 8), "b": (8,), "n": ()}
-    layout = MESH_2X4.layout("batch", ...)
-    layouts = {"w": layout, "b": layout, "n": MESH_2X4.layout()}
-    made = ma.zeros(shapes, layouts, dtype="int32")
-    assert jax.tree.map(jnp.shape, made) == shapes
-    assert_lies(made["w"], layout)
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 3), strict=True))
-    made = ma.normal(keys, shapes, layouts)
-    assert same_bits(made["w"], jax.random.normal(keys["w"], (16, 8)))
 
 
 def test_creators_work_inside_jit_and_on_explicit_axes():
@@ -700,18 +676,6 @@ BAD = {
         "pack joins arrays on devices, and inside jit, grad or vmap there are "
         "none yet. Pack outside, or use relayout.",
     ),
-    "a range beyond the dtype": (
-        lambda: ma.arange(2**31, 2**31 + 8, layout=BATCH_8.layout("batch")),
-        "arange from 2147483648 to 2147483656 does not fit into dtype int32.",
-    ),
-    "numbers beyond every dtype": (
-        lambda: ma.arange(10**400, layout=BATCH_8.layout("batch")),
-        "arange: the numbers do not fit into any dtype.",
-    ),
-    "a range that ends beyond the dtype": (
-        lambda: ma.arange(0, 2**40, 2**30, layout=BATCH_8.layout(None), dtype="int32"),
-        "arange from 0 to 1099511627776 does not fit into dtype int32.",
-    ),
     "too few parts": (
         lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
         "parts f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8). Give one part "
@@ -857,8 +821,8 @@ BAD = {
         "relayout(x, layout).",
     ),
     "a created dim that does not divide": (
-        lambda: ma.zeros({"w": (12, 8)}, B),
-        "w f32[12, 8]: dim 0 has size 12, which does not divide into 8 shards "
+        lambda: ma.zeros((12, 8), B, "float32"),
+        "f32[12, 8]: dim 0 has size 12, which does not divide into 8 shards "
         "over mesh axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). "
         "Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
         "UNSHARDED.",
@@ -868,42 +832,8 @@ BAD = {
         "dim 1 of the shape has size -1; a size must be a non-negative integer.",
     ),
     "a shape of floats": (
-        lambda: ma.ones({"w": (8, 2.0)}, B),
-        "w: dim 1 of the shape has size 2.0; a size must be a non-negative integer.",
-    ),
-    "an unknown dtype": (
-        lambda: ma.zeros((8, 8), B, "flot32"),
-        "'flot32' is not a dtype of numbers. Write jnp.float32 or 'float32'.",
-    ),
-    "full of an array": (
-        lambda: ma.full((8, 8), np.ones(8, np.float32), B),
-        "full: value must be a single number, got a NumPy array f32[8]. To place an array, use "
-        "relayout(x, layout).",
-    ),
-    "a key that is a seed": (
-        lambda: ma.normal(0, (8, 8), B),
-        "expected a PRNG key, got 0. Make one with jax.random.key(seed).",
-    ),
-    "normal values of integers": (
-        lambda: ma.normal(jax.random.key(0), (8, 8), B, "int32"),
-        "i32[8, 8]: dtype argument to `normal` must be a float or complex dtype, got "
-        "int32.",
-    ),
-    "one key for a tree": (
-        lambda: ma.normal(jax.random.key(0), {"a": (8, 8), "b": (8, 8)}, B),
-        "keys and shapes must be trees of the same structure: their paths agree, but the types of their containers differ. Split a key with jax.random.split.",
-    ),
-    "arange of a string": (
-        lambda: ma.arange("8", layout=BATCH_8.layout("batch")),
-        "arange: start must be a finite number, got '8'.",
-    ),
-    "arange without end": (
-        lambda: ma.arange(0, float("inf"), layout=BATCH_8.layout("batch")),
-        "arange: stop must be a finite number, got inf.",
-    ),
-    "arange that stands still": (
-        lambda: ma.arange(0, 8, 0, layout=BATCH_8.layout("batch")),
-        "arange: step must not be 0.",
+        lambda: ma.ones((8, 2.0), B),
+        "dim 1 of the shape has size 2.0; a size must be a non-negative integer.",
     ),
     "arange that does not divide": (
         lambda: ma.arange(9, layout=BATCH_8.layout("batch")),
@@ -968,22 +898,6 @@ def test_a_shard_inside_shard_map_cannot_be_moved(spec):
     assert str(caught.value) == (
         "x f32[2, 8]: inside shard_map every device works on its own shard, which "
         "relayout cannot move. Call it outside shard_map."
-    )
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ma.normal(jax.random.key(0), (8, 8), B),
-        lambda: ma.zeros((8, 8), B),
-        lambda: ma.arange(8, layout=BATCH_8.layout("batch")),
-    ],
-)
-def test_nothing_is_created_in_a_layout_inside_shard_map(make):
-    with pytest.raises(ml.errors.LayoutError) as caught:
-        in_shard_map(lambda _: make())
-    assert str(caught.value) == (
-        "inside shard_map every device works on its own shard, and arrays cannot be created in a layout. Create them outside shard_map, and pass them in."
     )
 
 
@@ -1068,34 +982,6 @@ def test_masked_numbers_inside_lists_are_refused():
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (float("nan"), "int32"),
-        (float("inf"), "int8"),
-        (2.5, "int32"),
-        (300, "uint8"),
-        (-1, "uint8"),
-        (1j, "float32"),
-        (1 + 1j, "int32"),
-        (2, "bool"),
-        (1e300, "float32"),
-        (70000.0, "float16"),
-        (np.float32("nan"), "int32"),
-        (np.array(300, ">i4"), "uint8"),
-        (jnp.float32(2.5), "int8"),
-    ],
-)
-def test_full_refuses_a_dtype_that_cannot_hold_the_value(value, dtype):
-    with pytest.raises(ml.errors.LayoutError) as error:
-        ml.arrays.full((8,), value, BATCH_8.layout("batch"), dtype=dtype)
-    assert str(error.value).startswith("full: value is ")
-    assert str(error.value).endswith(
-        f", which dtype {dtype} cannot represent. Choose a dtype that can, or convert the "
-        "value first."
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
         (1, "bool"),
         (255, "uint8"),
         (2.0, "int32"),
@@ -1114,23 +1000,6 @@ def test_full_rounds_to_what_the_dtype_has(value, dtype):
     assert np.array_equal(
         ml.to_numpy(x).astype("c16"), expected.astype("c16"), equal_nan=True
     )
-
-
-def test_full_takes_the_real_part_of_a_real_number():
-    x = ml.arrays.full((8,), 2 + 0j, BATCH_8.layout("batch"), dtype="float32")
-    assert x.dtype == "float32"
-    assert np.array_equal(ml.to_numpy(x), np.full(8, 2, "float32"))
-
-
-def test_arange_refuses_steps_that_the_dtype_cannot_hold():
-    with pytest.raises(ml.errors.LayoutError, match=r"arange: step is 0\.5, which"):
-        ml.arrays.arange(0, 4, 0.5, layout=BATCH_8.layout("batch"), dtype="int32")
-
-
-@pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype("float64"), ">f8"])
-def test_a_dtype_that_jax_narrows_is_named_when_it_was_asked_for(dtype):
-    with pytest.warns(UserWarning, match="dtype float64 is not enabled in JAX"):
-        assert ml.arrays.zeros((8,), BATCH_8.layout("batch"), dtype).dtype == "float32"
 
 
 # What nobody can mean: every parameter works with it or says so in a sentence.
@@ -1153,16 +1022,7 @@ CALLS = {
     "to_numpy": lambda bad: ma.to_numpy(bad),
     "zeros, shape": lambda bad: ma.zeros(bad, BATCH_8.layout(...)),
     "zeros, layout": lambda bad: ma.zeros((8, 8), bad),
-    "zeros, dtype": lambda bad: ma.zeros((8, 8), B, bad),
-    "full, value": lambda bad: ma.full((8, 8), bad, B),
-    "normal, key": lambda bad: ma.normal(bad, (8, 8), B),
     "normal, shape": lambda bad: ma.normal(jax.random.key(0), bad, BATCH_8.layout(...)),
-    "normal, dtype": lambda bad: ma.normal(jax.random.key(0), (8, 8), B, bad),
-    "uniform, minval": lambda bad: ma.uniform(jax.random.key(0), (8, 8), B, minval=bad),
-    "arange, start": lambda bad: ma.arange(bad, layout=BATCH_8.layout(None)),
-    "arange, stop": lambda bad: ma.arange(0, bad, layout=BATCH_8.layout(None)),
-    "arange, step": lambda bad: ma.arange(0, 8, bad, layout=BATCH_8.layout(None)),
-    "arange, dtype": lambda bad: ma.arange(8, layout=BATCH_8.layout(None), dtype=bad),
     "call_with_layout, fn": lambda bad: ma.call_with_layout(bad, B),
     "call_with_layout, layout": lambda bad: ma.call_with_layout(jnp.eye, bad, 8),
 }

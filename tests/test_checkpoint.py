@@ -2,11 +2,7 @@
 
 import functools
 import logging
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -116,42 +112,6 @@ def test_a_train_state_comes_back_whole_with_the_optimizer_of_like(ck, mesh_2x4)
     for name in fields:
         assert_same_bits(getattr(made, name), getattr(state, name))
     assert_same_layouts(made.params, like.params)
-
-
-def test_a_description_is_enough(ck, mesh_2x4):
-    state = ml.TrainState.create(
-        lambda: Model(nnx.Rngs(3)), optax.sgd(0.1), layout_map(mesh_2x4)
-    )
-    plan = ml.TrainState.describe(
-        lambda: Model(nnx.Rngs(0)), optax.sgd(0.1), layout_map(mesh_2x4)
-    )
-    made = saved_and_restored(ck, state, plan)
-    assert_same_bits(made.params, state.params)
-    assert_same_layouts(made.params, state.params)
-
-
-def test_a_module_comes_back_as_a_new_module(ck):
-    model, like = Model(nnx.Rngs(1)), Model(nnx.Rngs(2))
-    before = np.asarray(like.up.kernel[...])
-    made = saved_and_restored(ck, model, like)
-    assert type(made) is Model
-    assert_same_bits(made, model)
-    np.testing.assert_array_equal(like.up.kernel[...], before)
-    x = jnp.ones((2, 4))
-    made.eval()
-    model.eval()
-    np.testing.assert_array_equal(made(x), model(x))
-
-
-def test_an_abstract_module_is_enough(ck):
-    model = Model(nnx.Rngs(1))
-    abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    assert_same_bits(saved_and_restored(ck, model, abstract), model)
-
-
-def test_linen_variables_come_back(ck):
-    variables = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2)))
-    assert_same_bits(saved_and_restored(ck, variables), variables)
 
 
 def test_linen_boxes_come_back(ck, mesh_2x4):
@@ -270,26 +230,6 @@ def test_a_chosen_device_is_kept(ck):
     assert ck.restore(like)["x"].devices() == {jax.devices()[3]}
 
 
-def test_a_layout_map_is_enough(ck, mesh_2x4):
-    state = train_state(ml.create_mesh({"model": 8}), 1)
-    ck.save(1, state)
-    made = ck.restore(layout_map(mesh_2x4))
-    assert_same_bits(made["params"], state.params)
-    expected = mesh_2x4.layout(None, "model").sharding
-    assert made["params"]["up"]["kernel"].sharding == expected
-    assert made["opt_state"]["0"]["mu"]["up"]["kernel"].sharding == expected
-
-
-def test_layouts_give_a_state_new_places(ck, mesh_2x4):
-    state = train_state(ml.create_mesh({"model": 8}), 1)
-    ck.save(1, state)
-    made = ck.restore(state, layouts=layout_map(mesh_2x4))
-    assert type(made) is ml.TrainState
-    expected = mesh_2x4.layout(None, "model").sharding
-    assert made.params["up"]["kernel"].sharding == expected
-    assert_same_bits(made.opt_state, state.opt_state)
-
-
 def test_sharded_keys_and_host_memory_come_back(ck, mesh_2x4):
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 8), mesh_2x4.layout("model").sharding
@@ -304,98 +244,7 @@ def test_sharded_keys_and_host_memory_come_back(ck, mesh_2x4):
     assert made["host"].sharding.memory_kind == "pinned_host"
 
 
-def test_restore_numpy_gives_nested_dicts(ck, mesh_2x4):
-    state = train_state(mesh_2x4)
-    ck.save(1, state)
-    made = ck.restore_numpy()
-    assert type(made["params"]["up"]["kernel"]) is np.ndarray
-    assert_same_bits(made["params"], jax.tree.map(np.asarray, state.params))
-    words = np.asarray(jax.random.key_data(state.rng))
-    np.testing.assert_array_equal(made["rng"], words)
-
-
-WRITER = """
-import sys, jax, numpy as np, meshlayout as ml
-from meshlayout.checkpoint import Checkpointer
-jax.config.update("jax_num_cpu_devices", 8)
-mesh = ml.create_mesh({"model": 8})
-with Checkpointer(sys.argv[1]) as ck:
-    row = np.arange(1024, dtype=np.float32)
-    for step, (count, rows) in enumerate([(1, 8), (6, 16384)]):
-        x = np.tile(row, (rows, 1))
-        layout = mesh.layout("model", None)
-        ck.save(step, [jax.device_put(x + at, layout.sharding) for at in range(count)])
-"""
-
-READER = """
-import resource, sys, jax, numpy as np, meshlayout as ml
-from meshlayout.checkpoint import Checkpointer
-jax.config.update("jax_num_cpu_devices", 8)
-mesh = ml.create_mesh({"model": 4}, devices=jax.devices()[:4])
-layouts = ml.LayoutMap(mesh, default=("model", None))
-ck = Checkpointer(sys.argv[1])
-ck.restore(layouts, step=0)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
-state = ck.restore(layouts, step=1)
-assert {x.addressable_shards[3].data.shape for x in state.values()} == {(4096, 1024)}
-print(peak() - before, ck.inspect(1).nbytes)
-"""
-
-
-@pytest.mark.slow
-def test_a_restore_takes_little_more_memory_than_what_is_restored(tmp_path):
-    # Devices of a CPU hold their shards in the host's memory: that is what is restored.
-    # Beside it there are the slices that are being read, and Orbax's cache of 100 MB.
-    run = lambda code: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", code, str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path.cwd())},
-    )
-    run(WRITER)
-    peak, nbytes = map(int, run(READER).stdout.split())
-    assert nbytes == 6 * 64 * 2**20
-    assert peak < 1.6 * nbytes
-
-
 # Another dtype, other names, a part.
-
-
-def test_another_dtype_is_given_on_request(ck):
-    state = {"w": jnp.asarray(numbers((4, 8), "float32")), "n": jnp.arange(3)}
-    ck.save(1, state)
-    made = ck.restore(state, dtype="bfloat16")
-    assert_same_bits(made, state | {"w": state["w"].astype("bfloat16")})
-
-
-def test_another_dtype_is_refused_unless_asked_for(ck):
-    ck.save(1, {"w": jnp.ones(3)})
-    for dtype in ("int32", "bfloat16"):
-        like = {"w": jax.ShapeDtypeStruct((3,), dtype)}
-        short = {"int32": "i32", "bfloat16": "bf16"}[dtype]
-        with pytest.raises(ml.errors.CheckpointError) as caught:
-            ck.restore(like)
-        table = (
-            f"differs  wanted{' ' * (len(short) + 1)}saved\n"
-            f"dtype    w {short}[3]  w f32[3]"
-        )
-        assert re.sub("─.*\n", "", str(caught.value)).splitlines()[1:3] == (
-            table.splitlines()
-        )
-    with pytest.raises(ml.errors.CheckpointError):
-        ck.restore({"w": jax.ShapeDtypeStruct((3,), "int32")}, dtype="int32")
-
-
-def test_values_that_another_dtype_cannot_hold_are_refused(ck, mesh_2x4):
-    big = jax.device_put(jnp.full(8, 1e6), mesh_2x4.layout("model").sharding)
-    ck.save(1, {"w": big})
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.restore({"w": big}, dtype="float16")
-    assert str(caught.value) == (
-        "w f32[8] holds 1000000.0, which float16 cannot represent."
-    )
 
 
 def test_a_new_head_stays_as_it_was_made(ck):
@@ -409,30 +258,13 @@ def test_a_new_head_stays_as_it_was_made(ck):
         ck.restore(like)
 
 
-def test_names_are_changed_by_a_table(ck):
-    ck.save(1, {"net": {"w0": jnp.ones(3)}})
-    like = {"model": {"layers": [jnp.zeros(3)]}}
-    made = ck.restore(like, rename={r"net/w(\d+)": r"model/layers/\1"})
-    assert_same_bits(made, {"model": {"layers": [jnp.ones(3)]}})
-
-
 # Steps.
-
-
-def test_no_name_becomes_part_of_another(ck):
-    ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
-    for rename, second in (({"^c$": "a/b"}, "a/b"), ({"^a$": "c/b"}, "c")):
-        with pytest.raises(ml.errors.CheckpointError) as caught:
-            ck.restore(rename=rename)
-        assert str(caught.value) == (
-            f"{second!r}: one name is the beginning of another. Change rename=."
-        )
 
 
 def test_layouts_alone_go_by_the_paths_that_inspect_shows(ck, mesh_2x4):
     ck.save(1, train_state(mesh_2x4))
     mesh = ml.create_mesh({"fsdp": 8})
-    assert "params/up/kernel" in [leaf.path for leaf in ck.inspect().leaves]
+    assert "params/up/kernel" in ck.inspect().arrays
     made = ck.restore(ml.LayoutMap(mesh, {"^params/up/kernel$": (None, "fsdp")}))
     assert str(ml.fetch_layout(made["params"]["up"]["kernel"])) == "[unsharded, fsdp]"
     mu = made["opt_state"]["0"]["mu"]["up"]["kernel"]  # follows its parameter
@@ -456,15 +288,6 @@ def test_a_root_key_called_params_is_a_key_like_any_other(ck, mesh_2x4):
         module.apply(found, x)
     ck.save(2, {**variables, "opt_state": {"mu": variables["params"]}, "step": 7})
     assert set(ck.restore_numpy()) == {"opt_state", "params", "step"}
-
-
-def test_the_parameters_of_a_train_state_go_into_a_dict_of_them(ck, mesh_2x4):
-    ck.save(1, train_state(mesh_2x4, 1))
-    found = ck.restore_numpy()
-    assert_same_bits(ck.restore(ck.restore())["params"], found["params"])
-    like = {"params": jax.tree.map(jnp.zeros_like, found["params"]), "step": 0}
-    made = ck.restore(like, partial=True)
-    assert_same_bits(made["params"], found["params"])
 
 
 def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
@@ -493,29 +316,12 @@ def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
     assert_same_bits(as_half, {"x": half})
 
 
-def test_a_masked_array_is_refused(ck):
-    with pytest.raises(ml.errors.CheckpointError) as error:
-        ck.save(1, {"a": np.ma.array([1.0, 2.0], mask=[True, False])})
-    assert str(error.value) == (
-        "a: the mask of a masked array would be lost. Save it as a separate array."
-    )
-
-
-def test_a_dtype_for_no_array_is_refused(ck):
-    ck.save(1, {"a": jnp.ones(2)})
-    with pytest.raises(ml.errors.CheckpointError) as error:
-        ck.restore(dtype="int8")
-    assert str(error.value) == (
-        "dtype= must be a dtype of floating arrays, as are in the state, got 'int8'."
-    )
-
-
 def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     ck.save(1, {"w": jnp.arange(6.0)})
     sharding = mesh_2x4.layout("model").sharding
     like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
     with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.restore(like, fallback=True)
+        ck.restore(like)
     assert type(caught.value) is ml.errors.CheckpointError
     assert str(caught.value) == (
         "w f32[6] does not fit its layout: an array of shape (6,): dim 0 has "
@@ -525,18 +331,18 @@ def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     )
 
 
-def test_the_last_steps_stay_and_the_best_and_every_tenth(tmp_path):
-    options = {"keep": 2, "keep_every": 10, "best": ("accuracy", "max")}
+def test_the_last_steps_stay_and_the_best(tmp_path):
+    options = {"keep": 2, "best": ("accuracy", "max")}
     accuracies = {4: 0.5, 7: 0.9, 10: 0.2, 11: 0.3, 12: float("nan"), 13: 0.4}
     with Checkpointer(tmp_path, **options) as ck:
         for step, accuracy in accuracies.items():
             ck.save(step, {"x": np.full(1, step)}, metrics={"accuracy": accuracy})
         ck.wait()
-        assert ck.all_steps() == [7, 10, 12, 13]
+        assert ck.all_steps() == [7, 12, 13]
         assert (ck.latest_step(), ck.best_step()) == (13, 7)
         assert ck.restore_numpy(step="best")["x"] == 7
         assert ck.restore_numpy(step="latest")["x"] == 13
-        assert ck.restore_numpy(step=10)["x"] == 10
+        assert ck.restore_numpy(step=12)["x"] == 12
 
 
 def test_a_save_is_due_by_steps(tmp_path):
@@ -549,8 +355,10 @@ def test_a_save_is_due_by_steps(tmp_path):
         assert ck.save(39, state, force=True)
         assert not ck.save(39, state)
     with Checkpointer(tmp_path, every=10, keep=None) as ck:
+        assert ck.restore_numpy(step=39) == state
         assert [step for step in (38, 39, 40, 41) if ck.save(step, state)] == [40]
-        assert ck.all_steps() == [12, 30, 39]
+        ck.wait()
+        assert ck.all_steps() == [12, 30, 39, 40]
         ck.restore_numpy(step=12)
         assert [step for step in (13, 19, 21) if ck.save(step, state)] == [21]
 
@@ -615,7 +423,6 @@ class Counter:
     [
         3,
         {"at": [1, [2]], "seed": 4},
-        b"\x00\xff",
         {"next": {"0": None, "1": 2.5}},
     ],
 )
@@ -636,36 +443,19 @@ def test_inspect_is_a_table_of_what_was_saved(ck, mesh_2x4):
     ck.save(7, state, metadata={"note": "x"}, metrics={"loss": 0.25}, data=Counter())
     ck.wait()
     found = ck.inspect(7)
-    lines = str(found).splitlines()
+    title, *table = str(found).splitlines()
     assert re.fullmatch(
-        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC on Mesh\(batch=2, model=4\)",
-        lines[0],
+        r"step 7, saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, 136 B, {'loss': 0.25}, "
+        "{'note': 'x'}",
+        title,
     )
-    assert lines[1:6] == [
-        "path    array       layout          bytes",
-        "──────  ──────────  ──────────────  ─────",
-        "kernel  f32[8, 4]   [batch, model]  128 B",
-        "key     key<fry>[]                    8 B",
-        "steps   int[]                         0 B",
-    ]
-    assert re.fullmatch(r"3 leaves, 136 B; .* on disk\.", lines[6])
-    assert lines[7:] == [
-        "metrics: loss 0.25",
-        "metadata: {'note': 'x'}",
-        "with the state of the input iterator",
+    assert [line.split(maxsplit=1) for line in table[2:]] == [
+        ["kernel", "f32[8, 4] [batch, model] Mesh(batch=2, model=4)"],
+        ["key", "key<fry>[]"],
+        ["steps", "int[]"],
     ]
     assert (found.step, found.nbytes, found.metrics) == (7, 136, {"loss": 0.25})
     assert "kernel" in found._repr_html_()
-
-
-def test_inspect_waits_for_the_save_that_is_under_way(ck):
-    ck.save(3, {"w": jnp.ones(2)})
-    assert ck.inspect().step == 3
-
-
-def test_metadata_come_back_as_json(ck):
-    ck.save(1, {"x": 1}, metadata={"of": (1, np.int64(2)), "rows": np.arange(2)})
-    assert ck.inspect().metadata == {"of": [1, 2], "rows": [0, 1]}
 
 
 def test_sizes_and_seconds_are_logged(ck, caplog):
@@ -673,28 +463,24 @@ def test_sizes_and_seconds_are_logged(ck, caplog):
     ck.save(1, {"x": jnp.ones(4)})
     ck.restore_numpy()
     lines = [one.getMessage() for one in caplog.records if one.name.startswith("mesh")]
-    assert re.fullmatch(
-        r"saved step 1: 16 B in \d+\.\d\d s \(the caller waited .* s\)", lines[0]
-    )
+    assert re.fullmatch(r"saved step 1: 16 B in \d+\.\d\d s", lines[0])
     assert lines[1] == f"restored step 1 of {ck.directory}"
 
 
 @given(
     steps=st.sets(st.integers(0, 40), min_size=1, max_size=12),
     keep=st.integers(1, 5),
-    keep_every=st.none() | st.integers(1, 10),
     losses=st.dictionaries(st.integers(0, 40), st.floats(allow_infinity=False)),
 )
-def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, losses):
+def test_retention_deletes_only_what_nothing_keeps(steps, keep, losses):
     newest = min(steps)
     measured = {step: {"loss": losses[step]} for step in steps & losses.keys()}
     best = best_of(("loss", "min"), measured)
-    gone = steps_to_delete(list(steps), keep, keep_every, {best, newest})
+    gone = steps_to_delete(list(steps), keep, {best, newest})
     left = steps - set(gone)
     measured = {s: losses[s] for s in steps & losses.keys() if losses[s] == losses[s]}
     best = {s for s, loss in measured.items() if loss == min(measured.values())}
     kept = {*sorted(steps)[-keep:], newest, *([max(best)] if best else [])}
-    kept |= {step for step in steps if keep_every and step % keep_every == 0}
     assert left == kept
     assert gone == sorted(gone)
 
@@ -731,39 +517,20 @@ def test_a_state_that_cannot_be_saved_is_refused(ck, state, message):
     assert ck.all_steps() == [1]
 
 
-def test_a_donated_array_is_refused(ck):
-    x = jnp.ones(3)
-    x.delete()
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.save(1, {"x": x})
-    assert str(caught.value) == (
-        "x: the array was donated, and is deleted. Save what the step returned."
-    )
-
-
-def test_save_inside_jit_is_refused(ck):
-    with pytest.raises(
-        ml.errors.CheckpointError, match="called inside a function that JAX"
-    ):
-        jax.jit(lambda x: ck.save(1, {"x": x}))(jnp.ones(2))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"keep": 0},
-            "keep must be a positive integer, got 0. None leaves it out.",
+            "keep must be a positive integer, got 0.",
         ),
         (
             {"keep": np.arange(2)},
-            "keep must be a positive integer, got an array of shape (2,). None leaves "
-            "it out.",
+            "keep must be a positive integer, got an array of shape (2,).",
         ),
         (
             {"best": "loss"},
-            "best='loss' is not a metric's name and 'max' or 'min'. Write "
-            "best=('val_accuracy', 'max').",
+            "best must be ('val_accuracy', 'max') or such, got 'loss'.",
         ),
     ],
 )
@@ -773,36 +540,25 @@ def test_a_wrong_option_is_refused(tmp_path, options, message):
     assert str(caught.value) == message
 
 
-def test_a_wrong_directory_is_refused():
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        Checkpointer(3)
-    assert str(caught.value) == (
-        "a checkpoint directory must be a path, got 3. Write "
-        "Checkpointer('/data/run') or 'gs://...'."
-    )
-
-
 def test_steps_that_do_not_exist_are_refused(ck):
     message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} does not exist, at least not on this machine."
+        f"{ck.directory} has no step 'latest': there is no such directory."
     )
     ck.directory.mkdir()
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} has no checkpoints: nothing was saved there yet."
+        f"{ck.directory} has no step 'latest': there is no step at all."
     )
     ck.save(3, {"x": 1})
     ck.wait()
     assert message(lambda: ck.restore_numpy(step=4)) == (
-        f"{ck.directory} has no step 4; it has 3."
+        f"{ck.directory} has no step 4: there is 3."
     )
     assert message(lambda: ck.restore_numpy(step="newest")) == (
-        f"step must be a non-negative integer, got 'newest'. {ck.directory} has the "
-        "steps 3."
+        "step must be a non-negative integer, got 'newest'."
     )
     assert message(lambda: ck.restore_numpy(step="best")) == (
-        "there is no best step without a metric. Write Checkpointer(directory, "
-        "best=('val_accuracy', 'max'))."
+        "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
     )
     assert message(lambda: ck.save(-1, {})) == (
         "step must be a non-negative integer, got -1."
@@ -811,7 +567,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
         "step must be a non-negative integer, got True."
     )
     assert message(lambda: ck.restore(step=-1)) == (
-        f"step must be a non-negative integer, got -1. {ck.directory} has the steps 3."
+        "step must be a non-negative integer, got -1."
     )
 
 
@@ -826,12 +582,6 @@ def test_what_save_is_given_is_checked(tmp_path):
             "best=('accuracy', 'max') needs the metric 'accuracy', and metrics= holds "
             "'acuracy'. Did you mean 'acuracy'?"
         )
-        assert message(metrics={"accuracy": "x"}) == (
-            "metrics['accuracy'] must be a number, got 'x'."
-        )
-        assert message(metrics=[0.5]) == (
-            "metrics must be numbers by name, such as {'loss': 0.9}, got [0.5]."
-        )
         assert message(metadata={"f": {1, 2}}) == (
             "metadata['f'] is {1, 2}, which cannot be written as JSON."
         )
@@ -842,20 +592,8 @@ def test_what_save_is_given_is_checked(tmp_path):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore({"x": 1}, data=Counter())
         assert str(caught.value) == (
-            "step 1 holds no state of an input iterator: it was saved without data=. "
-            "Restore without data=, and move the iterator yourself."
+            "step 1 was saved without data=: restore it without, too."
         )
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.save(2, {})
-    assert str(caught.value) == (
-        f"the checkpointer of {tmp_path} is closed. Open another one."
-    )
-
-
-def test_keys_of_another_generator_are_refused(ck):
-    ck.save(1, {"key": jax.random.key(0)})
-    with pytest.raises(ml.errors.CheckpointError, match="1 of another dtype"):
-        ck.restore({"key": jax.random.key(0, impl="rbg")})
 
 
 def test_a_save_compiles_no_program(tmp_path, mesh_2x4):
@@ -889,38 +627,6 @@ JUNK = {
 }
 
 
-@pytest.mark.parametrize("value", JUNK.values(), ids=JUNK)
-def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value):
-    sentences = []
-
-    def attempt(call):
-        try:
-            call()
-        except ml.MeshLayoutError as error:
-            sentences.append(str(error))
-
-    for name in ("keep", "keep_every", "every", "best"):
-        attempt(lambda name=name: Checkpointer(tmp_path, **{name: value}).close())
-    if not isinstance(value, str):
-        attempt(lambda: Checkpointer(value))
-    state = {"x": np.zeros(1)}
-    with Checkpointer(tmp_path, best=("loss", "min")) as ck:
-        attempt(lambda: ck.save(value, state))
-        attempt(lambda: ck.save(1, value))
-        for name in ("data", "metadata", "metrics", "force"):
-            attempt(lambda name=name: ck.save(1, state, **{name: value}))
-        attempt(lambda: ck.save(1, state, metadata=lambda other: {}))
-        attempt(lambda: ck.save(1, state, metadata=lambda: value))
-        attempt(lambda: ck.save(1, state, metrics={"loss": value}))
-        attempt(lambda: ck.save(1, state, metrics={value: 1.0}))
-        attempt(lambda: ck.inspect(value))
-        ck.wait()
-    assert len(sentences) > 6
-    for sentence in sentences:
-        assert len(sentence.split()) > 4, sentence
-        assert " at 0x" not in sentence, sentence
-
-
 @pytest.mark.parametrize("state", [None, {}, [], {"a": {}, "b": ()}])
 def test_a_forgotten_return_is_not_saved(ck, state):
     with pytest.raises(ml.errors.CheckpointError) as caught:
@@ -932,23 +638,10 @@ def test_a_forgotten_return_is_not_saved(ck, state):
     assert ck.all_steps() == []
 
 
-def test_paths_that_are_none_are_refused(tmp_path):
-    for directory in ("", b"run", "a\0b"):
-        with pytest.raises(ml.errors.CheckpointError) as caught:
-            Checkpointer(directory)
-        assert ("a checkpoint directory must be a path" in str(caught.value)) or (
-            str(caught.value)
-            == "'a\\x00b' contains a null byte, which no path may have."
-        )
-
-
-def test_a_directory_that_was_removed_is_reported_as_such(tmp_path):
-    ck = Checkpointer(tmp_path / "run")
-    ck.save(1, {"x": np.zeros(1)})
-    ck.wait()
-    (tmp_path / "run").rename(tmp_path / "other")
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.restore()
-    assert str(caught.value) == (
-        f"{tmp_path}/run does not exist, at least not on this machine."
-    )
+def test_arrays_without_values_are_refused(ck):
+    donated = jnp.ones(3)
+    donated.delete()
+    with pytest.raises(ml.errors.CheckpointError, match="x: the array was donated"):
+        ck.save(1, {"x": donated})
+    with pytest.raises(ml.errors.CheckpointError, match="inside a function that JAX"):
+        jax.jit(lambda x: ck.save(1, {"x": x}))(jnp.ones(2))

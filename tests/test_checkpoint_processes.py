@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, checkpointer, orbax
+from meshlayout.checkpoint import Checkpointer, orbax
 from meshlayout.checkpoint.directory import read_facts
 from tests.processes import run_processes
 
@@ -157,10 +157,10 @@ def share_read(directory):
     with Checkpointer(directory) as ck:
         ck.save(1, state)
         ck.wait()
-        file_bytes = ck.inspect(1).file_bytes
+        files = [x for x in Path(directory, "1").rglob("*") if x.is_file()]
         before = bytes_read()
         ck.restore(state)
-        return (bytes_read() - before) / file_bytes
+        return (bytes_read() - before) / sum(x.stat().st_size for x in files)
 
 
 def bytes_read():
@@ -211,7 +211,7 @@ def faults(directory):
 
     # Process 1 looks into another directory.
     other = Checkpointer(directory if first else f"{directory}-other")
-    told["other"] = message(lambda: other.restore(state, fallback=True))
+    told["other"] = message(lambda: other.restore(state))
 
     # A file is damaged.
     if first:
@@ -222,7 +222,7 @@ def faults(directory):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = ck.restore(state, fallback=True, data=position)
+        made = ck.resume(state, data=position)
     told["fallback"] = [str(one.message).partition(".")[0] for one in caught]
     told["same"] = shards(made) == shards(state)
     told["position"] = position.at
@@ -235,7 +235,7 @@ def disagreements(directory):
     """Saves what is not the same on both processes; returns what each was told."""
     first, told = jax.process_index() == 0, {}
     state = state_on("2x4")
-    checkpointer._WARN_AFTER_S, lines = 0.5, []
+    lines = []
     logger = logging.getLogger("meshlayout.cluster.channel")
     logger.addFilter(lambda record: lines.append(record.getMessage()))
     elsewhere = f"{directory}-x" if first else "/x"
@@ -245,17 +245,21 @@ def disagreements(directory):
         told["directories"] = message(lambda: x.save(1, state))
         other = state if first else state | {"more": jnp.ones(2)}
         told["states"] = message(lambda: ck.save(1, other))
-        bias = WHOLE[0].astype(jnp.bfloat16)
-        bias.view(np.uint16)[7] ^= 0 if first else 1
-        flipped = state | {"bias": place(bias, ml.create_mesh({"x": 8}).layout(None))}
-        told["replicas"] = message(lambda: ck.save(1, flipped))
+        # One bit differs in an array that all devices hold, or of which each process
+        # holds all shards.
+        half = WHOLE.astype(jnp.bfloat16)
+        half.view(np.uint16)[7, 7] ^= 0 if first else 1
+        mesh = ml.create_mesh({"batch": 2, "model": 4})
+        for name, specs in ("copies", (None, None)), ("shards", (None, "model")):
+            flipped = state | {"half": place(half, mesh.layout(*specs))}
+            told[name] = message(lambda flipped=flipped: ck.save(1, flipped))
 
         def metadata():
             return {} if first else {}["not here"]
 
         with contextlib.suppress(KeyError):
             told["metadata"] = message(lambda: ck.save(1, state, metadata=metadata))
-        time.sleep(0 if first else 4)  # as if process 0 saved alone
+        time.sleep(0 if first else 13)  # as if process 0 saved alone
         ck.save(1, state)
         ck.wait()
         told["whole"] = ck.all_steps()
@@ -274,36 +278,38 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
             f"out. {end}"
         )
         assert one["directory"] == (
-            f"CheckpointError: {tmp_path}/3 is in the way, which no Checkpointer of this "
-            "version wrote. Save to another directory, or remove it."
+            f"CheckpointError: {tmp_path}/3 is in the way: it is no intact step of this "
+            "version. Remove it."
         )
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot be written "
             "as JSON."
         )
         assert one["all_steps"] == [1, 4]
-        assert one["other"] == (
-            f"CheckpointError: {tmp_path}-other has no step 4 on process 1."
+        assert one["other"].startswith(
+            f"DamagedCheckpointError: {tmp_path}-other/4/_CHECKPOINT_METADATA is not as "
+            "it was saved: [Errno 2] No such file"
         )
         assert one["damaged"].startswith(
             f"DamagedCheckpointError: {tmp_path}/4/orbax.checkpoint is not as it was saved: "
-            "it has 1 bytes, but 0 were saved."
+            "size and SHA-256 are [1, "
         )
         assert one["fallback"] == ["restored step 1, the newest that is intact"]
         assert one["same"]
         assert one["position"] == 10 + index
         begin = "CheckpointError: nothing is saved, as the processes differ: "
-        ending = ". All of them have to save the same state as the same step."
+        ending = "."
         assert one["steps"] == (
             f"{begin}the step is 2 on process 1, and 1 on process 0{ending}"
         )
         assert one["directories"] == (
-            "CheckpointError: process 1 does not see what process 0 wrote to /x: the "
-            "processes do not share this directory. Give one that all machines share."
+            "CheckpointError: process 1 and process 0 do not share the directory /x: "
+            "all of them have to."
         )
-        assert one["replicas"].startswith(
-            f"{begin}the sum of the replicated arrays and numbers is "
-        )
+        for name in ("copies", "shards"):
+            assert one[name].startswith(
+                f"{begin}the sum of the arrays and numbers that processes share is "
+            )
         assert one.get("metadata", "KeyError: 'not here'").endswith("'not here'")
         assert one["states"].startswith(
             f"{begin}the digest of paths, shapes and dtypes is "
@@ -312,20 +318,20 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     (line, *_) = told[0]["lines"]
     assert re.fullmatch(
         r"process 0 has waited \d+ s for process 1 to come to the same save or "
-        r"restore, and waits up to 1200 s\. All processes have to open, save and "
-        r"restore the same checkpoints in the same order; process 0 alone cannot\.",
+        r"restore, and waits up to 1200 s\. All processes have to save and restore the "
+        r"same steps in one order\.",
         line,
     )
     assert ["metadata" in one for one in told] == [True, False]
     left = sorted(one.name for one in tmp_path.iterdir())
-    assert left == [".lock", "1", "4"]
+    assert left == [".lock", ".shared", "1", "4"]
     with (
         Checkpointer(tmp_path) as ck,
         pytest.raises(ml.errors.CheckpointError) as caught,
     ):
         ck.restore(data=Position(), step=1)
     assert str(caught.value) == (
-        "the 2 processes that saved the input iterator were at different positions. "
-        "Restore on 2, or without data=."
+        "the data were at other positions on each of 2 processes: restore on 2 "
+        "processes."
     )
     assert read_facts(tmp_path / "1")["data"] == [{"at": 10}, {"at": 11}]

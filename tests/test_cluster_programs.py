@@ -80,7 +80,7 @@ def linear(seed=0):
 
 
 def train_step_of(loss):
-    return ml.make_train_step(loss, metrics={"time": ml.metrics.Throughput()})
+    return ml.make_train_step(loss)
 
 
 def differences(mesh, index):

@@ -211,6 +211,7 @@ def optimizer_state():
 BUILDERS = {
     "mlp": lambda: MLP(rngs=nnx.Rngs(1)),
     "convnet": lambda: ConvNet(rngs=nnx.Rngs(2)),
+    "conv": lambda: nnx.Conv(3, 16, (3, 3), rngs=nnx.Rngs(2)),
     "everything": lambda: Everything(rngs=nnx.Rngs(0)),
     "expressions": lambda: Expressions(rngs=nnx.Rngs(params=5, dropout=7)),
     "stacked": lambda: Stacked(rngs=nnx.Rngs(0)),
@@ -235,7 +236,7 @@ BUILDERS = {
 # combinations.
 SOON = {
     ("8", "all on the last"): (
-        "convnet",
+        "conv",
         "stacked",
         "linen mlp",
         "pytree",
@@ -251,7 +252,7 @@ SOON = {
     ("last 4", "all on the last"): ("one array", "pytree"),
 }
 # Linen's and NNX's make the same arrays; the expressions compile for long.
-SLOW_ALONE = ("mlp", "linen convnet", "expressions")
+SLOW_ALONE = ("mlp", "convnet", "linen convnet", "expressions")
 
 
 @pytest.mark.parametrize(

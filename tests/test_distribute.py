@@ -1,15 +1,14 @@
-"""Strategies: scopes, and functions that run once per replica."""
+"""Strategies: scopes, functions that run once per replica, and their variables."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout.distribute import (
-    MirroredStrategy,
     OneDeviceStrategy,
     PerReplica,
     get_replica_context,
@@ -17,23 +16,15 @@ from meshlayout.distribute import (
     has_strategy,
     in_cross_replica_context,
 )
+from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
-from tests.flax_versions import value_of
+from tests.flax_versions import set_value, value_of
+from tests.replicas import mirrored, scale, split, total, values_of
 
 
-def mirrored(replicas):
-    return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
-
-
-def split(strategy, x, size=None):
-    """The rows of an array, `size` for each replica as long as there are any."""
-    size = size or len(x) // strategy.num_replicas_in_sync
-
-    def rows(context):
-        start = context.replica_id_in_sync_group * size
-        return x[start : start + size]
-
-    return strategy.distribute_values_from_function(rows)
+@pytest.fixture
+def two():
+    return mirrored(2)
 
 
 class Model(nnx.Module):
@@ -46,8 +37,7 @@ class Model(nnx.Module):
 
 
 def batch(rows=8, seed=0):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 4)).astype("float32")
+    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
     return x, np.tanh(x[:, :3])
 
 
@@ -55,208 +45,10 @@ def losses_of(model, x, y):
     return ((model(x) - y) ** 2).mean(axis=-1)
 
 
-def on_one_device(steps=3):
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    losses = []
-    for seed in range(steps):
-        x, y = batch(seed=seed)
-        mean_loss = lambda model, x, y: losses_of(model, x, y).mean()  # noqa: E731
-        loss, grads = nnx.value_and_grad(mean_loss)(model, x, y)
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return losses, model
-
-
-@pytest.mark.parametrize(
-    "replicas",
-    [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8],
-)
-def test_a_custom_training_loop_computes_what_one_device_does(replicas):
-    strategy = mirrored(replicas)
+def model_and_step(strategy):
     with strategy.scope():
         model = Model(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def train_step(x, y):
-        def loss_fn(model):
-            return ml.losses.compute_average_loss(losses_of(model, x, y))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = []
-    for seed in range(3):
-        args = tuple(split(strategy, array) for array in batch(seed=seed))
-        loss = strategy.run(train_step, args=args)
-        losses.append(float(strategy.reduce("SUM", loss, axis=None)))
-    expected, reference = on_one_device()
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    np.testing.assert_allclose(
-        model.hidden.kernel[...], reference.hidden.kernel[...], rtol=1e-5, atol=1e-6
-    )
-    assert len(model.hidden.kernel[...].sharding.device_set) == replicas
-
-
-def test_gradients_that_the_function_has_combined_are_not_added_up_again():
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-    before = np.asarray(model.kernel[...])
-    x, y = batch()
-
-    def step(x, y):
-        grads = nnx.grad(lambda model: losses_of(model, x, y).mean())(model)
-        optimizer.update(model, get_replica_context().all_reduce("MEAN", grads))
-
-    strategy.run(step, args=(split(strategy, x), split(strategy, y)))
-    plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    grads = nnx.grad(lambda model: losses_of(model, x, y).mean())(plain)
-    expected = before - np.asarray(grads["kernel"][...])
-    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_variable_that_would_differ_between_replicas_is_named():
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = Model(nnx.Rngs(0))
-
-    def step(x):
-        model.out.bias[...] = x.mean(axis=0)[:3]
-
-    x, _ = batch()
-    assert message_of(strategy.run, step, (split(strategy, x),)) == (
-        "step would leave different values of model/out/bias on the replicas: the new "
-        "values are computed from what differs between them. Combine that first, as "
-        "get_replica_context().all_reduce('MEAN', x) does, or say how the variable's "
-        "values become one: nnx.Variable(x, aggregation='mean'), or 'sum', 'first', "
-        "'per_replica'."
-    )
-    # Nothing happened.
-    np.testing.assert_array_equal(model.out.bias[...], 0)
-
-
-def test_variables_say_how_the_values_of_replicas_become_one():
-    strategy = mirrored(4)
-    kinds = ("sum", "mean", "first", "per_replica")
-    with strategy.scope():
-        variables = {
-            kind: nnx.Variable(jnp.float32(10), aggregation=kind) for kind in kinds
-        }
-    model = variables
-
-    def step():
-        index = get_replica_context().replica_id_in_sync_group
-        for kind in kinds:
-            model[kind][...] += 1.0 + index
-
-    for _ in range(2):
-        strategy.run(step)
-    assert float(value_of(model["sum"])) == 10 + 2 * (1 + 2 + 3 + 4)
-    assert float(value_of(model["mean"])) == 10 + 2 * 2.5
-    assert float(value_of(model["first"])) == 10 + 2 * 1
-    values = value_of(model["per_replica"])
-    assert isinstance(values, PerReplica)
-    assert [float(v) for v in strategy.local_results(values)] == [12, 14, 16, 18]
-
-
-def test_each_replica_draws_its_own_random_numbers():
-    strategy = mirrored(4)
-    with strategy.scope():
-        rngs = nnx.Rngs(0)
-
-    def draw():
-        return jax.random.normal(rngs.default(), (2,))
-
-    first, second = (strategy.gather(strategy.run(draw), axis=0) for _ in range(2))
-    assert len({*first.tolist(), *second.tolist()}) == 16
-
-
-def test_a_model_in_evaluation_mode_is_compiled_anew_and_only_once():
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = nnx.Sequential(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        )
-    x = split(strategy, batch()[0])
-
-    def forward(x):
-        return model(x)
-
-    def run():
-        return strategy.gather(strategy.run(forward, args=(x,)), axis=0)
-
-    model.eval()
-    plain = run()
-    model.train()
-    dropped = run()
-    model.eval()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nnx.Sequential, "__call__", None)  # a trace would fail
-        again = run()
-    np.testing.assert_array_equal(plain, again)
-    assert (np.asarray(dropped) == 0).any()
-    assert not (np.asarray(plain) == 0).any()
-
-
-def test_scopes_cannot_be_nested():
-    strategy = mirrored(2)
-    with strategy.scope():
-        for inner in (strategy, OneDeviceStrategy("CPU:0")):
-            assert message_of(inner.scope().__enter__) == (
-                f"{inner!r}: its scope was opened inside that of MirroredStrategy(2 "
-                "replicas), or of its run. Scopes cannot be nested: leave the outer one "
-                "first."
-            )
-        assert get_strategy() is strategy
-    assert not has_strategy()
-
-
-def test_variables_of_another_strategy_are_moved():
-    one, other = mirrored(2), mirrored(4)
-    with one.scope():
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    expected = np.asarray(model.kernel[...]).sum(axis=0)
-    for strategy in (other, one):
-        result = strategy.run(lambda: model(jnp.ones((1, 4))))
-        np.testing.assert_allclose(result[0], expected, rtol=1e-5)
-
-
-def test_code_knows_in_which_context_it_runs():
-    strategy = mirrored(2)
-    assert (has_strategy(), in_cross_replica_context()) == (False, False)
-    assert get_strategy().num_replicas_in_sync == 1
-    assert get_replica_context().num_replicas_in_sync == 1
-    with strategy.scope():
-        assert (has_strategy(), in_cross_replica_context()) == (True, True)
-        assert get_replica_context() is None
-
-    def replica():
-        context = get_replica_context()
-        assert context.strategy is strategy
-        assert get_strategy() is strategy
-        assert not in_cross_replica_context()
-        return context.replica_id_in_sync_group
-
-    result = strategy.run(replica)
-    assert [int(x) for x in strategy.local_results(result)] == [0, 1]
-
-
-def test_one_device_gives_plain_arrays():
-    strategy = OneDeviceStrategy("CPU:3")
-    result = strategy.run(lambda x: {"twice": 2 * x}, args=(jnp.arange(3.0),))
-    assert isinstance(result["twice"], jax.Array)
-    assert float(strategy.reduce("SUM", result["twice"], axis=0)) == 6
-    np.testing.assert_array_equal(strategy.gather(result["twice"], axis=0), [0, 2, 4])
-
-
-def trained(strategy, steps=1):
-    """A model, and a function that trains it on a batch of values of replicas."""
-    with strategy.scope():
-        model = Model(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
 
     def train_step(x, y):
         def loss_fn(model):
@@ -270,70 +62,48 @@ def trained(strategy, steps=1):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows"),
+    ("replicas", "short"),
     [
-        pytest.param(2, 6, marks=pytest.mark.slow),
-        pytest.param(4, 5, marks=pytest.mark.slow),
-        (8, 3),
+        *(pytest.param(n, 6, marks=pytest.mark.slow) for n in (1, 2)),
+        pytest.param(8, 3, marks=pytest.mark.slow),
+        (4, 5),
     ],
 )
-def test_a_short_batch_gives_the_numbers_of_one_device(replicas, rows):
+def test_a_loop_whose_last_batch_is_short_computes_what_one_device_does(
+    replicas, short
+):
     strategy = mirrored(replicas)
-    model, train_step = trained(strategy)
-    x, y = batch(rows)
-    size = -(-rows // replicas) if rows > replicas else 1
-    values = [split(strategy, array, size) for array in (x, y)]
-    loss = strategy.run(train_step, args=tuple(values))
-    plain = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(plain, optax.sgd(0.5), wrt=nnx.Param)
-    expected, grads = nnx.value_and_grad(lambda m: losses_of(m, x, y).mean())(plain)
-    optimizer.update(plain, grads)
-    np.testing.assert_allclose(
-        strategy.reduce("SUM", loss, axis=None), expected, rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        model.out.kernel[...], plain.out.kernel[...], rtol=1e-5, atol=1e-6
-    )
+    model, train_step = model_and_step(strategy)
+    plain, plain_step = model_and_step(OneDeviceStrategy("CPU:0"))
+    for seed, rows in enumerate((8, 8, short)):
+        arrays = batch(rows, seed)
+        args = [split(strategy, x, -(-rows // replicas)) for x in arrays]
+        loss = total(strategy, strategy.run(train_step, args))
+        mean = lambda model: losses_of(model, *arrays).mean()  # noqa: E731, B023
+        np.testing.assert_allclose(loss, mean(plain), rtol=1e-5)
+        get_strategy().run(plain_step, arrays)
+    for actual, expected in zip(
+        jax.tree.leaves(nnx.state(model)),
+        jax.tree.leaves(nnx.state(plain)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+        assert len(actual.sharding.device_set) == replicas
     # Values of rows keep their padding apart, and reductions over rows leave it out.
-    losses = strategy.run(lambda x, y: losses_of(model, x, y), args=tuple(values))
-    rows_of_replicas = [len(part) for part in strategy.local_results(losses)]
-    assert sum(rows_of_replicas) == rows
-    np.testing.assert_allclose(
-        strategy.reduce("MEAN", losses, axis=0),
-        losses_of(plain, x, y).mean(),
-        rtol=1e-5,
-    )
-
-
-def test_a_function_that_ignores_padding_is_refused():
-    strategy = mirrored(2)
-    x, _ = batch(6)
-    values = split(strategy, x, 4)
-    assert message_of(strategy.run, lambda x: x.mean(), (values,)) == (
-        "<lambda> got a short batch, which is padded to the shape of the others, and "
-        "did not ask which rows are real: padding would count. Use "
-        "losses.compute_average_loss, which asks; or multiply by "
-        "get_replica_context().example_mask and divide by its num_examples; or return "
-        "one value per row and combine these with reduce(..., axis=0); or leave such "
-        "batches out with distribute_dataset(..., remainder='drop')."
-    )
-
-    def by_hand(x):
-        context = get_replica_context()
-        total = (x.mean(axis=1) * context.example_mask).sum()
-        return context.all_reduce("SUM", total) / context.num_examples
-
-    mean = strategy.local_results(strategy.run(by_hand, args=(values,)))
-    np.testing.assert_allclose(mean, [x.mean()] * 2, rtol=1e-5)
+    losses = strategy.run(lambda x, y: losses_of(model, x, y), args)
+    assert sum(len(part) for part in strategy.local_results(losses)) == short
+    expected = losses_of(plain, *arrays).mean()
+    mean = strategy.reduce("MEAN", losses, axis=0)
+    np.testing.assert_allclose(mean, expected, rtol=1e-4)
 
 
 def test_a_step_sends_what_the_step_of_the_library_sends():
-    strategy = mirrored(8)
-    _, train_step = trained(strategy)
+    strategy = mirrored(4)
+    _, train_step = model_and_step(strategy)
     x, y = (split(strategy, array) for array in batch())
     sent = strategy.communication(train_step, args=(x, y))
     state = ml.TrainState.create(
-        lambda: Model(nnx.Rngs(0)), optax.sgd(0.5), ml.LayoutMap(strategy.mesh)
+        lambda: Model(nnx.Rngs(0)), optax.adam(1e-2), ml.LayoutMap(strategy.mesh)
     )
     step = ml.make_train_step(lambda model, batch: losses_of(model, *batch))
     plain = step.communication(state, (x.array, y.array))
@@ -341,6 +111,92 @@ def test_a_step_sends_what_the_step_of_the_library_sends():
     assert sum(sent.values()) == sent["all_reduce"] == 1
     # The library's step also adds up the loss, which is one number.
     assert 0 <= plain.wire_bytes - sent.wire_bytes <= 2 * 4
+
+
+def test_each_replica_draws_its_own_random_numbers():
+    strategy = mirrored(4)
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+    draw = lambda: jax.random.normal(rngs.default(), (2,))  # noqa: E731
+    first, second = (strategy.gather(strategy.run(draw), axis=0) for _ in range(2))
+    assert len({*first.tolist(), *second.tolist()}) == 16
+
+
+def test_one_device_gives_plain_arrays():
+    strategy = OneDeviceStrategy("CPU:3")
+    result = strategy.run(lambda x: {"twice": 2 * x}, args=(jnp.arange(3.0),))
+    assert isinstance(result["twice"], jax.Array)
+    assert total(strategy, result["twice"], 0) == 6
+    np.testing.assert_array_equal(strategy.gather(result["twice"], axis=0), [0, 2, 4])
+
+
+def test_arguments_are_moved_to_the_replicas(two):
+    x = jax.device_put(jnp.arange(3.0), jax.devices()[5])
+    (own, _) = two.local_results(two.run(lambda x: 2 * x, args=(x,)))
+    (_, again) = two.local_results(two.run(lambda x: x + 1, args=(own,)))
+    assert again.tolist() == [1, 3, 5]
+
+
+def test_what_is_the_same_on_all_replicas_stands_for_a_value_of_each(two):
+    result = two.run(lambda x: x * 2.0, (3.0,))
+    assert [float(x) for x in two.local_results(result)] == [6, 6]
+    # TensorFlow's sum of a value per replica counts it once for each.
+    assert total(two, result) == 12
+    assert float(two.reduce("MEAN", result, axis=None)) == 6
+
+
+# Scopes and contexts.
+
+
+def test_scopes_cannot_be_nested(two):
+    with two.scope():
+        for inner in (two, OneDeviceStrategy("CPU:0")):
+            assert message_of(inner.scope().__enter__) == (
+                f"{inner!r}: its scope was opened inside that of MirroredStrategy(2 "
+                "replicas), or of its run. Scopes cannot be nested: leave the outer one "
+                "first."
+            )
+        assert get_strategy() is two
+    assert not has_strategy()
+
+
+def test_code_knows_in_which_context_it_runs(two):
+    assert (has_strategy(), in_cross_replica_context()) == (False, False)
+    assert get_strategy().num_replicas_in_sync == 1
+    assert get_replica_context().num_replicas_in_sync == 1
+    with two.scope():
+        assert (has_strategy(), in_cross_replica_context()) == (True, True)
+        assert get_replica_context() is None
+
+    def replica():
+        context = get_replica_context()
+        assert context.strategy is two
+        assert get_strategy() is two
+        assert not in_cross_replica_context()
+        return context.replica_id_in_sync_group
+
+    assert [int(x) for x in two.local_results(two.run(replica))] == [0, 1]
+
+
+def test_what_is_made_in_a_scope_is_mirrored_and_what_is_made_outside_works(two):
+    with two.scope():
+        mirrored_variable = nnx.Variable(jnp.arange(3.0))
+        state = ml.TrainState.create(lambda: Model(nnx.Rngs(0)), optax.sgd(0.1))
+        assert ml.get_default_mesh() == two.mesh
+    regular = nnx.Variable(jnp.ones(3))
+    copies = two.local_results(mirrored_variable)
+    assert [copy.devices() for copy in copies] == [{d} for d in jax.devices()[:2]]
+    assert [copy.tolist() for copy in copies] == [[0, 1, 2]] * 2
+    result = two.run(lambda: mirrored_variable[...] + regular[...])
+    assert two.reduce("SUM", result, axis=None).tolist() == [2, 4, 6]
+    kernel = state.params["hidden"]["kernel"]
+    assert kernel.sharding.device_set == set(two.extended.worker_devices)
+
+
+def test_variables_of_another_strategy_are_moved(two):
+    model = scale(two, 2)
+    for strategy in (mirrored(4), two):
+        assert float(strategy.run(lambda: model(3.0))) == 6
 
 
 @pytest.mark.parametrize(
@@ -373,52 +229,215 @@ def test_a_step_sends_what_the_step_of_the_library_sends():
         ),
     ],
 )
-def test_bad_calls_are_refused(call, message):
-    assert message_of(call, mirrored(2)) == message
+def test_bad_calls_are_refused(two, call, message):
+    assert message_of(call, two) == message
 
 
-def test_a_state_made_in_a_scope_is_on_the_mesh_of_the_strategy():
-    strategy = mirrored(2)
+def test_what_is_gone_is_gone_and_what_stays_works(two):
+    extended = two.extended
+    for name in ("update", "variable_created_in_scope"):
+        assert not hasattr(extended, name)
+    assert not hasattr(get_replica_context(), "merge_call")
+    assert len(extended.worker_devices) == 2
+    assert extended.parameter_devices
+    value = values_of(two, 2, 5)
+    device = jax.devices()[2]
+    moved = extended.reduce_to("SUM", value, device)
+    assert (float(moved), moved.devices()) == (7, {device})
+    with two.scope():
+        variable = nnx.Variable(jnp.float32(0))
+    pairs = [(value, device), (value, variable)]
+    assert [float(x) for x in extended.batch_reduce_to("MAX", pairs)] == [5, 5]
+
+
+# Variables whose replicas would differ. TensorFlow's number, or a refusal.
+
+
+def test_a_variable_that_would_differ_between_replicas_is_named(two):
+    with two.scope():
+        model = Model(nnx.Rngs(0))
+
+    def step(x):
+        model.out.bias[...] = x.mean(axis=0)[:3]
+
+    assert message_of(two.run, step, (split(two, batch()[0]),)) == (
+        "step would leave different values of model/out/bias on the replicas: the new "
+        "values are computed from what differs between them. Combine that first, as "
+        "get_replica_context().all_reduce('MEAN', x) does, or say how the variable's "
+        "values become one: nnx.Variable(x, aggregation='mean'), or 'sum', 'first', "
+        "'per_replica'."
+    )
+    np.testing.assert_array_equal(model.out.bias[...], 0)  # nothing happened
+
+
+def assign(variable, x):
+    variable[...] = x
+
+
+def add(variable, x):
+    variable[...] += x
+
+
+def assign_product(variable, x):
+    variable[...] = variable[...] * x
+
+
+def add_and_read(variable, x):
+    variable[...] += x
+    return variable[...]
+
+
+def add_twice(variable, x):
+    variable[...] += x
+    variable[...] += x
+
+
+@pytest.mark.parametrize(
+    ("fn", "aggregation", "expected"),
+    [
+        (add, "sum", 8.0),
+        (assign, "sum", 7.0),
+        (assign_product, "sum", 7.0),
+        (add_and_read, "sum", 8.0),
+        (add_twice, "sum", 15.0),
+        (assign, "mean", 3.5),
+        (add, "mean", 4.5),
+        (add_and_read, "mean", 4.5),
+        (assign, "first", 2.0),
+        (add, "first", 3.0),
+    ],
+)
+def test_an_aggregated_variable_has_tensorflows_value_or_is_refused(
+    two, fn, aggregation, expected
+):
+    with two.scope():
+        variable = nnx.Variable(jnp.ones(()), aggregation=aggregation)
+    try:
+        result = two.run(fn, (variable, values_of(two, 2, 5)))
+    except StrategyError as error:
+        assert str(error).endswith(".")  # noqa: PT017
+        assert fn not in (add, assign) or (fn, aggregation) == (assign, "sum")
+        assert variable[...] == 1
+        return
+    assert variable[...] == expected
+    if fn is add_and_read:
+        assert [float(x) for x in two.local_results(result)] == [expected] * 2
+
+
+def test_aggregations_go_on_from_call_to_call():
+    strategy, kinds = mirrored(4), ("sum", "mean", "first", "per_replica")
     with strategy.scope():
-        state = ml.TrainState.create(lambda: Model(nnx.Rngs(0)), optax.sgd(0.1))
-        assert ml.get_default_mesh() == strategy.mesh
-    kernel = state.params["hidden"]["kernel"]
-    assert kernel.sharding.device_set == set(strategy.extended.worker_devices)
+        variables = {
+            kind: nnx.Variable(jnp.float32(10), aggregation=kind) for kind in kinds
+        }
+
+    def step():
+        for variable in variables.values():
+            variable[...] += 1.0 + get_replica_context().replica_id_in_sync_group
+
+    for _ in range(2):
+        strategy.run(step)
+    numbers = [float(value_of(variables[kind])) for kind in kinds[:3]]
+    assert numbers == [10 + 2 * (1 + 2 + 3 + 4), 10 + 2 * 2.5, 10 + 2 * 1]
+    values = value_of(variables["per_replica"])
+    assert isinstance(values, PerReplica)
+    assert [float(v) for v in strategy.local_results(values)] == [12, 14, 16, 18]
 
 
-def test_a_variable_may_hold_the_parameters_of_linen():
-    strategy = mirrored(2)
-    with strategy.scope():
+def test_a_variable_per_replica_is_summed_read_and_reset(two):
+    with two.scope():
+        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
+    count = lambda x: add_and_read(own, x)  # noqa: E731
+    resets = lambda x: own.__setitem__(..., x), lambda x: set_value(own, x)
+    for start, reset in enumerate(resets):
+        reset(jnp.float32(start))
+        assert two.reduce("SUM", own, axis=None) == 2 * start
+        for expected in ([2 + start, 5 + start], [4 + start, 10 + start]):
+            result = two.run(count, (values_of(two, 2, 5),))
+            assert [float(x) for x in two.local_results(result)] == expected
+        summed = two.reduce("SUM", own, axis=None)
+        assert isinstance(summed, jax.Array)
+        assert summed == 14 + 2 * start
+
+
+def test_variables_that_are_set_to_one_array_stay_two(two):
+    with two.scope():
+        sums = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.ones(()))
+
+    def add(x):
+        for variable in sums:
+            variable[...] += get_replica_context().all_reduce("SUM", x)
+
+    two.run(add, (values_of(two, 2, 5),))
+    shared = jnp.zeros(())
+    for variable in sums:
+        variable[...] = shared
+    two.run(add, (values_of(two, 2, 5),))
+    assert [float(variable[...]) for variable in sums] == [7, 7]
+
+
+# Linen.
+
+
+def test_a_variable_may_hold_the_parameters_of_linen(two):
+    with two.scope():
         params = nnx.Variable({"w": jnp.ones((4, 3))})
 
     def step(x):
         tree = value_of(params)
         grads = jax.grad(lambda tree: (x @ tree["w"]).sum())(tree)
         grads = get_replica_context().all_reduce("SUM", grads)
-        params.set_value(jax.tree.map(lambda a, b: a - b, tree, grads))
+        set_value(params, jax.tree.map(lambda a, b: a - b, tree, grads))
 
-    strategy.run(step, args=(split(strategy, batch()[0]),))
+    two.run(step, args=(split(two, batch()[0]),))
     expected = 1 - batch()[0].sum(axis=0)[:, None] * np.ones((1, 3))
     np.testing.assert_allclose(value_of(params)["w"], expected, rtol=1e-5)
 
 
-def test_values_are_reduced_to_where_they_are_wanted():
-    strategy = mirrored(2)
-    values = strategy.run(lambda: get_replica_context().replica_id_in_sync_group)
-    with strategy.scope():
-        variable = nnx.Variable(jnp.float32(0))
-    extended = strategy.extended
-    device = jax.devices()[5]
-    assert extended.reduce_to("SUM", values, device).devices() == {device}
-    pairs = [(values, variable), (values, device)]
-    assert [int(x) for x in extended.batch_reduce_to("MAX", pairs)] == [1, 1]
+def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
+    model, tx, x = nn.Dense(3), optax.adam(0.1), batch()[0]
+    with two.scope():
+        params = model.init(jax.random.key(0), x)
+    state = params, tx.init(params)
+
+    def step(state, x, *, summed=True):
+        def loss_fn(params):
+            losses = (model.apply(params, x) ** 2).sum(-1)
+            return ml.losses.compute_average_loss(losses)
+
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        if summed:
+            loss, grads = get_replica_context().all_reduce("SUM", (loss, grads))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    expected = state
+    for _ in range(3):
+        expected, expected_loss = step(expected, x)  # outside, on one device
+        state, loss = two.run(step, (state, split(two, x)))
+        assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    for leaf in jax.tree.leaves((state, loss)):
+        assert isinstance(leaf, jax.Array)
+        assert leaf.sharding.is_fully_replicated
+    np.testing.assert_allclose(
+        model.apply(state[0], x), model.apply(expected[0], x), rtol=1e-4, atol=1e-5
+    )
+    forgotten = lambda *args: step(*args, summed=False)  # noqa: E731
+    message = message_of(
+        two.run, forgotten, (state, split(two, x)), error=StrategyError
+    )
+    assert "kernel" in message
+    assert "all_reduce" in message
 
 
-def test_a_mirrored_variable_has_a_copy_on_each_replica():
-    strategy = mirrored(2)
-    with strategy.scope():
-        variable = nnx.Variable(jnp.arange(3.0))
-    copies = strategy.local_results(variable)
-    assert [copy.devices() for copy in copies] == [{d} for d in jax.devices()[:2]]
-    for copy in copies:
-        np.testing.assert_array_equal(copy, [0, 1, 2])
+def test_a_forgotten_sum_of_plain_parameters_is_noticed(two):
+    params = {"w": jnp.ones(3)}
+
+    def step(params, x):
+        grads = jax.grad(lambda p: (x @ p["w"]).sum())(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    x = split(two, np.arange(12, dtype="f").reshape(4, 3))
+    with pytest.raises(StrategyError, match=r"different values of w .*all_reduce"):
+        two.run(step, (two.run(step, (params, x)), x))

@@ -11,6 +11,9 @@ from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout.distribute import get_replica_context
+from meshlayout.errors import StrategyError
+from tests.error_messages import message_of
+from tests.replicas import mirrored, split, total
 
 
 ROWS = 10
@@ -21,12 +24,132 @@ Y = RNG.integers(0, 3, ROWS).astype("int32")
 
 @pytest.fixture(scope="module")
 def strategy():
-    return ml.distribute.MirroredStrategy(jax.devices()[:4])
+    return mirrored(4)
 
 
 def batches(strategy, *arrays):
     """Batches of 8 rows; the last one has 2, so two or more replicas have none."""
     return strategy.distribute_dataset(arrays, global_batch_size=8)
+
+
+def test_six_rows_on_two_replicas_of_four_are_three_and_three():
+    two = mirrored(2)
+    *_, last = two.distribute_dataset(np.arange(14, dtype="f"), 8)
+    assert [x.tolist() for x in two.local_results(last)] == [[8, 9, 10], [11, 12, 13]]
+
+    def means(x):  # nothing is padded, so a function needs no mask
+        assert get_replica_context().example_mask is None
+        return x.mean(), ml.losses.compute_average_loss(x)
+
+    shares, loss = two.run(means, (last,))
+    assert [float(x) for x in two.local_results(shares)] == [9, 12]
+    assert total(two, loss) == pytest.approx(10.5)
+
+
+def test_five_rows_carry_a_mask_that_a_function_must_ask_for():
+    two = mirrored(2)
+    (short,) = two.distribute_dataset(np.arange(1, 6, dtype="f"), 8)
+    assert sum(len(x) for x in two.local_results(short)) == 5
+    assert total(two, two.run(lambda x: x**2, (short,)), axis=0) == 55
+    assert message_of(two.run, lambda x: x.mean(), (short,)) == (
+        "<lambda> got a short batch, which is padded to the shape of the others, and "
+        "did not ask which rows are real: padding would count. Use "
+        "losses.compute_average_loss, which asks; or multiply by "
+        "get_replica_context().example_mask and divide by its num_examples; or return "
+        "one value per row and combine these with reduce(..., axis=0); or leave such "
+        "batches out with distribute_dataset(..., remainder='drop')."
+    )
+
+    def masked_mean(x):
+        context = get_replica_context()
+        rows = context.all_reduce("SUM", (x * context.example_mask).sum())
+        return rows / context.num_examples
+
+    assert float(two.run(masked_mean, (short,))) == 3
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.concatenate([x, -x]),
+        lambda x: get_replica_context().all_gather(x, 0),
+        lambda x: x.reshape(-1),
+        lambda x: jnp.repeat(x, 2, axis=0),
+    ],
+)
+def test_results_with_more_rows_than_a_short_batch_get_a_sentence(fn):
+    two = mirrored(2)
+    two.run(fn, (split(two, np.ones((4, 4), "f")),))
+    (short,) = two.distribute_dataset(np.ones((3, 4), "f"), 4)
+    assert message_of(two.run, fn, (short,), error=StrategyError).endswith(".")
+
+
+def test_a_head_of_zeros_trains_on_a_short_batch_as_on_one_device(strategy):
+    def made():
+        model = nnx.Linear(
+            3, 3, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0)
+        )  # with which padding cannot be seen at the first step
+        return model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+
+    def step(model, optimizer, x, y):
+        def loss_fn(model):
+            logits = model(x)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return ml.losses.compute_average_loss(loss + (logits**2).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    with strategy.scope():
+        own = made()
+    plain = made()
+    for _ in range(2):
+        (batch,) = strategy.distribute_dataset((X[:3], Y[:3]), 8)
+        loss = total(strategy, strategy.run(step, (*own, *batch)))
+        assert loss == pytest.approx(float(step(*plain, X[:3], Y[:3])), rel=1e-5)
+
+
+class RootMeanSquare(nnx.Metric):
+    """A metric of the user's with sums."""
+
+    def __init__(self):
+        self.total = nnx.metrics.MetricState(jnp.zeros(()))
+        self.count = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def update(self, *, values, **_):
+        self.total[...] += (values**2).sum()
+        self.count[...] += values.size
+
+    def compute(self):
+        return jnp.sqrt(self.total[...] / self.count[...])
+
+    def reset(self):
+        self.total[...] = self.count[...] = jnp.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [(nnx.metrics.Average, 3), (nnx.metrics.Welford, 3), (RootMeanSquare, 4)],
+)
+def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
+    two = mirrored(2)
+    with two.scope():
+        metric = make()
+    plain = make()
+    update = lambda values: metric.update(values=values)  # noqa: E731
+    for _ in range(2):
+        for rows in (8, 8, last):
+            values = (RNG.normal(size=rows) + 3).astype("f")
+            (batch,) = two.distribute_dataset(values, 8)
+            two.run(update, (batch,))
+            plain.update(values=jnp.asarray(values))
+        for actual, expected in zip(
+            *(jax.tree.leaves(x.compute()) for x in (metric, plain)), strict=True
+        ):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        metric.reset()
+        plain.reset()
 
 
 def test_metrics_count_the_examples_of_short_batches_once(strategy):

@@ -45,17 +45,13 @@ def trained(strategy):
         count[...] += replica.replica_id_in_sync_group
         return loss
 
-    losses, rows, seen = [], [], []
+    losses = []
     for _ in range(2):
         for inputs in strategy.distribute_dataset(source(), global_batch_size=BATCH):
             loss = strategy.run(train_step, args=(inputs,))
             losses.append(float(strategy.reduce("SUM", loss, axis=None)))
-            rows.append(float(strategy.reduce("SUM", inputs[0], axis=0).sum()))
-            seen.append(np.asarray(strategy.gather(inputs[1], axis=0)).tolist())
     return {
         "losses": losses,
-        "rows": rows,
-        "seen": seen,
         "kernel": np.asarray(model.kernel[...]).tolist(),
         "metric": float(metric.compute()),
         "counts": [float(x) for x in strategy.local_results(count.get_value())],
@@ -66,35 +62,25 @@ def on_processes():
     strategy = ml.distribute.MultiWorkerMirroredStrategy()
     resolver = strategy.cluster_resolver
     local = ml.distribute.MirroredStrategy()
-    values = strategy.distribute_values_from_function(
-        lambda context: context.replica_id_in_sync_group
-    )
     return {
         **trained(strategy),
         "replicas": (strategy.num_replicas_in_sync, local.num_replicas_in_sync),
         "task": (resolver.task_type, resolver.task_id, resolver.num_workers),
-        "ids": [int(x) for x in strategy.local_results(values)],
-        "text": repr(values),
     }
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_several_workers_compute_what_one_process_does(processes):
-    results = run_processes(processes, on_processes, devices_per_process=2)
+def test_several_workers_compute_what_one_process_does():
+    results = run_processes(2, on_processes, devices_per_process=2)
     strategy = ml.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     expected = trained(strategy)
     for index, result in enumerate(results):
-        for name in ("losses", "rows", "kernel", "metric"):
+        for name in ("losses", "kernel", "metric"):
             np.testing.assert_allclose(
                 result[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
             )
-        for batch, expected_batch in zip(result["seen"], expected["seen"], strict=True):
-            np.testing.assert_array_equal(batch, expected_batch)
         assert result["counts"] == expected["counts"][2 * index : 2 * index + 2]
         assert tuple(result["replicas"]) == (4, 2)
-        assert tuple(result["task"]) == ("worker", index, processes)
-        assert result["ids"] == [2 * index, 2 * index + 1]
-        assert f"  {2 * index}: Array({2 * index}" in result["text"]
+        assert tuple(result["task"]) == ("worker", index, 2)
 
 
 def with_other_constants():

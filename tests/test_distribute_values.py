@@ -44,19 +44,6 @@ def uneven(strategy):
 # What tf.distribute's page on strategies shows.
 
 
-def test_reduce_of_replica_ids_is_their_sum():
-    for replicas, expected in ((1, 0), (2, 1), (8, 28)):
-        strategy = mirrored(replicas)
-        ids = strategy.run(lambda: get_replica_context().replica_id_in_sync_group)
-        assert int(strategy.reduce("SUM", ids, axis=None)) == expected
-
-
-def test_reduce_over_replicas_alone_or_over_examples_too(two):
-    value = values(two, np.arange(4), np.arange(4, 8))
-    assert two.reduce("SUM", value, axis=None).tolist() == [4, 6, 8, 10]
-    assert int(two.reduce("SUM", value, axis=0)) == 28
-
-
 def test_a_last_batch_of_six_is_reduced_by_its_own_denominator(two):
     value = values(two, np.arange(4), np.arange(4, 6))
     assert int(two.reduce("SUM", value, axis=0)) == 15
@@ -164,12 +151,6 @@ def test_plain_arrays_are_the_value_of_a_single_replica():
     assert strategy.local_results(x) == (x,)
 
 
-def test_trees_are_reduced_leaf_by_leaf(two):
-    tree = {"a": values(two, 1, 2), "b": (values(two, 3.0, 4.0),)}
-    total = two.reduce("sum", tree, axis=None)
-    assert jax.tree.map(float, total) == {"a": 3.0, "b": (7.0,)}
-
-
 def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
     value = two.run(lambda x: 2 * x, args=(jnp.array([3.0, 4.0]),))
     assert isinstance(value, jax.Array)
@@ -177,12 +158,14 @@ def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
     assert two.reduce("MEAN", value, axis=None).tolist() == [6, 8]
     assert float(two.reduce("SUM", value, axis=0)) == 28
     assert two.gather(value, axis=0).tolist() == [6, 8, 6, 8]
+    total = two.reduce("sum", {"a": value, "b": (values(two, 3, 4),)}, axis=None)
+    assert jax.tree.map(np.sum, total) == {"a": 28, "b": (7,)}
     parts = two.local_results({"a": value, "b": 1})
     assert [part["a"].tolist() for part in parts] == [[6, 8], [6, 8]]
     assert [part["a"].devices() for part in parts] == [{d} for d in jax.devices()[:2]]
     assert message_of(two.reduce, "SUM", 3.0, axis=None) == (
-        "reduce takes values of replicas, as run returns, got 3.0, which is not on the "
-        "devices of 2 replicas: there is nothing to combine."
+        "reduce takes what run returns, got 3.0, which is not on the devices of 2 "
+        "replicas: there is nothing to combine."
     )
 
 
@@ -202,22 +185,13 @@ def test_a_value_passes_through_jit_and_may_be_laid_out_otherwise(two):
     assert [part.tolist() for part in value.values] == [[0, 1], [2, 3]]
 
 
-def test_keys_are_values(two):
-    keys = values(two, jax.random.key(0), jax.random.key(1))
-    bits = two.run(lambda key: jax.random.bits(key), args=(keys,))
-    for index, part in enumerate(two.local_results(bits)):
-        assert part == jax.random.bits(jax.random.key(index))
-
-
-def test_repr_is_short_and_shows_real_rows(two):
+def test_repr_shows_real_rows(two):
     assert repr(uneven(two)) == (
         "PerReplica:{\n"
         "  0: Array([1., 2., 3.], dtype=float32),\n"
         "  1: Array([4.], dtype=float32)\n"
         "}"
     )
-    large = values(two, *[np.zeros((1000, 1000), np.float32)] * 2)
-    assert len(repr(large)) < 1000
     assert f"{values(two, 1, 2)}".startswith("PerReplica:{")
 
 
@@ -273,29 +247,10 @@ def test_an_axis_is_one_dim_of_the_values(two, axis):
             call()
 
 
-BAD_ARGUMENTS = {
-    "large integer": (
-        np.array([2**40]),
-        "x holds 1099511627776, and JAX would turn int64 into int32. Set "
-        "jax_enable_x64, or give it another dtype.",
-    ),
-    "text": (
-        np.array(["a"]),
-        "x: a NumPy array of dtype <U1 is not an array of numbers.",
-    ),
-    "masked array": (
-        np.ma.masked_array([1.0, 2.0], mask=[0, 1]),
-        "x is a masked array, and JAX would lose its mask. Fill it with "
-        "x.filled(value), and pass the mask as a separate array if it matters.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_arguments_of_run_that_devices_would_change_are_refused(two, name):
-    argument, problem = BAD_ARGUMENTS[name]
-    assert message_of(lambda: two.run(lambda x: x, args=(argument,))) == (
-        f"run: the argument {problem}"
+def test_arguments_of_run_that_devices_would_change_are_refused(two):
+    assert message_of(two.run, lambda x: x, (np.array([2**40]),)) == (
+        "run: the argument x holds 1099511627776, and JAX would turn int64 into int32. "
+        "Set jax_enable_x64, or give it another dtype."
     )
 
 

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from tests.processes import run_processes
 
 
 pytestmark = pytest.mark.filterwarnings("error::meshlayout.errors.RecompileWarning")
@@ -150,67 +149,6 @@ def test_metrics_of_clu_and_metrax_go_into_a_step():
     _, found = train_step(state, batch, found)
     np.testing.assert_allclose(found["clu"], right.mean(), rtol=1e-5)
     np.testing.assert_allclose(found["metrax"], losses.mean(), rtol=1e-5)
-
-
-# The clock.
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.mark.parametrize("how", ["train", "eval"])
-def test_throughput_starts_with_the_epoch(mesh, how, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("time.perf_counter", clock)
-    metrics = {"speed": ml.metrics.Throughput()}
-    batch, state = on(mesh), create(mesh)
-    train_step = ml.make_train_step(loss_fn, metrics=metrics)
-    eval_step = ml.make_eval_step(loss_fn, metrics=metrics)
-    for seconds in (2, 4):
-        clock.now += 1000  # between two epochs
-        if how == "train":
-            state, found = train_step(state, batch)
-            state, found = train_step(state, batch, found)
-        else:
-            found = eval_step(state, batch, eval_step(state, batch))
-        clock.now += seconds
-        np.testing.assert_allclose(float(found["speed"]), 32 / seconds, rtol=1e-6)
-
-
-def test_throughput_starts_when_it_is_reset(mesh, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("time.perf_counter", clock)
-    batch, state = on(mesh), create(mesh)
-    train_step = ml.make_train_step(loss_fn, metrics={"speed": ml.metrics.Throughput()})
-    state, found = train_step(state, batch)
-    clock.now += 1000
-    state, found = train_step(state, batch, found.reset())
-    clock.now += 4
-    assert float(found["speed"]) == pytest.approx(4)
-
-
-def speed_of_two_epochs():
-    """What each process measures, from a start of its own."""
-    mesh = ml.create_mesh({"batch": 4})
-    batch, state = on(mesh), create(mesh)
-    train_step = ml.make_train_step(loss_fn, metrics={"speed": ml.metrics.Throughput()})
-    found = []
-    for _ in range(2):
-        state, metrics = train_step(state, batch)
-        found.append(metrics.to_host()["speed"])
-        state, metrics = train_step(state, batch, metrics.reset())
-        found.append(metrics.to_host()["speed"])
-    return found
-
-
-def test_every_process_has_a_clock_of_its_own():
-    for speeds in run_processes(2, speed_of_two_epochs, shared=True):
-        assert all(0 < speed < np.inf for speed in speeds)
 
 
 # What is refused.

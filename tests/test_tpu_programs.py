@@ -187,7 +187,7 @@ def whole_bytes(collective):
     ("name", "layouts", "axes"),
     [
         ("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
-        ("resnet", "FSDP", EIGHT),
+        pytest.param("resnet", "FSDP", EIGHT, marks=pytest.mark.slow),
         ("transformer", "FSDP", EIGHT),
         pytest.param(
             *("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO), marks=pytest.mark.slow

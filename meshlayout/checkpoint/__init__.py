@@ -9,15 +9,10 @@ from meshlayout.checkpoint.foreign import (
     load_arrays as load_arrays,
     load_msgpack as load_msgpack,
     load_orbax as load_orbax,
-)
-from meshlayout.checkpoint.inspection import (
-    InspectedLeaf as InspectedLeaf,
-    Inspection as Inspection,
-)
-from meshlayout.checkpoint.safetensors import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )
+from meshlayout.checkpoint.inspection import Inspection as Inspection
 from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,

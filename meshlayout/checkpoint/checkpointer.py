@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -21,14 +21,11 @@ from meshlayout.checkpoint import directory as steps, orbax, policy, positions
 from meshlayout.checkpoint.inspection import Inspection
 from meshlayout.checkpoint.load import to_numpy
 from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.save import Save, failures
-from meshlayout.checkpoint.saved_step import GoneError, SavedStep
-from meshlayout.checkpoint.tree import saved_leaves
-from meshlayout.cluster import activity
+from meshlayout.checkpoint.step import Save, SavedStep, failures
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
-from meshlayout.cluster.replicas import replica_sums
+from meshlayout.cluster.replicas import replica_difference, replica_sums
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -41,14 +38,13 @@ from meshlayout.layout_map import LayoutMap
 logger = logging.getLogger("meshlayout.checkpoint")
 
 T = TypeVar("T")
+Step: TypeAlias = int | Literal["latest", "best"]
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
 # Longer than a slow store takes for a large file, and short enough for a job that hangs
-# to end by itself. A process that does not take part at all is reported soon.
-_TIMEOUT_S, _WARN_AFTER_S = 1200.0, 10.0
-# Other runs may delete the step that is read, with `keep=1` several in a row.
-_ATTEMPTS = 20
+# to end by itself.
+_TIMEOUT_S = 1200.0
 
 
 class Checkpointer:
@@ -58,31 +54,23 @@ class Checkpointer:
 
     A step is saved completely or not at all: a killed process or a full disk leaves the
     earlier steps intact, and a step that is saved again is there at every moment. A
-    restore compares all files with what was saved. A step is a plain directory of
-    Orbax, and anyone can load its arrays without this package.
+    step is a plain directory of Orbax; a restore compares its files with their hashes.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
-    stays in host memory until the files are written. The next save waits for that. An
-    error in the background is raised once, by the next call of any method. Close a
-    checkpointer, or use it in a `with` block; a process that ends in any other way
-    finishes a running save first.
+    stays in host memory until the files are written. The next save waits for that, and
+    raises its error, as do `wait`, `close` and `restore`. A process that ends finishes
+    its save first.
 
-    The first save locks the directory for this run until the checkpointer is closed;
-    any number of runs may read, which changes nothing on the disk. All processes of a
-    job open the checkpointer, on a directory that they share, and save and restore the
-    same steps in the same order.
+    The first save locks the directory for this run until `close`; any number of runs
+    may read, which changes nothing on the disk. All processes of a job share the
+    directory, and save and restore the same steps in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run` in Google Cloud Storage, which
-            needs gcsfs (the extra `gcs`) and has no locks.
+        directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
+            `gcs`) and has no locks.
         keep: How many of the latest steps to keep; None for all.
-        keep_every: Also keep steps that are multiples of this number.
         every: Save only when this many steps have passed since the last save.
-        best: The name of a metric, and `"max"` or `"min"`: also keep the step with the
-            best value.
-
-    Raises:
-        CheckpointError: If an argument is wrong.
+        best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
 
     Example:
         >>> import tempfile
@@ -102,36 +90,30 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         keep: int | None = 3,
-        keep_every: int | None = None,
         every: int | None = None,
         best: tuple[str, Literal["max", "min"]] | None = None,
     ) -> None:
         self._saving: Save | None = None
         self._unlock: Callable[[], Any] | None = None
-        self._is_shared = self._is_closed = False
         self._preemption, self._is_preempted = contextlib.ExitStack(), lambda: False
-        self._last: int | None = None  # the step that was saved or restored last
+        self._last = 0  # the step that was saved or restored last
         self.directory = steps.as_directory(directory)
-        self.best = policy.check_best(best)
-        self._keep = policy.check_count("keep", keep)
-        self._keep_every = policy.check_count("keep_every", keep_every)
-        self._every = policy.check_count("every", every)
-        # A channel pairs messages by their order, and a save in the background may end
-        # before or after any call of the main thread: each thread has its own channel,
-        # and long waits are normal only there.
-        channel = functools.partial(
-            Channel,
-            hint=(
-                "All processes have to open, save and restore the same checkpoints in "
-                "the same order; process 0 alone cannot."
-            ),
+        for name, count in {"keep": keep, "every": every}.items():
+            if count is not None:
+                _checks.count(name, count, error=CheckpointError)
+        if best is not None and (len(best) != 2 or best[1] not in ("max", "min")):
+            msg = f"best must be ('val_accuracy', 'max') or such, got {best!r}."
+            raise CheckpointError(msg)
+        self.best, self._keep, self._every = best, keep, every
+        # A channel pairs messages by their order. The threads of saves have the same
+        # one, as this thread uses it only once the last save has ended.
+        self._channel = Channel(
+            f"checkpoint/{next(_numbers)}",
+            what="the same save or restore",
+            hint="All processes have to save and restore the same steps in one order.",
             timeout_s=_TIMEOUT_S,
             error=CheckpointError,
         )
-        name, what = f"checkpoint/{next(_numbers)}", "the same save or restore"
-        self._main = channel(name, what=what, warn_after_s=_WARN_AFTER_S)
-        name, what = f"{name}/save", "the end of a save"
-        self._background = channel(name, what=what, warn_after_s=_TIMEOUT_S)
 
     # Saving.
 
@@ -157,82 +139,62 @@ class Checkpointer:
             step: The number of the step.
             state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
                 Linen variables, an Optax state.
-            data: The input iterator, whose position is saved with the state: an object
-                with `get_state()` and `set_state(state)`.
-            metadata: Other values: numbers, strings, lists and dicts of them; or a
-                function that returns them, which is called only if a save is due.
+            data: The input iterator, whose position is saved with the state.
+            metadata: Other values that JSON can hold; or a function that returns them,
+                which is called only if a save is due.
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
         Raises:
-            CheckpointError: If the state cannot be saved, an earlier save failed in the
-                background, or the processes save different states.
+            CheckpointError: If the state cannot be saved, an earlier save failed, or
+                the processes save different states.
             Preempted: After SIGTERM, once the step is saved.
         """
-        self._raise_pending()
-        if self._is_closed:
-            msg = f"the checkpointer of {self.directory} is closed. Open another one."
-            raise CheckpointError(msg)
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
-        force = _checks.flag("force", force, error=CheckpointError)
         is_preempted = self._is_preempted()
-        if not (force or is_preempted or self._is_due(step)):
+        if not (force or is_preempted or policy.is_due(step, self._every, self._last)):
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
-        self._take_lock(step)
+        token = self._channel.on_first(functools.partial(self._open, step))
         facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
-        with self._main.failure_told(), orbax.undisturbed():
-            if jax.process_index() == 0:
-                with failures(step, self.directory):
-                    steps.recover(self.directory)  # what a save that failed left
-                    steps.clear(self.directory, step)
+        with self._channel.failure_told(), orbax.undisturbed():
+            steps.find_token(self.directory, token)
             trees = {"state": state, **(_beside or {})}
-            saved = {name: saved_leaves(tree) for name, tree in trees.items()}
+            saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
             facts["metrics"] = policy.metric_values(metrics, self.best)
-            if callable(metadata):
-                _checks.function("metadata", metadata, error=CheckpointError)
-                with _checks.noted("in the function that save(metadata=...) was given"):
-                    metadata = metadata()
-            facts["metadata"] = positions.as_json(metadata, "metadata")
+            values = metadata() if callable(metadata) else metadata
+            facts["metadata"] = positions.as_json(values, "metadata")
             facts["processes"] = jax.process_count()
-            paths = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
-            own = {
-                "the step": str(step),
-                "the directory": str(self.directory),
-                "the digest of paths, shapes and dtypes": paths[:8],
-                "the sum of the replicated arrays and numbers": replica_sums(
-                    x for tree in arrays.values() for x in tree.values()
-                ),
-            }
-            position = None if data is None else positions.position_of(data)
-        messages = self._main.exchange((own, position))
-        unlike = difference({p: other for p, (other, _) in messages.items()})
+            digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
+            own = {"the step": str(step), "the directory": str(self.directory)}
+            own["the digest of paths, shapes and dtypes"] = digest[:8]
+            sums = replica_sums(x for tree in arrays.values() for x in tree.values())
+            position = positions.position_of(data)
+        messages = self._channel.exchange((own, sums, position))
+        unlike = difference({p: x for p, (x, _, _) in messages.items()})
+        sums = {process: x for process, (_, x, _) in messages.items()}
+        unlike = unlike or replica_difference(sums)
         if unlike:
-            msg = (
-                f"nothing is saved, as the processes differ: {unlike}. All of them "
-                "have to save the same state as the same step."
-            )
+            msg = f"nothing is saved, as the processes differ: {unlike}."
             raise CheckpointError(msg)
-        all_positions = [other for _, other in messages.values()]
+        all_positions = [x for _, _, x in messages.values()]
         facts["data"] = None if data is None else positions.joined(all_positions)
         after = functools.partial(self._delete_old, step)
-        channel, self._last = self._background, step
-        self._saving = Save(self.directory, step, arrays, facts, channel, after)
+        self._last = step
+        self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
         self._saving.start()
         if is_preempted:
-            self.wait()
-            self._preemption.close()
-            self._is_preempted = lambda: False
+            self.close()
             raise Preempted(step)
         return True
 
     def wait(self) -> None:
         """Waits until the last save has finished; raises its error."""
         if self._saving is not None:
-            error = self._saving.wait()
+            error = self._saving.error()
             # Only now: after Ctrl-C during the wait, it can be waited for again.
             self._saving = None
             if error is not None:
@@ -240,8 +202,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits as `wait`, and lets other runs save in the directory."""
-        self._is_closed = True
         self._preemption.close()
+        self._is_preempted = lambda: False
         try:
             self.wait()
         finally:
@@ -253,60 +215,31 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as problem:
-            if error is None:
-                raise
-            # The error of the block came first, and is the one to look at.
-            error.add_note(f"Moreover, {problem}")
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-    def _is_due(self, step: int) -> bool:
-        if self._every is not None and self._last is None:
-            # A run that continues without a restore. Later steps are of a run that
-            # this one replaces: they would suppress saves until it reaches them. Asked
-            # of process 0, as elsewhere a listing may lag behind.
-            earlier = (saved for saved in self._paths() if saved < step)
-            self._last = self._main.on_first(lambda: max(earlier, default=0))
-        return policy.is_due(step, self._every, self._last or 0)
-
-    def _take_lock(self, step: int) -> None:
-        """Locks the directory at the first save, and finds out whether it is shared."""
-        if self._is_shared:
-            return
-        with self._main.failure_told(), failures(step, self.directory):
-            if jax.process_index() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._unlock = self._unlock or steps.lock(self.directory, self)
-        self._main.exchange(None)
-        steps.check_shared(self.directory, self._main)
-        self._is_shared = True
+    def _open(self, step: int) -> str:
+        """Locks the directory, makes room for a step, and leaves a token there."""
+        with failures(step, self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._unlock = self._unlock or steps.lock(self.directory, self)
+            steps.recover(self.directory)
+            steps.clear(self.directory, step)
+            return steps.leave_token(self.directory)
 
     def _delete_old(self, step: int) -> None:
         """Deletes the steps that are not kept; on process 0, after a save."""
-        paths = {n: p for n, p in self._paths().items() if steps.is_whole(p)}
+        paths = steps.step_paths(self.directory)
+        paths = {n: path for n, path in paths.items() if steps.is_whole(path)}
         best = None if self.best is None else self._best_of(paths)
-        for old in policy.steps_to_delete(
-            list(paths), self._keep, self._keep_every, kept={best, step}
-        ):
-            try:
-                steps.delete(paths[old])
-            except OSError as error:
-                msg = (
-                    f"step {step} is saved, but step {old}, which is not kept, could "
-                    f"not be deleted: {orbax.reason(error)}."
-                )
-                raise CheckpointError(msg) from error
+        for old in policy.steps_to_delete(list(paths), self._keep, {best, step}):
+            steps.delete(paths[old])
 
     # Queries.
 
     def all_steps(self) -> list[int]:
         """Returns the saved steps in ascending order; a running save is not one yet."""
-        self._raise_pending()
-        return list(self._paths())
+        return list(steps.step_paths(self.directory))
 
     def latest_step(self) -> int | None:
         """Returns the highest saved step, or None."""
@@ -314,29 +247,17 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """Returns the step with the best value of a metric, or None if none has it."""
-        self._raise_pending()
-        return self._best_of(self._paths())
+        return self._best_of(steps.step_paths(self.directory))
 
-    def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
+    def inspect(self, step: Step = "latest") -> Inspection:
         """Returns a table of a step's contents, without loading any array."""
         self.wait()
-        path = self._paths()[self._candidate(step, {})]
-        return Inspection.of(steps.read_facts(path), steps.num_bytes(path))
-
-    def _raise_pending(self) -> None:
-        """Raises the error of a save that has finished, without waiting for others."""
-        if self._saving is not None and self._saving.is_done:
-            self.wait()
-
-    def _paths(self) -> dict[int, Path]:
-        return steps.step_paths(self.directory)
+        _, name, _ = self._choose(step)
+        return Inspection.of(steps.read_facts(self.directory / name))
 
     def _best_of(self, paths: Mapping[int, Path]) -> int | None:
         if self.best is None:
-            msg = (
-                "there is no best step without a metric. Write "
-                "Checkpointer(directory, best=('val_accuracy', 'max'))."
-            )
+            msg = "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
             raise CheckpointError(msg)
         metrics: dict[int, Mapping[str, float]] = {}
         for step, path in paths.items():
@@ -344,32 +265,21 @@ class Checkpointer:
                 metrics[step] = steps.read_facts(path)["metrics"]
         return policy.best_of(self.best, metrics)
 
-    def _candidate(self, step: int | str, damaged: Mapping[int, str]) -> int:
-        """Returns the step to try next, which is older than the damaged ones."""
-        paths, number = self._paths(), None
-        listed = ", ".join(map(str, list(paths)[-10:]))
-        problem = f"has no step {step}; it has {listed}"
-        if not paths:
-            problem = "has no checkpoints: nothing was saved there yet"
-            if not self.directory.exists():
-                problem = "does not exist, at least not on this machine"
-        elif damaged:
-            number = max((x for x in paths if x < min(damaged)), default=None)
-            facts = " ".join(damaged.values()).removesuffix(".")
-            problem = f"has no intact step that is older. Damaged: {facts}"
-        elif step == "latest":
-            number = max(paths)
+    def _choose(self, step: Step) -> tuple[int, str, bytes | None]:
+        """Returns a step's number, and the name and mark of its directory."""
+        paths, number = steps.step_paths(self.directory), step
+        if step == "latest":
+            number = max(paths, default=None)
         elif step == "best":
             number = self._best_of(paths)
-            problem = "has no step whose metrics hold the one of best="
         else:
-            hint = f"{self.directory} has the steps {listed}."
-            _checks.count("step", step, at_least=0, error=CheckpointError, hint=hint)
-            number = step if step in paths else None
-        if number is None:
-            kind = DamagedCheckpointError if damaged else CheckpointError
-            raise kind(f"{self.directory} {problem}.")
-        return int(number)
+            _checks.count("step", step, at_least=0, error=CheckpointError)
+        if number not in paths:
+            listed = ", ".join(map(str, list(paths)[-10:])) or "no step at all"
+            listed = listed if self.directory.exists() else "no such directory"
+            msg = f"{self.directory} has no step {step!r}: there is {listed}."
+            raise CheckpointError(msg)
+        return number, paths[number].name, steps.mark(paths[number])
 
     # Restoring.
 
@@ -377,20 +287,19 @@ class Checkpointer:
         self,
         like: PyTree = None,
         *,
-        step: int | Literal["latest", "best"] = "latest",
+        step: Step = "latest",
         layouts: LayoutMap | None = None,
         data: positions.Continues | None = None,
         partial: bool | str | Sequence[str] = False,
         rename: Mapping[str, str] | None = None,
         dtype: DTypeLike | None = None,
         verify: bool = True,
-        fallback: bool = False,
     ) -> Any:
-        r"""Returns a new state, or a new model, with the values that were saved.
+        """Returns a new state, or a new model, with the values that were saved.
 
         `like` stays as it is: write `model = checkpointer.restore(model)`. Every device
         reads only its own slices, whatever mesh, layouts and number of processes the
-        state was saved on. All files of the step are compared with what was saved.
+        state was saved on.
 
         Args:
             like: The state to restore into, concrete or abstract (`ml.describe`,
@@ -399,17 +308,12 @@ class Checkpointer:
                 device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
-            data: The input iterator, which is moved to its saved position. One that
-                cannot go there directly is read up to it.
-            partial: Whether arrays of `like` may be missing, and keep their values, and
-                extra saved arrays are ignored; or patterns of the paths to leave as
-                they are.
-            rename: `{pattern: replacement}`, applied to the saved paths as by
-                `re.sub`, for example `{r"^encoder/": "model/encoder/"}`.
+            data: The input iterator, which is moved to its saved position.
+            partial: Whether arrays may be missing, and keep their values in `like`, and
+                extra ones are ignored; or patterns of the paths to leave as they are.
+            rename: `{pattern: replacement}`, applied to the saved paths as by `re.sub`.
             dtype: A dtype for every array of its kind, if not that of `like`.
             verify: Whether to compare the hashes of all files, and not only the sizes.
-            fallback: Whether to restore the newest intact step if this one is damaged,
-                with a CheckpointWarning.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
@@ -419,126 +323,86 @@ class Checkpointer:
         request = Request(
             like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
         )
-        read = functools.partial(_load, request=request, data=data)
-        return _moved(self._read(step, read, verify=verify, fallback=fallback), data)
+        state, places = self.read(
+            step,
+            lambda saved: (saved.load(request), saved.positions(data)),
+            verify=verify,
+        )
+        if data is not None:
+            positions.move_to_position(data, places)
+        return state
 
-    def restore_numpy(
-        self,
-        *,
-        step: int | Literal["latest", "best"] = "latest",
-        verify: bool = True,
-        fallback: bool = False,
-    ) -> Any:
+    def restore_numpy(self, *, step: Step = "latest") -> Any:
         """Returns nested dicts of NumPy arrays; PRNG keys as the words they consist of.
 
-        Use this to look into a checkpoint, or to convert it. No device is used; the
-        arguments are those of `restore`.
+        Use this to look into a checkpoint, or to convert it. No device is used.
         """
-
-        def read(saved: SavedStep) -> Any:
-            return to_numpy(saved.source())
-
-        return self._read(step, read, verify=verify, fallback=fallback)
+        return self.read(step, lambda saved: to_numpy(saved.source()))
 
     def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
         """Returns the newest intact state, or `state` itself if nothing was saved.
 
-        Use this at the beginning of a training loop that calls `save` after each step.
-        From then on, until the checkpointer is closed, SIGTERM has the next `save`
-        save, and end the process with status 75: started again, it resumes there. The
-        iterator `data` is moved to its saved position. A damaged newest step is skipped
-        with a CheckpointWarning.
+        Use this at the beginning of a training loop that calls `save` after each step:
+        until `close`, SIGTERM has the next `save` save, and end the process with status
+        75. The iterator `data` is moved to its saved position. Damaged steps are
+        skipped, with a CheckpointWarning.
         """
-        read = functools.partial(_load, request=Request(like=state), data=data)
-        restored = self.read_newest(read)
+        restored = self.newest(lambda step: self.restore(state, step=step, data=data))
         self._preemption.close()
         self._is_preempted = self._preemption.enter_context(Preemption()).is_due
-        return state if restored is None else _moved(restored, data)
+        return state if restored is None else restored
 
-    def read_newest(self, read: Callable[[SavedStep], T]) -> T | None:
-        """Reads the newest intact step; None if nothing was saved. For `Trainer`.
-
-        `read` is called again for an older step if arrays are damaged.
-        """
+    def newest(self, read: Callable[[int], T]) -> T | None:
+        """Calls `read` with the newest steps until one is intact; None if none is."""
         self.wait()
-        if not self._main.on_first(lambda: bool(self._paths())):
-            return None
-        return self._read("latest", read, verify=True, fallback=True)
-
-    def _read(
-        self,
-        step: int | str,
-        read: Callable[[SavedStep], T],
-        *,
-        verify: bool,
-        fallback: bool,
-    ) -> T:
-        """Reads the first step that is intact, the same on all processes."""
-        self.wait()
-        _checks.flag("verify", verify, where="restore", error=CheckpointError)
-        _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
-        damaged: dict[int, str] = {}
-        num_gone = 0
-        while True:
-            number = self._main.on_first(
-                functools.partial(self._candidate, step, damaged)
-            )
-            result, damage = self._read_step(number, read, verify=verify)
-            if damage is None:
-                break
-            is_gone = isinstance(damage, GoneError)
-            num_gone += is_gone
-            if num_gone == _ATTEMPTS:
-                raise CheckpointError(str(damage))
-            if not (fallback or is_gone):
-                raise damage
-            if not is_gone:
-                logger.warning("step %d is damaged: %s", number, damage)
-                damaged[number] = str(damage)
+        damaged: list[str] = []
+        for step in reversed(self._channel.on_first(self.all_steps)):
+            try:
+                result = read(step)
+            except DamagedCheckpointError as error:  # which all processes raise
+                damaged.append(str(error))
+                continue
+            if damaged:
+                damaged.insert(0, f"restored step {step}, the newest that is intact.")
+                text, level = " ".join(damaged), stack_level()
+                warnings.warn(text, CheckpointWarning, stacklevel=level)
+            return result
         if damaged:
-            msg = (
-                f"restored step {number}, the newest that is intact. Damaged: "
-                f"{' '.join(damaged.values())}"
+            damaged.insert(0, f"{self.directory} has no intact step.")
+            raise DamagedCheckpointError(" ".join(damaged))
+        return None
+
+    def read(
+        self, step: Step, read: Callable[[SavedStep], T], *, verify: bool = True
+    ) -> T:
+        """Reads a step, the same on all processes, as `restore` and `Trainer` do."""
+        self.wait()
+        confirm = functools.partial(self._channel.exchange, None)
+        while True:
+            number, name, mark = self._channel.on_first(lambda: self._choose(step))
+            path, result = self.directory / name, None
+            saved, damage = self._agreed(
+                functools.partial(SavedStep.open, number, path, confirm, verify=verify)
             )
-            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+            if saved is not None:
+                result, damage = self._agreed(functools.partial(read, saved))
+            # Another run may have deleted it meanwhile, or put another copy there.
+            if self._channel.on_first(functools.partial(steps.mark, path)) == mark:
+                break
+        if damage is not None:
+            raise damage
         self._last = number  # the next save is due `every` steps after it
-        activity.now.checkpoint = f"step {number} in {self.directory}"
         logger.info("restored step %d of %s", number, self.directory)
         return cast("T", result)
-
-    def _read_step(
-        self, number: int, read: Callable[[SavedStep], T], *, verify: bool
-    ) -> tuple[T | None, Exception | None]:
-        confirm = functools.partial(self._main.exchange, None)
-        saved, damage = self._agreed(
-            lambda: SavedStep.open(self.directory, number, confirm, verify=verify)
-        )
-        return (
-            (None, damage) if saved is None else self._agreed(lambda: saved.read(read))
-        )
 
     def _agreed(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Returns what `work` returns, or the damage that any process has found."""
         result, damage = None, None
-        name = f"restoring from {self.directory}"
-        with self._main.failure_told(), activity.during(name):
+        with self._channel.failure_told():
             try:
                 result = work()
             except DamagedCheckpointError as error:
                 damage = error
-        damages = self._main.exchange(damage).values()
+        damages = self._channel.exchange(damage).values()
         first = next((other for other in damages if other is not None), None)
         return (result, None) if first is None else (None, first)
-
-
-def _load(saved: SavedStep, request: Request, data: object) -> tuple[Any, list[Any]]:
-    """Returns a state, and the positions of the input iterators."""
-    places = [] if data is None else saved.positions(data)
-    return saved.load(request), places
-
-
-def _moved(restored: tuple[Any, list[Any]], data: object) -> Any:
-    state, places = restored
-    if data is not None:
-        positions.move_to_position(data, places)
-    return state

@@ -12,12 +12,10 @@ import numpy as np
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import DType
-from meshlayout.errors import CheckpointError
 
 
-# For how many missing names a near one is looked for, and among how many: difflib is
-# slow.
-_MISSING, _CANDIDATES = 40, 200
+# difflib is slow: near names are looked for among so many at most.
+_MOST = 100
 
 _COLUMNS = ("differs", "wanted", "saved")
 
@@ -26,21 +24,14 @@ _COLUMNS = ("differs", "wanted", "saved")
 class ArraySpec:
     """What is known of an array before it is read.
 
-    Attributes:
-        path: Its path, or its name in the files.
-        shape: Its global shape.
-        dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-        is_numpy: Whether it becomes a NumPy array if no target is given.
-        dims: The permutation of the saved dims that gives `shape`; None for none.
-        parts: The keys of the path in a step of ours; they may hold slashes.
+    The dtype of a Python number is `bool`, `int`, `float` or `complex`; `is_numpy` says
+    whether it becomes a NumPy array if no target is given.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     is_numpy: bool = False
-    dims: tuple[int, ...] | None = None
-    parts: tuple[str, ...] = ()
 
     @property
     def is_key(self) -> bool:
@@ -62,15 +53,6 @@ class ArraySpec:
         """Its bytes; none for a number, which is not in the array files."""
         itemsize = 0 if is_number(self.dtype) else self.host_dtype.itemsize
         return math.prod(self.host_shape) * itemsize
-
-    def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
-        """Returns the array with its dims permuted, as by `np.transpose`."""
-        if dims is None:
-            return self
-        if sorted(dims) != [*range(len(self.shape))]:
-            msg = f"{self}: transpose= gives it {dims}, which permutes other dims."
-            raise CheckpointError(msg)
-        return replace(self, shape=tuple(self.shape[dim] for dim in dims), dims=dims)
 
     def __str__(self) -> str:
         return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
@@ -124,14 +106,6 @@ class RestoreDiff:
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)
 
-    def near(self, path: str) -> str | None:
-        """Returns the extra path that is most similar to a missing one, or None."""
-        last = path.rpartition("/")[2]
-        # Paths with the same last key (`kernel`) first, as only some are compared.
-        paths = sorted(self.extra, key=lambda extra: extra.rpartition("/")[2] != last)
-        matches = difflib.get_close_matches(path, paths[:_CANDIDATES], n=1, cutoff=0.6)
-        return matches[0] if matches else None
-
     def summary(self) -> str:
         """Returns the counts, as `1 missing, 2 extra`."""
         rows = self.missing, self.extra, self.shapes, self.dtypes
@@ -141,9 +115,9 @@ class RestoreDiff:
 
     def table(self, most: int | None = None) -> str:
         """Returns the differences side by side, at most so many of them."""
-        rows = self._rows()
-        left = len(rows[most:]) if most else 0
-        notes = [f"... and {left:,} more"] if left else []
+        rows, notes = self._rows(), list[str]()
+        if most is not None and len(rows) > most:
+            notes = [f"... and {len(rows) - most:,} more"]
         return _render.text_table(_COLUMNS, rows[:most], notes=notes)
 
     def __str__(self) -> str:
@@ -154,11 +128,13 @@ class RestoreDiff:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         text = {path: str(replace(x, path=path)) for path, x in self.specs.items()}
-        near = {path: self.near(path) for path in self.missing[:_MISSING]}
-        hints = {path: f"(near: {text.get(x, x)})" for path, x in near.items() if x}
+        near: dict[str, str] = {}
+        for path in self.missing[:_MOST]:
+            for match in difflib.get_close_matches(path, self.extra[:_MOST], n=1):
+                near[path] = f"(near: {text.get(match, match)})"
         return [
-            *(("missing", text.get(x, x), hints.get(x, "")) for x in self.missing),
-            *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
-            *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
+            *(("missing", text.get(x, x), near.get(x, "")) for x in self.missing),
+            *(("shape", str(x.wanted), str(x.saved)) for x in self.shapes),
+            *(("dtype", str(x.wanted), str(x.saved)) for x in self.dtypes),
             *(("extra", "", text.get(x, x)) for x in self.extra),
         ]

@@ -1,18 +1,25 @@
-"""Arrays of other libraries: any mapping, Flax's msgpack, directories of plain Orbax.
+"""Weights of other libraries: safetensors in and out, msgpack, plain Orbax, mappings.
 
-Each is a `Source` of names and things that can be sliced. None of the formats has
-checksums of arrays: damage is found only where a file is cut off or contradicts itself.
+What is loaded is a `Source` of names and things that can be sliced. None of the formats
+has checksums of arrays: damage is found only where a file is cut off or contradicts
+itself. Safetensors files are mapped into memory: a load copies the slices that its
+devices hold, and in a save every process writes its own shards into a file on a shared
+disk, on which process 0 has reserved the room. The library checks headers; the bytes
+are read here, as its NumPy interface lacks float8.
 """
 
+import itertools
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
 from flax import serialization
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _paths
@@ -20,12 +27,28 @@ from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.directory import path_text
-from meshlayout.checkpoint.load import load
-from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.tree import spec_of
-from meshlayout.errors import CheckpointError, DamagedCheckpointError
+from meshlayout.checkpoint.load import Source, Wanted, load, spec_of
+from meshlayout.checkpoint.match import Request, renamed
+from meshlayout.cluster.channel import Channel
+from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
+
+
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+
+# Dtypes by their codes in the files.
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+_CODES = {jax.numpy.dtype(name): code for code, name in _DTYPES.items()}
+
+# Saves are started in the same order on all processes, so the numbers agree.
+_numbers = itertools.count()
 
 
 class LoadOptions(TypedDict, total=False):
@@ -82,7 +105,42 @@ def load_arrays(
         '[batch]'
     """
     request = Request(like, separator=".", **options)
-    return load(Arrays("the mapping", arrays, "."), request)
+    return load(arrays_source("the mapping", arrays, "."), request)
+
+
+def load_safetensors(
+    path: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
+) -> PyTree:
+    """Loads a state from safetensors files, each array in its layout.
+
+    Use this for published weights: a `.safetensors` file, an index of several
+    (`.safetensors.index.json`), or a directory with one of them. All other arguments
+    are those of `load_arrays`. Every device reads only the slices that it holds.
+
+    Raises:
+        DamagedCheckpointError: If a file is truncated or contradicts its header.
+        CheckpointError: If a file does not exist; or as `load_arrays`.
+
+    Example:
+        >>> import tempfile
+        >>> import meshlayout as ml
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {"w": (None, "model")})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = save_safetensors(directory, {"w": np.ones((2, 8), "float32")})
+        ...     loaded = load_safetensors(file, layouts)
+        >>> loaded["w"].addressable_shards[0].data.shape
+        (2, 1)
+    """
+    path = _local(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob(f"*{_INDEX}")) or sorted(path.glob(f"*{_SUFFIX}"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:6]) or "none"
+        msg = f"{path} must hold one safetensors file or index, and it holds: {names}."
+        raise CheckpointError(msg)
+    source = arrays_source(str(path), _mapped(files[0]), ".")
+    return load(source, Request(like, separator=".", **options))
 
 
 def load_msgpack(
@@ -98,33 +156,23 @@ def load_msgpack(
         DamagedCheckpointError: If it is truncated or is not a state in msgpack.
         CheckpointError: If it does not exist; or as `load_arrays`.
     """
-    name = path_text("path", path)
-    try:
-        arrays = serialization.msgpack_restore(Path(name).expanduser().read_bytes())
-        source = Arrays(name, arrays, "/")
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error}.") from None
-    except Exception as error:  # of many kinds
-        msg = f"{name} is truncated or is not a state in Flax's msgpack: {error}"
-        raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
+    with orbax.damage_told(path):
+        arrays = serialization.msgpack_restore(_local(path).read_bytes())
+        source = arrays_source(str(path), arrays, "/")
     return load(source, Request(like, **options))
 
 
 def load_orbax(
-    directory: str | os.PathLike[str],
-    like: PyTree,
-    *,
-    item: str | None = None,
-    **options: Unpack[LoadOptions],
+    directory: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
     """Loads a state that plain Orbax wrote, each array in its layout.
 
     Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
-    a `CheckpointManager` or Orbax's version 1. `item` names a tree in it, if it holds
-    several. All other arguments are those of `load_arrays`; `/` separates keys. A
-    leading `params/`, and the `/value` that NNX once wrote, need no renaming. Every
-    device reads only the slices that it holds, except of what `transpose` names. A
-    changed bit is not always found.
+    a `CheckpointManager` or Orbax's version 1, or for one of several trees in a step.
+    The arguments are those of `load_arrays`; `/` separates keys. A leading `params/`,
+    and the `/value` that NNX once wrote, need no renaming. Every device reads only the
+    slices that it holds, except of what `transpose` names. A changed bit is not always
+    found.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
@@ -133,99 +181,158 @@ def load_orbax(
     """
     # A dependency of Orbax, which also reads paths in cloud storage.
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
-    path = epath.Path(path_text("directory", directory)).expanduser()
+    path = epath.Path(directory).expanduser()
     path = path if "://" in str(path) else epath.Path(Path(path).absolute())
     # Orbax's file with the metadata of all leaves of a tree.
     files = [*path.glob("_METADATA"), *path.glob("*/_METADATA")]
-    trees = [file.parent for file in files if item in (None, file.parent.name)]
-    if len(trees) != 1:
-        names = ", ".join(sorted(file.parent.name for file in files)) or "nothing"
-        msg = (
-            f"{path} holds {len(trees)} such trees of Orbax ({names}), and one is "
-            "needed. Give the directory of one step, and item= if it holds several."
-        )
+    if len(files) != 1:
+        names = ", ".join(sorted(file.parent.name for file in files)) or "none"
+        msg = f"{path} must hold one tree that Orbax wrote, and it holds: {names}."
         raise CheckpointError(msg)
-    return load(ForeignTree(trees[0]), Request(like, **options))
+    return load(_orbax_source(files[0].parent), Request(like, **options))
 
 
-class Arrays:
-    """Arrays and numbers by name, in nested dicts and lists, too; a `Source`."""
+def save_safetensors(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    rename: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the arrays of a state to a safetensors file.
 
-    is_foreign = True
+    Use this to publish weights, or to hand them to another library. All processes call
+    this, with a path that they share, and each writes its own shards: no array is ever
+    whole on a device or in memory. The file is complete before it takes its name.
 
-    def __init__(self, name: str, arrays: Any, separator: str) -> None:
-        if not isinstance(arrays, Mapping) or not arrays:
-            msg = f"{name} holds no arrays by name: it is {_checks.shown(arrays)}."
+    Args:
+        path: A file name that ends in `.safetensors`, or a directory for a
+            `model.safetensors`.
+        state: Any tree of arrays.
+        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state;
+            then dots separate keys in the names.
+        metadata: Strings to write into the header, by name.
+        overwrite: Whether an existing file may be replaced.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: If a leaf cannot be written, a name is ambiguous, or the file
+            cannot be written. An existing file is then unchanged.
+    """
+    _checks.flag("overwrite", overwrite, error=CheckpointError)
+    arrays = _named_arrays(state, rename)
+    header = _header(arrays, metadata)
+    path = _local(path)
+    path = path if path.suffix and not path.is_dir() else path / f"model{_SUFFIX}"
+    if path.suffix != _SUFFIX:
+        raise CheckpointError(f"{path}: the file name must end in {_SUFFIX}.")
+    temporary = path.with_name(f".{path.name}.incomplete")
+    channel = Channel(
+        f"safetensors/{next(_numbers)}",
+        what="the same save_safetensors",
+        hint="All processes have to call it, as each writes its own shards.",
+        error=CheckpointError,
+    )
+
+    def allocate() -> None:
+        if path.exists() and not overwrite:
+            msg = f"{path} exists. Give another name, or overwrite=True."
             raise CheckpointError(msg)
-        self.name, self.leaves = name, list[ArraySpec]()
-        self._arrays: dict[str, Any] = {}
-        for keys, value in jax.tree_util.tree_leaves_with_path(dict(arrays)):
-            if isinstance(value, (str, bytes)):
-                continue
-            path = separator.join(map(_paths.key_name, keys))
-            spec = spec_of(path, value)
-            if spec is None:
-                what = f"{path} is {_checks.shown(value)}"
-                msg = f"{name}: {what}, which is neither an array nor a number."
-                raise CheckpointError(msg)
-            if path in self._arrays:  # keys 1 and "1", or one that holds the separator
-                raise CheckpointError(f"{name}: two arrays have the path {path!r}.")
-            self._arrays[path] = value
-            self.leaves.append(spec)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes = sum(spec.nbytes for spec, _ in arrays)
+        with temporary.open("wb") as file:
+            file.write(header)
+            file.flush()
+            # A full disk is noticed here, as an error: a write to mapped memory would
+            # kill the process with SIGBUS.
+            if num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), len(header), num_bytes)
+            file.truncate(len(header) + num_bytes)
 
-    def read(
-        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
-    ) -> Iterable[Any]:
-        """As for `Source`."""
-        for spec, _ in wanted:
-            array = self._arrays[spec.path]
-            yield np.asarray(array) if isinstance(array, jax.Array) else array
+    def publish() -> None:
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    try:
+        channel.on_first(allocate)
+        with channel.failure_told():
+            _write(temporary, len(header), arrays)
+        channel.exchange(None)
+        channel.on_first(publish)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}.") from error
+    finally:
+        if jax.process_index() == 0 and temporary.exists():
+            temporary.unlink()
+    return path
 
 
-class ForeignTree:
-    """The arrays of one tree that Orbax wrote, PRNG keys as their words; a `Source`.
+# Sources.
+
+
+def arrays_source(name: str, arrays: Any, separator: str) -> Source:
+    """Returns arrays and numbers by name, in nested dicts and lists, too."""
+    if not isinstance(arrays, Mapping) or not arrays:
+        msg = f"{name} holds no arrays by name: it is {_checks.shown(arrays)}."
+        raise CheckpointError(msg)
+    by_path: dict[str, Any] = {}
+    leaves: list[ArraySpec] = []
+    for keys, value in jax.tree_util.tree_leaves_with_path(dict(arrays)):
+        if isinstance(value, (str, bytes)):
+            continue
+        path = separator.join(map(_paths.key_name, keys))
+        spec = spec_of(path, value)
+        if spec is None:
+            what = f"{path} is {_checks.shown(value)}"
+            msg = f"{name}: {what}, which is neither an array nor a number."
+            raise CheckpointError(msg)
+        if path in by_path:  # keys 1 and "1", or one that holds the separator
+            raise CheckpointError(f"{name}: two arrays have the path {path!r}.")
+        by_path[path] = np.asarray(value) if isinstance(value, jax.Array) else value
+        leaves.append(spec)
+    return Source(name, leaves, lambda wanted: [by_path[x.path] for x, _ in wanted])
+
+
+def _orbax_source(path: Any) -> Source:
+    """Returns the arrays of one tree that Orbax wrote.
 
     Read by the handler of Orbax's first API, which knows the trees of both, and has no
     barrier at which processes would wait for one that has raised.
     """
+    orbax.quiet()
+    api = require("orbax.checkpoint", extra="checkpoint", purpose="Loading")
+    handler = api.PyTreeCheckpointHandler()
+    with orbax.damage_told(path):
+        tree = handler.metadata(path).tree
+        tree = jax.tree_util.tree_map_with_path(_spec, tree)
+    specs, treedef = jax.tree.flatten(tree)
 
-    is_foreign = True
-
-    def __init__(self, path: Any) -> None:
-        orbax.quiet()
-        self._api = require("orbax.checkpoint", extra="checkpoint", purpose="Loading")
-        self._handler = self._api.PyTreeCheckpointHandler()
-        self._path, self.name = path, str(path)
-        with orbax.damage_told(self.name):
-            tree = self._handler.metadata(path).tree
-            self._specs = jax.tree_util.tree_map_with_path(_spec, tree)
-        self.leaves = jax.tree.leaves(self._specs)
-
-    def read(
-        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
-    ) -> Iterable[Any]:
-        """As for `Source`."""
-        api, shardings = self._api, {spec.path: x for spec, x in wanted}
+    def read(wanted: Wanted) -> Iterator[Any]:
+        shardings = {spec.path: sharding for spec, sharding in wanted}
 
         def arguments(spec: ArraySpec) -> Any:
             sharding = shardings.get(spec.path)
             on_host = api.RestoreArgs(restore_type=np.ndarray)
             return api.ArrayRestoreArgs(sharding=sharding) if sharding else on_host
 
-        is_wanted = jax.tree.map(
-            lambda spec: 0 if spec.path in shardings else api.PLACEHOLDER, self._specs
-        )
+        items = [0 if x.path in shardings else api.PLACEHOLDER for x in specs]
         request = api.args.PyTreeRestore(
-            item=is_wanted, restore_args=jax.tree.map(arguments, self._specs)
+            item=treedef.unflatten(items), restore_args=jax.tree.map(arguments, tree)
         )
-        with orbax.damage_told(self.name):
-            tree = self._handler.restore(self._path, args=request)
-        values = jax.tree.structure(self._specs).flatten_up_to(tree)
-        arrays = dict(zip((spec.path for spec in self.leaves), values, strict=True))
+        with orbax.damage_told(path):
+            restored = handler.restore(path, args=request)
+        values = zip(specs, treedef.flatten_up_to(restored), strict=True)
+        arrays = {spec.path: value for spec, value in values}
         for spec, _ in wanted:
             value = arrays[spec.path]
             is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
             yield jax.random.key_data(value) if is_key else value
+
+    return Source(str(path), specs, read)
 
 
 def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec:
@@ -235,3 +342,105 @@ def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec:
     if type(entry).__name__ == "ScalarMetadata":
         return ArraySpec(path, (), type(np.zeros((), dtype).item()))
     return ArraySpec(path, tuple(getattr(entry, "shape", ())), dtype)
+
+
+def _mapped(path: Path) -> dict[str, Any]:
+    """Returns the arrays of a safetensors file or index by name, mapped into memory."""
+    library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
+    with orbax.damage_told(path):
+        if path.name.endswith(_INDEX):
+            file_by_name = json.loads(path.read_bytes())["weight_map"]
+            names = {
+                Path(file).name for file in file_by_name.values()
+            }  # only beside it
+            files = {name: _mapped(path.parent / name) for name in names}
+            return {name: files[file][name] for name, file in file_by_name.items()}
+        # The library checks that arrays cover the file without gaps or overlaps.
+        with library.safe_open(path, framework="np"):
+            content = np.memmap(path, np.uint8, "r")
+        (size,) = struct.unpack("<Q", content[:8].tobytes())
+        header = json.loads(content[8 : 8 + size].tobytes())
+        header.pop("__metadata__", None)
+        arrays: dict[str, Any] = {}
+        for name, entry in header.items():
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            dtype = jax.numpy.dtype(_DTYPES[entry["dtype"]])
+            arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
+    return arrays
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        msg = f"{path} is not on a disk of this machine. Give a local path."
+        raise CheckpointError(msg)
+    return Path(path).expanduser()
+
+
+# Writing.
+
+
+def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
+    """Returns all arrays of a state with their specs in the file, in their order."""
+    leaves = _paths.flatten(state).leaves
+    paths = [leaf.path for leaf in leaves]
+    if not any(paths):
+        msg = f"state must hold arrays by name, got {_checks.shown(state)}."
+        raise CheckpointError(msg)
+    arrays: list[tuple[ArraySpec, Any]] = []
+    names = renamed(paths, rename, "/", ".")
+    for (path, value, _), name in zip(leaves, names, strict=True):
+        spec = spec_of(path, value)
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+        if not is_array or spec is None or spec.dtype not in _CODES:
+            what = f"dtype {value.dtype}" if is_array else _checks.shown(value)
+            msg = (
+                f"{path}: safetensors files hold arrays of common dtypes, and this is "
+                f"{what}. Save the parameters alone, as state.params or "
+                "nnx.state(model, nnx.Param), and of PRNG keys jax.random.key_data."
+            )
+            raise CheckpointError(msg)
+        arrays.append((replace(spec, path=name), value))
+    # Large elements first: then each array begins at a multiple of its itemsize, which
+    # readers that map files rely on.
+    return sorted(arrays, key=lambda entry: (-entry[0].dtype.itemsize, entry[0].path))
+
+
+def _header(
+    arrays: Sequence[tuple[ArraySpec, Any]], metadata: Mapping[str, str] | None
+) -> bytes:
+    """Returns the bytes before the arrays, which follow one after the other."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for spec, _ in arrays:
+        entries[spec.path] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (begin, begin := begin + spec.nbytes),
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> None:
+    """Writes this process's shards into a file."""
+    if not file.exists():
+        msg = (
+            f"process {jax.process_index()} does not see {file}, which process 0 has "
+            "created. All processes need a directory that they share."
+        )
+        raise CheckpointError(msg)
+    content = np.memmap(file, np.uint8, "r+")
+    for spec, value in arrays:
+        part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
+        whole = part.view(spec.dtype).reshape(spec.shape)
+        shards = [((), value)]
+        is_shared = False
+        if isinstance(value, jax.Array):
+            is_shared = not value.is_fully_addressable
+            pieces = _jax.with_shards(value).addressable_shards
+            shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
+        # What is not shared, each process has: that of process 0 is written.
+        for index, shard in shards if is_shared or jax.process_index() == 0 else ():
+            whole[index] = np.asarray(shard)
+    content.flush()

@@ -6,104 +6,53 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlayout import _render
-from meshlayout.checkpoint.tree import specs_of
-
-
-@dataclass(frozen=True)
-class InspectedLeaf:
-    """One leaf of a checkpoint; layout and mesh are empty if it was not on a mesh."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str
-    mesh: str
-    nbytes: int
+from meshlayout.checkpoint.orbax import specs_of
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of a checkpoint; text by `str` or `print`, HTML in notebooks.
+    """The contents of a checkpoint: a table if printed or displayed; times are UTC.
 
-    `saved_at` is in UTC; `has_data` says whether it holds the state of an input
-    iterator; `nbytes` are the bytes of the state, and `file_bytes` those on the disk.
+    `arrays` has by path the dtype, shape, layout and mesh of each array, as text.
     """
 
     step: int
     saved_at: datetime.datetime
     num_processes: int
-    leaves: tuple[InspectedLeaf, ...]
+    arrays: Mapping[str, str]
+    nbytes: int
     metadata: Any
     metrics: Mapping[str, float]
-    has_data: bool
-    nbytes: int
-    file_bytes: int
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], file_bytes: int) -> "Inspection":
+    def of(cls, facts: Mapping[str, Any]) -> "Inspection":
         """Returns the inspection of a step, from the facts of its save."""
         leaves = facts["items"]["state"]
-        specs = specs_of(leaves)
-        rows = [
-            (
-                x.path,
-                x.shape,
-                y["dtype"],
-                y.get("layout", ""),
-                y.get("mesh", ""),
-                x.nbytes,
-            )
-            for x, y in zip(specs, leaves, strict=True)
-        ]
+        arrays, specs = dict[str, str](), specs_of(leaves)
+        for x, leaf in zip(specs, leaves, strict=True):
+            place = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
+            text = f"{_render.array_text(x.dtype, x.shape)} {place}"
+            arrays[x.path] = text.strip()
         return cls(
-            facts["step"],
-            datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
-            facts["processes"],
-            tuple(InspectedLeaf(*row) for row in rows),
-            facts["metadata"],
-            facts["metrics"],
-            facts["data"] is not None,
-            sum(spec.nbytes for spec in specs),
-            file_bytes,
+            step=facts["step"],
+            saved_at=datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
+            num_processes=facts["processes"],
+            arrays=arrays,
+            nbytes=sum(x.nbytes for x in specs),
+            metadata=facts["metadata"],
+            metrics=facts["metrics"],
         )
 
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                self._title(),
-                _render.text_table(*self._table(), align="lllr"),
-                *self._notes(),
-            ]
-        )
-
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{_render.text_table(*self._table())}"
 
     def _repr_html_(self) -> str:
-        texts = {"caption": self._title(), "notes": self._notes()}
-        return _render.html_table(*self._table(), align="lllr", **texts)
+        return _render.html_table(*self._table(), caption=self._title())
 
     def _title(self) -> str:
-        meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}
-        on = f" on {', '.join(meshes)}" if meshes else ""
-        many = "" if self.num_processes == 1 else f" by {self.num_processes} processes"
-        return (
-            f"step {self.step}, saved {self.saved_at:%Y-%m-%d %H:%M:%S UTC}{many}{on}"
-        )
+        facts = (_render.bytes_text(self.nbytes), self.metrics, self.metadata)
+        saved = f"saved {self.saved_at:%Y-%m-%d %H:%M:%S} UTC"
+        return ", ".join([f"step {self.step}", saved, *(f"{x}" for x in facts if x)])
 
-    def _table(self) -> tuple[list[str], list[tuple[str, ...]]]:
-        text, size = _render.array_text, _render.bytes_text
-        return ["path", "array", "layout", "bytes"], [
-            (x.path or "(the array)", text(x.dtype, x.shape), x.layout, size(x.nbytes))
-            for x in self.leaves
-        ]
-
-    def _notes(self) -> list[str]:
-        state, disk = map(_render.bytes_text, (self.nbytes, self.file_bytes))
-        metrics = ", ".join(f"{name} {x:.6g}" for name, x in self.metrics.items())
-        notes = {
-            f"{len(self.leaves)} leaves, {state}; {disk} on disk.": True,
-            f"metrics: {metrics}": metrics,
-            f"metadata: {self.metadata!r}": self.metadata,
-            "with the state of the input iterator": self.has_data,
-        }
-        return [text for text, is_there in notes.items() if is_there]
+    def _table(self) -> tuple[list[str], list[tuple[str, str]]]:
+        return ["path", "array"], list(self.arrays.items())

@@ -10,7 +10,7 @@ special handling.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.checkpoint.match import Request, match, permutations, renamed
-from meshlayout.checkpoint.tree import nested, spec_of
 from meshlayout.errors import CheckpointError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -32,24 +31,22 @@ from meshlayout.state.create import StateDescription, eager_sharding_off
 logger = logging.getLogger("meshlayout.checkpoint")
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Wanted: TypeAlias = Sequence[tuple[ArraySpec, Sharding | None]]
 
 
-class Source(Protocol):
-    """Saved arrays: their place, for messages, and what they are; see also `match`."""
+@dataclass(frozen=True)
+class Source:
+    """Saved arrays: their place, for messages, what they are, and how to read them.
+
+    `read` returns for each wanted array a `jax.Array` with the given sharding (None for
+    NumPy), or anything whose slices NumPy can convert, of which only the needed ones
+    are then taken; PRNG keys as their words. `match` says what is foreign.
+    """
 
     name: str
-    leaves: list[ArraySpec]
-    is_foreign: bool
-
-    def read(
-        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
-    ) -> Iterable[Any]:
-        """Returns arrays as they were saved, PRNG keys as their words.
-
-        For each a `jax.Array` with the given sharding (None for NumPy), or anything
-        whose slices NumPy can convert, of which only the needed ones are then taken.
-        """
-        ...
+    leaves: Sequence[ArraySpec]
+    read: Callable[[Wanted], Iterable[Any]]
+    is_foreign: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,21 @@ def load(source: Source, request: Request) -> PyTree:
     names = renamed(names, request.rename, request.separator, "/")
     in_file = dict(zip(names, source.leaves, strict=True))
     dims = permutations(request.transpose, names)
-    saved = in_file | {x: transposed(in_file[x], dims[x]) for x in dims}
+    saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(source, saved, request)
-    specs = [target.spec for target in targets]
     pairs, diff = match(
-        saved, specs, request, is_foreign=source.is_foreign, source=source.name
+        saved,
+        [target.spec for target in targets],
+        request,
+        is_foreign=source.is_foreign,
+        source=source.name,
     )
     # All leaves before the first read: an error after minutes of reading helps nobody.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
     for target, pair in zip(targets, pairs, strict=True):
         if pair is not None:
-            name, dtype = pair
-            sharding = _checked_sharding(target, saved[name], dtype)
-            wanted.append((in_file[name], None if name in dims else sharding))
+            sharding = _checked_sharding(target, saved[pair[0]], pair[1])
+            wanted.append((in_file[pair[0]], None if pair[0] in dims else sharding))
         elif isinstance(target.value, jax.ShapeDtypeStruct):
             msg = (
                 f"{target.spec.path}: not restored from {source.name}, and like= holds "
@@ -112,8 +111,40 @@ def to_numpy(source: Source) -> PyTree:
     return nested(zip(paths, values, strict=True))
 
 
-def transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
-    """Returns the spec of an array whose dims are permuted, as by `np.transpose`."""
+def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
+    """Returns nested dicts of values by path; the one of an empty path itself."""
+    tree: dict[str, Any] = {}
+    for path, value in items:
+        *parents, last = path.split("/")
+        node: Any = tree
+        for key in parents:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last in node:
+            msg = f"{path!r}: one name is the beginning of another. Change rename=."
+            raise CheckpointError(msg)
+        node[last] = value
+    return tree[""] if tree.keys() == {""} else tree
+
+
+def spec_of(path: str, value: Any) -> ArraySpec | None:
+    """Returns the spec of an array or a Python number; None for anything else."""
+    if not hasattr(value, "dtype"):
+        kinds = (
+            kind for kind in (bool, int, float, complex) if isinstance(value, kind)
+        )
+        kind = next(kinds, None)
+        return None if kind is None else ArraySpec(path, (), kind)
+    try:
+        is_array = _jax.is_array_dtype(value.dtype)
+    except TypeError:  # a dtype of another library
+        return None
+    dtype = value.dtype
+    if not _jax.is_extended(dtype):
+        dtype = np.dtype(dtype).newbyteorder("=")
+    return ArraySpec(path, tuple(value.shape), dtype) if is_array else None
+
+
+def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
     try:
         shape = np.transpose(np.broadcast_to(0, spec.shape), dims).shape
     except (TypeError, ValueError) as error:
@@ -134,12 +165,11 @@ def _targets(
         raise CheckpointError(msg)
     if _jax.is_tracing():
         raise CheckpointError("like= is inside jit. Restore outside of it.")
-    is_free = tree is None
+    is_free, graphdef = tree is None, None
     if is_free:
         tree = nested((name, _placeholder(spec)) for name, spec in saved.items())
     elif isinstance(tree, StateDescription):
         tree = tree.abstract
-    graphdef = None
     if _paths.holds_modules(tree):
         with eager_sharding_off():
             graphdef, tree = nnx.split(tree)
@@ -148,14 +178,9 @@ def _targets(
     # By position among all leaves: those that are not arrays are kept.
     specs = {i: spec_of(path, value) for i, (path, value, _) in named}
     specs = {i: spec for i, spec in specs.items() if spec is not None}
-    if not specs:
-        msg = (
-            f"like= holds no arrays: {_checks.shown(request.like)}. Give the state to "
-            "restore, or its shapes from ml.describe or jax.eval_shape."
-        )
-        raise CheckpointError(msg)
-    shardings = [_own_sharding(values[i]) for i in specs]
-    if layouts is not None:
+    if layouts is None:
+        shardings = [_own_sharding(values[i]) for i in specs]
+    else:
         # Under an empty key, which paths leave out, so that rules see whole paths. At
         # the root, a tree with the key `params` would be taken for Linen variables, and
         # `params` left out of paths; but it may be a `TrainState` that was saved.
@@ -198,7 +223,7 @@ def _own_sharding(value: Leaf) -> Sharding | None:
 
 def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
     """Returns the sharding to read an array with; None for NumPy."""
-    sharding = target.sharding
+    shape, sharding = target.spec.shape, target.sharding
     if target.on_host:
         return None
     narrow = _jax.canonical_dtype(dtype)
@@ -210,7 +235,6 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
         raise CheckpointError(msg)
     try:
         if isinstance(sharding, NamedSharding):
-            shape = target.spec.shape
             Layout.of(sharding, len(shape)).shard_shape(shape)
     except LayoutError as error:
         raise CheckpointError(f"{saved} does not fit its layout: {error}") from None
@@ -229,31 +253,30 @@ def _kept(target: Target) -> Any:
 def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
     spec, sharding = target.spec, target.sharding
+    parts: dict[str, Any] = {}
+
+    def read(index: Any = ()) -> Any:
+        """Returns a slice, read and cast once for all devices that hold it."""
+        if repr(index) not in parts:
+            # A copy: a device may use the memory as its own, and give it away.
+            part: Any = _cast(np.array(value[index]), dtype, saved)
+            if spec.is_key:
+                part = jax.random.wrap_key_data(part, impl=_jax.key_impl(spec.dtype))
+            parts[repr(index)] = part
+        return parts[repr(index)]
+
     if is_number(spec.dtype):
         return spec.dtype(np.asarray(value).item())
-    if isinstance(value, jax.Array):
+    if is_number(saved.dtype):
+        value = np.asarray(value)
+    if target.on_host:
+        return read()[()] if isinstance(target.value, np.generic) else read()
+    if isinstance(value, jax.Array):  # the source has placed it
         array = value if value.dtype == dtype else _cast_shards(value, dtype, saved)
+    elif sharding is None:
+        array = jax.device_put(read())
     else:
-        value = np.asarray(value) if is_number(saved.dtype) else value
-        parts: dict[str, Any] = {}
-
-        def read(index: Any = ()) -> Any:
-            """Returns a slice, read and cast once for all devices that hold it."""
-            if repr(index) not in parts:
-                # A copy: a device may use the memory as its own, and give it away.
-                part: Any = _cast(np.array(value[index]), dtype, saved)
-                if spec.is_key:
-                    impl = _jax.key_impl(spec.dtype)
-                    part = jax.random.wrap_key_data(part, impl=impl)
-                parts[repr(index)] = part
-            return parts[repr(index)]
-
-        if target.on_host:
-            return read()[()] if isinstance(target.value, np.generic) else read()
-        if sharding is None:
-            array = jax.device_put(read())
-        else:
-            array = jax.make_array_from_callback(spec.shape, sharding, read)
+        array = jax.make_array_from_callback(spec.shape, sharding, read)
     is_weak = bool(getattr(target.value, "weak_type", False))
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 

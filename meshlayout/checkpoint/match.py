@@ -95,7 +95,7 @@ def match(
     wrong = replace(diff, missing=(), extra=()) if request.partial is True else diff
     # If nothing at all is restored, names are wrong, and a training would begin from
     # scratch unnoticed.
-    if wrong or (saved and wanted and not any(pairs)):
+    if wrong or (saved and not any(pairs)):
         wrong = wrong or diff
         msg = (
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"

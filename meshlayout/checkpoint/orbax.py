@@ -1,7 +1,10 @@
-"""The only module that writes and reads steps with Orbax, by its v1 API.
+"""The trees of a step: what JSON says of each leaf, and the arrays that Orbax holds.
 
-The API is public but called experimental; pyproject names the versions that the tests
-ran with.
+JSON knows arrays of JAX and NumPy, PRNG keys and Python numbers apart. So a restore
+compares everything with the leaves of `like` before any array is read.
+
+This is the only module that writes and reads steps with Orbax, by its v1 API. The API
+is public but called experimental; pyproject names the versions that the tests ran with.
 """
 
 import concurrent.futures.thread
@@ -11,23 +14,31 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.tree import nested, specs_of
-from meshlayout.errors import DamagedCheckpointError
+from meshlayout.checkpoint.difference import ArraySpec, key_dtype
+from meshlayout.checkpoint.load import Source, Wanted, nested
+from meshlayout.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MeshLayoutError,
+)
+from meshlayout.layout import Layout
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
+
+_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 # Arrays are stored in chunks of at most this size. A chunk is read whole: this bounds
 # the cost of reading a slice of a large shard.
@@ -35,6 +46,88 @@ _CHUNK_BYTES = 64 * 2**20
 
 # Orbax numbers the operations of a process by one counter: they begin one at a time.
 _one_at_a_time = threading.Lock()
+
+
+def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns what JSON holds of each leaf, and the arrays to write by path.
+
+    PRNG keys are written as their words, and NumPy arrays are copies.
+    """
+    if _jax.is_tracing():
+        msg = "save was called inside a function that JAX transforms. Call it outside."
+        raise CheckpointError(msg)
+    try:
+        flat = _paths.flatten(state, whole=True).leaves
+    except MeshLayoutError as error:
+        raise CheckpointError(f"the state cannot be saved: {error}") from None
+    if not flat:
+        _checks.has_arrays("state", state, where="save", error=CheckpointError)
+    leaves: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for path, value, _ in flat:
+        leaf, array = _saved(path or "the state", value)
+        leaves.append({"path": path, **leaf})
+        if array is not None and array.size:  # Orbax refuses arrays without elements
+            arrays[path] = array
+    return leaves, arrays
+
+
+def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
+    """Returns what JSON holds of a leaf, and the array to write."""
+    kind = type(value).__name__
+    # By exact type: a subclass, such as an IntEnum, would come back as another type.
+    if _NUMBERS.get(kind) is type(value):
+        plain = [value.real, value.imag] if isinstance(value, complex) else value
+        leaf = {"kind": "python", "shape": (), "dtype": kind, "value": plain}
+        array = np.asarray(value)  # for who loads without us; JSON has all of it
+        return leaf, None if array.dtype == object else array
+    problem = ""
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    if isinstance(value, jax.ShapeDtypeStruct):
+        problem = "a shape without values cannot be saved. Save the state itself."
+    elif not is_array or not _jax.is_array_dtype(value.dtype):
+        problem = (
+            f"{_checks.shown(value)} cannot be saved. A state holds arrays and "
+            "numbers; keep anything else in metadata=, or outside the tree."
+        )
+    elif isinstance(value, np.ma.MaskedArray):
+        problem = (
+            "the mask of a masked array would be lost. Save it as a separate array."
+        )
+    elif isinstance(value, jax.Array) and value.is_deleted():
+        problem = "the array was donated, and is deleted. Save what the step returned."
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+    if not isinstance(value, jax.Array):
+        array = np.array(
+            value, value.dtype.newbyteorder("=")
+        )  # the caller's may change
+        return {"kind": "numpy", "shape": array.shape, "dtype": str(array.dtype)}, array
+    leaf = {"kind": "array", "shape": value.shape, "dtype": str(value.dtype)}
+    if isinstance(value.sharding, NamedSharding):
+        layout = Layout.of(value)
+        leaf |= {"layout": str(layout), "mesh": repr(layout.mesh)}
+    if _jax.is_extended(value.dtype):
+        leaf["impl"] = _jax.key_impl(value.dtype)
+        value = jax.random.key_data(value)
+    if jax.process_count() > 1 and value.is_fully_addressable:
+        # Each process has an array of its own: that of process 0 is saved, as of NumPy.
+        return leaf, np.array(value)
+    return leaf, _jax.with_shards(value)
+
+
+def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
+    """Returns the saved arrays and numbers, from what JSON holds of them."""
+    specs: list[ArraySpec] = []
+    for leaf in leaves:
+        kind, dtype = leaf["kind"], leaf["dtype"]
+        if kind == "python":
+            dtype = _NUMBERS[dtype]
+        else:
+            dtype = key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
+        shape = tuple(leaf["shape"])
+        specs.append(ArraySpec(leaf["path"], shape, dtype, kind == "numpy"))
+    return specs
 
 
 def start_writing(
@@ -57,64 +150,50 @@ def start_writing(
         return ocp.save_checkpointables_async(str(path), items, custom_metadata=facts)
 
 
-class OrbaxTree:
-    """One tree of a step as a source to restore from; see `load.Source`.
+def saved_tree(
+    path: Path,
+    item: str,
+    leaves: Sequence[Mapping[str, Any]],
+    name: str,
+    confirm: Callable[[], Any],
+) -> Source:
+    """Returns a tree of the step in a directory, of which JSON holds the leaves.
 
-    Args:
-        path: The directory of the step.
-        item: The tree's name.
-        leaves: What JSON holds of its leaves.
-        name: The step, for messages.
-        confirm: Called before Orbax reads, which waits for the other processes.
+    `name` is the step, for messages; `confirm` is called before Orbax reads, which
+    waits for the other processes.
     """
+    specs = specs_of(leaves)
+    # What is not in Orbax's files.
+    others = {
+        x.path: np.zeros(x.host_shape, x.host_dtype) for x in specs if 0 in x.shape
+    }
+    others |= {x["path"]: x["value"] for x in leaves if x["kind"] == "python"}
 
-    is_foreign = False
-
-    def __init__(
-        self,
-        path: Path,
-        item: str,
-        leaves: Sequence[Mapping[str, Any]],
-        name: str,
-        confirm: Callable[[], Any],
-    ) -> None:
-        self.name, self.leaves = name, specs_of(leaves)
-        self._path, self._item, self._confirm = path, item, confirm
-        numbers = (leaf for leaf in leaves if leaf["kind"] == "python")
-        self._numbers = {leaf["path"]: leaf["value"] for leaf in numbers}
-
-    def read(
-        self, wanted: Sequence[tuple[ArraySpec, Sharding | None]]
-    ) -> Iterator[Any]:
-        """Yields arrays as they were saved, where they are wanted; None for NumPy."""
-        abstract = {
-            _name(spec.path): _abstract(spec, sharding)
-            for spec, sharding in wanted
-            if spec.path not in self._numbers and 0 not in spec.shape
-        }
-        self._confirm()
+    def read(wanted: Wanted) -> Iterator[Any]:
+        abstract: dict[str, Any] = {}
+        for spec, sharding in wanted:
+            shape, dtype = spec.host_shape, spec.host_dtype
+            if sharding is not None:
+                array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            else:
+                array = np.broadcast_to(np.zeros((), dtype), shape)
+            if spec.path not in others:
+                abstract[_name(spec.path)] = array
+        confirm()
         tree: Any = {}
         if abstract:
-            ocp, items = quiet(), {self._item: nested(abstract.items())}
-            with damage_told(self._path), _one_at_a_time, undisturbed(), _context(ocp):
-                tree = ocp.load_checkpointables(str(self._path), items)[self._item]
-        for spec, sharding in wanted:
-            if spec.path in self._numbers:
-                number = self._numbers[spec.path]
-                yield complex(*number) if spec.dtype is complex else number
-            elif 0 in spec.shape:
-                empty = np.zeros(spec.host_shape, spec.host_dtype)
-                yield empty if sharding is None else jax.device_put(empty, sharding)
+            ocp, items = quiet(), {item: nested(abstract.items())}
+            with damage_told(path), _one_at_a_time, undisturbed(), _context(ocp):
+                tree = ocp.load_checkpointables(str(path), items)[item]
+        for spec, _ in wanted:
+            if spec.path in others:
+                value = others[spec.path]
+                yield complex(*value) if spec.dtype is complex else value
             else:
                 keys = _name(spec.path).split("/")
                 yield functools.reduce(lambda node, key: node[key], keys, tree)
 
-
-def _abstract(spec: ArraySpec, sharding: Sharding | None) -> Any:
-    shape, dtype = spec.host_shape, spec.host_dtype
-    if sharding is None:
-        return np.broadcast_to(np.zeros((), dtype), shape)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return Source(name, specs, read, is_foreign=False)
 
 
 def _name(path: str) -> str:

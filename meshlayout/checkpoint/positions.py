@@ -4,7 +4,6 @@ There is one position per process, or a single one if all are equal. Then the nu
 processes may change between a save and a restore.
 """
 
-import base64
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,21 +18,16 @@ from meshlayout.errors import CheckpointError, DataError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# The key of a position of bytes, as Grain's DataLoader has it.
-_BYTES = "base64"
-
 
 @runtime_checkable
 class Continues(Protocol):
-    """An iterator whose position can be saved and restored."""
+    """An iterator whose position, in values of JSON, can be saved and restored."""
 
     def get_state(self) -> Any:
-        """Returns the position as JSON-serializable values."""
-        ...
+        """Returns the position."""
 
     def set_state(self, state: Any) -> None:
-        """Moves the iterator to a position returned by `get_state`."""
-        ...
+        """Moves to a position."""
 
 
 def as_json(value: Any, where: str) -> Any:
@@ -51,11 +45,14 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def position_of(data: object) -> Any:
-    """Returns the position of this process's iterator, as JSON."""
-    state = check_continues(data).get_state()
-    if isinstance(state, bytes):
-        state = {_BYTES: base64.b64encode(state).decode()}
-    return as_json(state, "data.get_state()")
+    """Returns the position of this process's iterator; None for no iterator."""
+    if data is None:
+        return None
+    if not isinstance(data, Continues):
+        what = _checks.shown(data)
+        msg = f"data= must be an iterator, such as iter(dataset), got {what}."
+        raise CheckpointError(msg)
+    return as_json(data.get_state(), "data.get_state()")
 
 
 def joined(positions: Sequence[Any]) -> list[Any]:
@@ -64,35 +61,19 @@ def joined(positions: Sequence[Any]) -> list[Any]:
     return list(positions[:1] if is_one else positions)
 
 
-def move_to_position(data: object, positions: Sequence[Any]) -> None:
-    """Moves this process's iterator to its position among those of all processes.
-
-    One that cannot go there directly but takes `skip=True` reads up to it; the log says
-    so.
-    """
-    set_state: Any = check_continues(data).set_state
+def move_to_position(data: Any, positions: Sequence[Any]) -> None:
+    """Moves this process's iterator to its position among those of all processes."""
     if len(positions) not in (1, jax.process_count()):
+        count = f"{len(positions)} processes"
         msg = (
-            f"the {len(positions)} processes that saved the input iterator were at "
-            f"different positions. Restore on {len(positions)}, or without data=."
+            f"the data were at other positions on each of {count}: restore on {count}."
         )
         raise CheckpointError(msg)
     state = positions[jax.process_index() % len(positions)]
-    if isinstance(state, dict) and state.keys() == {_BYTES}:
-        state = base64.b64decode(state[_BYTES])
     try:
-        set_state(state)
+        data.set_state(state)
     except DataError:
-        if "skip" not in inspect.signature(set_state).parameters:
+        if "skip" not in inspect.signature(data.set_state).parameters:
             raise
-        set_state(state, skip=True)
+        data.set_state(state, skip=True)
         logger.info("the data cannot seek: batches up to its position are dropped")
-
-
-def check_continues(data: object) -> Continues:
-    """Returns an iterator that has a position, or raises CheckpointError."""
-    if not isinstance(data, Continues):
-        what = _checks.shown(data)
-        msg = f"data= must be an iterator, such as iter(dataset), got {what}."
-        raise CheckpointError(msg)
-    return data

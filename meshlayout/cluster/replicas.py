@@ -1,38 +1,84 @@
-"""Replicas: whether arrays that processes should have alike have the same bits."""
+"""Replicas: whether shards that several processes hold have the same bits on all."""
 
+import functools
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from meshlayout.cluster.agreement import difference
 
 
-def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> str:
-    """Returns a text that differs between processes if their replicas do.
+# A sum of bits for each group of processes that hold the same shards.
+Sums: TypeAlias = dict[tuple[int, ...], int]
 
-    Each process takes one copy of every array that all devices hold, or of its own; one
-    program sums their bits, and nothing but the sum comes to the host.
+
+def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> Sums:
+    """Returns sums that differ between processes if their copies of arrays do.
+
+    Each process takes one copy of each of its shards that others hold, too; a program
+    per device sums their bits, and nothing but the sums comes to the host.
     """
-    if jax.process_count() == 1:
-        return ""
-    on_host = 0
-    copies: dict[Any, list[jax.Array]] = {}
-    for array in arrays:
+    everybody = tuple(range(jax.process_count()))
+    sums, shards = dict[Any, int](), dict[Any, list[Any]]()
+    for index, array in enumerate(arrays if len(everybody) > 1 else ()):
         if not isinstance(array, jax.Array):
-            on_host = zlib.crc32(array.tobytes(), on_host)
-        elif array.sharding.is_fully_replicated:
-            copy = array.addressable_data(0)
-            copies.setdefault(copy.device, []).append(copy)
-    sums = [on_host, *(int(_sum_of_bits(group)) for group in copies.values())]
-    return "-".join(f"{number:x}" for number in sums)
+            content = zlib.crc32(array.tobytes(), index)
+            sums[everybody] = sums.get(everybody, 0) + content
+        elif isinstance(array.sharding, NamedSharding):
+            spec = [axes or () for axes in array.sharding.spec]
+            axes = [(x,) if isinstance(x, str) else tuple(x) for x in spec]
+            holders, seen = _holders(array.sharding.mesh, sum(axes, ())), set[int]()
+            for shard in array.addressable_shards if holders else ():
+                number, processes = holders[shard.device]
+                if len(processes) > 1 and number not in seen:
+                    seen.add(number)
+                    factor = np.uint32(2 * (1_000_003 * index + number) % 2**32 + 1)
+                    parts = shards.setdefault((processes, shard.device), [])
+                    parts.append((shard.data, factor))
+    for (processes, _), parts in shards.items():
+        total = int(_sum_of_bits(*zip(*parts, strict=True)))
+        sums[processes] = sums.get(processes, 0) + total
+    return sums
+
+
+def replica_difference(sums: Mapping[int, Sums]) -> str:
+    """Describes between which processes the sums differ; empty if nowhere."""
+    groups = sorted({group for of_process in sums.values() for group in of_process})
+    name = "the sum of the arrays and numbers that processes share"
+    texts = (
+        difference({p: {name: f"{sums[p].get(group, 0):x}"} for p in group})
+        for group in groups
+    )
+    return next(filter(None, texts), "")
+
+
+@functools.lru_cache(maxsize=64)
+def _holders(
+    mesh: Mesh, axes: tuple[str, ...]
+) -> dict[Any, tuple[int, tuple[int, ...]]]:
+    """Returns, by device, the number of its shard and the processes that hold that.
+
+    Empty if no shard over these axes is on several processes.
+    """
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    devices = np.moveaxis(mesh.devices, dims, range(len(dims)))
+    rows = devices.reshape(int(np.prod(devices.shape[: len(dims)])), -1)
+    groups = [tuple(sorted({x.process_index for x in row})) for row in rows]
+    if all(len(group) == 1 for group in groups):
+        return {}
+    pairs = enumerate(zip(rows, groups, strict=True))
+    return {x: (number, group) for number, (row, group) in pairs for x in row}
 
 
 @jax.jit
-def _sum_of_bits(arrays: Sequence[jax.Array]) -> jax.Array:
+def _sum_of_bits(arrays: Sequence[jax.Array], factors: Sequence[Any]) -> jax.Array:
     total = jnp.uint32(0)
-    for index, array in enumerate(arrays):
+    for array, factor in zip(arrays, factors, strict=True):
         is_complex = jnp.iscomplexobj(array)
         for x in (array.real, array.imag) if is_complex else (array,):
             if x.dtype != bool:
@@ -43,5 +89,5 @@ def _sum_of_bits(arrays: Sequence[jax.Array]) -> jax.Array:
             # Odd factors and a shift: a change of any one word changes the sum.
             words += jax.lax.iota(jnp.uint32, words.size)
             words *= jnp.uint32(2654435761)
-            total += jnp.uint32(2 * index + 1) * jnp.sum(words ^ (words >> 15))
+            total += factor * jnp.sum(words ^ (words >> 15))
     return total

@@ -6,21 +6,24 @@ with their tokens. A position is Grain's, a few numbers: where the documents wer
 the open rows were begun, and how many of these rows were yielded.
 """
 
+import functools
 import importlib
 import itertools
-from collections.abc import Iterator
+import sys
 from typing import Any
 
 import numpy as np
 
 from meshlayout import _checks
 from meshlayout.data.adapters import iterables
-from meshlayout.data.examples import stack
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
 grain: Any = importlib.import_module("grain")
+
+# Without threads that read ahead.
+_IN_ORDER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 # The columns of a document's array.
 _TOKEN, _TARGET, _HAS_TARGET, _DOCUMENT, _POSITION = range(5)
@@ -41,9 +44,16 @@ class PackedRows(grain.IterDataset):
 
     def __init__(self, documents: Any, encode: Any, recipe: dict[str, Any]) -> None:
         super().__init__()
-        self.documents, self.encode, self.recipe = documents, encode, recipe
-        source = iterables.adapt(documents, batched=False)
-        self._begin, self._passes = source.begin, itertools.count()
+        self._encode, self.recipe = encode, recipe
+        self._documents, self._epochs = documents, itertools.count()
+        self._source = None
+        if isinstance(documents, (list, tuple, np.ndarray)):
+            self.recipe = recipe | {"documents": len(documents)}
+        elif isinstance(documents, grain.MapDataset):
+            self._documents = documents.to_iter_dataset(_IN_ORDER)
+        elif not isinstance(documents, grain.IterDataset):
+            self._source = iterables.adapt(documents, batched=False)
+        self.can_seek = self._source is None
 
     def __iter__(self) -> "PackedIterator":
         return PackedIterator(self)
@@ -53,52 +63,50 @@ class PackedRows(grain.IterDataset):
         del epoch
         rows = iter(self)
         # An iterator with `set_state` is taken for one that can seek.
-        return iterables.IteratorStream(rows if rows.can_seek else (r for r in rows))
+        return iterables.IteratorStream(rows if self.can_seek else (x for x in rows))
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Returns all rows at once, with a first dim for the rows."""
-        rows = list(self)
-        if not rows:  # a row of another document shows which arrays there would be
-            (row,) = PackedRows([[0]], None, self.recipe | {"remainder": "pad"})
-            return {name: leaf[None][:0] for name, leaf in row.items()}
-        return stack(rows)
+    def packed(self) -> Any:
+        """Starts a pass of Grain's over rows of columns."""
+        recipe, grained = self.recipe, grain.experimental
+        columns = functools.partial(_columns, self._encode, recipe["separator"])
+        documents: Any = self._documents
+        if isinstance(documents, grain.IterDataset):
+            rows = documents.map_with_index(columns)
+        else:
+            source, epoch = self._source, next(self._epochs)
+            stream = None if source is None else source.begin(epoch)
 
-    def to_grain(self) -> "PackedRows":
-        """Returns the rows as the Grain dataset that they are."""
-        return self
+            def row(number: int) -> dict[str, np.ndarray]:
+                # The StopIteration of a stream ends the pass of Grain, too.
+                document = documents[number] if stream is None else next(stream)
+                return columns(number, document)
 
-    def open_documents(self) -> Iterator[Any]:
-        """Returns an iterator over the documents, with `set_state` if it can seek."""
-        if isinstance(self.documents, grain.MapDataset):  # None is one that it filters
-            size = len(self.documents)
-            return iterables.NumberedItems(self.documents, size, skip_none=True)
-        return self._begin(next(self._passes))
+            size = len(documents) if stream is None else sys.maxsize
+            rows = grain.MapDataset.range(size).to_iter_dataset(_IN_ORDER).map(row)
+        rows = rows.filter(lambda row: len(row["columns"]) > 0)
+        struct = {"columns": recipe["length"]}
+        if recipe["mode"] == "chunk":
+            return iter(grained.ConcatThenSplitIterDataset(rows, length_struct=struct))
+        return iter(
+            grained.FirstFitPackIterDataset(
+                grained.FlatMapIterDataset(rows, _Cut(recipe["length"])),
+                length_struct=struct,
+                num_packing_bins=recipe["open_rows"],
+                shuffle_bins=False,
+            )
+        )
 
 
 class PackedIterator(grain.DatasetIterator):
-    """One pass over packed rows; `can_seek` tells whether it has positions."""
+    """One pass over packed rows, on Grain's."""
 
     def __init__(self, dataset: PackedRows) -> None:
         super().__init__()
         self._dataset, self._recipe = dataset, dataset.recipe
-        self._rows: Any = None
-        self._open()
+        self._begin()
 
-    def _open(self) -> None:
-        documents, length = self._dataset.open_documents(), self._recipe["length"]
-        self.can_seek = hasattr(documents, "set_state")
-        rows = _Documents(documents, self._dataset.encode, self._recipe["separator"])
-        grained, struct = grain.experimental, {"columns": length}
-        if self._recipe["mode"] == "pack":
-            packed = grained.FirstFitPackIterDataset(
-                grained.FlatMapIterDataset(rows, _Cut(length)),
-                length_struct=struct,
-                num_packing_bins=self._recipe["open_rows"],
-                shuffle_bins=False,
-            )
-        else:
-            packed = grained.ConcatThenSplitIterDataset(rows, length_struct=struct)
-        self._rows = iterables.IteratorStream(iter(packed))
+    def _begin(self) -> None:
+        self._rows = iterables.IteratorStream(self._dataset.packed())
         self._state = self._rows.get_state()
         self._following: dict[str, np.ndarray] | None = None
 
@@ -134,75 +142,20 @@ class PackedIterator(grain.DatasetIterator):
 
     def set_state(self, state: JSON) -> None:
         """Moves to a position; raises DataError if it is not one of these rows."""
-        before = state.get("packed") if isinstance(state, dict) else None
-        msg = ""
-        if before != self._recipe:
-            msg = f"the state is of rows packed with {before}, not with {self._recipe}."
-        elif not self.can_seek:
+        if not self._dataset.can_seek:
             msg = (
                 "these documents can only be read in order. Give a list or a Grain "
                 "dataset, or set the state of distribute_dataset's iterator."
             )
-        if msg:
+            raise DataError(msg)
+        before = state.get("packed") if isinstance(state, dict) else None
+        if before != self._recipe:
+            msg = f"the state is of rows packed with {before}, not with {self._recipe}."
             raise DataError(msg)
         # New iterators: those of Grain's keep what they have read of a document.
-        self._open()
+        self._begin()
         self._rows.set_state(state["rows"])
         self._state = self._rows.get_state()
-
-    def close(self) -> None:
-        """Releases the documents."""
-        if self._rows is not None and not self._closed:
-            self._rows.close()
-        super().close()
-
-
-class _Documents(grain.IterDataset):
-    """Documents that have tokens, as arrays of columns; for one pass."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__()
-        self._arguments = arguments
-
-    def __iter__(self) -> "_DocumentIterator":
-        return _DocumentIterator(*self._arguments)
-
-
-class _DocumentIterator(grain.DatasetIterator):
-    """One pass over documents; its position is theirs, and how many were read."""
-
-    def __init__(self, documents: Any, encode: Any, separator: int | None) -> None:
-        super().__init__()
-        self._documents, self._encode = iterables.IteratorStream(documents), encode
-        self._end = np.array([] if separator is None else [separator], np.int32)
-        self._number = 0
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        tokens = np.zeros(0, np.int32)
-        while not len(tokens):
-            document = _tokens(next(self._documents), self._encode, self._number)
-            # Also behind an empty document, so that it still ends the one before it.
-            tokens = np.append(document, self._end)
-            self._number += 1
-        columns = np.zeros((len(tokens), 5), np.int32)
-        columns[:, _TOKEN] = tokens
-        columns[:-1, _TARGET] = tokens[1:]
-        columns[:-1, _HAS_TARGET] = 1
-        columns[:, _DOCUMENT] = self._number - 1
-        columns[:, _POSITION] = np.arange(len(tokens))
-        return {"columns": columns}
-
-    def get_state(self) -> JSON:
-        return {"number": self._number, "documents": self._documents.get_state()}
-
-    def set_state(self, state: JSON) -> None:
-        self._documents.set_state(state["documents"])
-        self._number = state["number"]
-
-    def close(self) -> None:
-        if not self._closed:
-            self._documents.close()
-        super().close()
 
 
 class _Cut(grain.experimental.FlatMapTransform):
@@ -217,11 +170,27 @@ class _Cut(grain.experimental.FlatMapTransform):
         return [{"columns": columns[at : at + self._length]} for at in starts]
 
 
+def _columns(
+    encode: Any, separator: int | None, number: int, document: Any
+) -> dict[str, np.ndarray]:
+    """Returns a document as an array of columns."""
+    tokens = _tokens(document, encode, number)
+    if separator is not None:
+        tokens = np.append(tokens, np.int32(separator))
+    columns = np.zeros((len(tokens), 5), np.int32)
+    columns[:, _TOKEN] = tokens
+    columns[:-1, _TARGET] = tokens[1:]
+    columns[:-1, _HAS_TARGET] = 1
+    columns[:, _DOCUMENT] = number
+    columns[:, _POSITION] = np.arange(len(tokens))
+    return {"columns": columns}
+
+
 def _tokens(document: Any, encode: Any, number: int) -> np.ndarray:
     """Returns the tokens, int32, of a text, of its bytes, or of an array of them."""
-    if isinstance(document, np.ndarray) and document.ndim == 0:
-        document = document.item()  # a text in an array, as TFDS yields it
     with _checks.noted(f"This was raised at document {number}."):
+        if isinstance(document, np.ndarray) and document.ndim == 0:
+            document = document.item()  # a text in an array, as TFDS yields it
         if isinstance(document, bytes) and encode is not None:
             document = document.decode()
         if isinstance(document, str):
@@ -231,16 +200,11 @@ def _tokens(document: Any, encode: Any, number: int) -> np.ndarray:
         values = np.asarray(document)
     if values.ndim == 1 and not values.size:  # a float64 array to NumPy
         return np.zeros(0, np.int32)
-    if values.ndim != 1 or values.dtype.kind not in "iu":
+    is_array = values.ndim == 1 and values.dtype.kind in "iu"
+    if not is_array or values.min() < 0 or values.max() > _LARGEST:
         msg = (
             f"document {number} gives {_checks.shown(document)}; a document is a text, "
-            "bytes, or a 1-D array of integers."
-        )
-        raise DataError(msg)
-    if values.min() < 0 or values.max() > _LARGEST:
-        msg = (
-            f"document {number} has tokens from {values.min()} to {values.max()}; they "
-            f"must be from 0 to {_LARGEST}."
+            f"bytes, or a 1-D array of integers from 0 to {_LARGEST}."
         )
         raise DataError(msg)
     return values.astype(np.int32)

@@ -4,8 +4,6 @@ import functools
 import importlib
 from typing import Any, Literal
 
-import numpy as np
-
 from meshlayout import _checks, _optional
 from meshlayout.errors import DataError
 
@@ -54,9 +52,8 @@ def pack_sequences(
 
     Returns:
         The rows: a Grain IterDataset, whose iterators have `get_state` and `set_state`,
-        exact to the row, and a source for `distribute_dataset`. `to_arrays()` returns
-        all rows at once, with a first dim for the rows; `distribute_dataset` can
-        shuffle these.
+        exact to the row, and a source for `distribute_dataset`, which can shuffle
+        `list(rows)` with `batched=False`.
 
     Raises:
         DataError: If an argument is wrong.
@@ -67,24 +64,7 @@ def pack_sequences(
         ...     print(bytes(row["tokens"].tolist()), row["segment_ids"])
         b'to be\x00' [1 1 1 1 1 0]
         b'ornot\x00' [1 1 2 2 2 0]
-        >>> rows.to_arrays()["tokens"].shape
-        (2, 6)
     """
-    is_numbers = isinstance(documents, np.ndarray) and documents.dtype.kind in "biuf"
-    if is_numbers and documents.ndim < 2:
-        given = _checks.shown(documents)
-        msg = f"documents is {given}, the tokens of one document. Give [tokens]."
-        raise DataError(msg)
-    encode = getattr(tokenizer, "encode", tokenizer)
-    # str has an `encode` method as well, and a class one that needs an instance.
-    is_other = isinstance(tokenizer, (type, str, bytes)) or not callable(encode)
-    if tokenizer is not None and is_other:
-        msg = (
-            "tokenizer must be an object with encode(text), or a function from a text "
-            f"to its tokens, got {_checks.shown(tokenizer)}. Leave it out to take a "
-            "text's bytes."
-        )
-        raise DataError(msg)
     flag = functools.partial(_checks.flag, error=DataError)
     count = functools.partial(_checks.count, error=DataError)
     recipe = {
@@ -106,6 +86,10 @@ def pack_sequences(
             "are full. Packed rows are padded where nothing fits; leave it out."
         )
         raise DataError(msg)
+    is_text = isinstance(tokenizer, str)  # which has an `encode` of its own
+    encode = tokenizer if is_text else getattr(tokenizer, "encode", tokenizer)
+    if encode is not None:
+        _checks.function("tokenizer", encode, "text", error=DataError)
     _optional.require("grain", extra="data", purpose="pack_sequences")
     packed_rows = importlib.import_module("meshlayout.data.packed_rows")
     return packed_rows.PackedRows(documents, encode, recipe)

@@ -35,7 +35,7 @@ COMBINED, ADDED_UP = "combined", "added_up"
 
 
 class ReplicaTrace:
-    """What is combined in one trace of a replica's function; see `TraceWatch`.
+    """What one replica sees and sets in a trace; see `TraceWatch`.
 
     Args:
         context: The context of the replica.
@@ -45,7 +45,6 @@ class ReplicaTrace:
         path_of: Returns the path of a Variable, for messages.
 
     Attributes:
-        context: As given.
         decisions: What has been decided, in order.
     """
 
@@ -58,67 +57,61 @@ class ReplicaTrace:
         path_of: Callable[[Variable], str] = str,
     ) -> None:
         self.context, self._axis, self._value_of = context, context.axis_name, value_of
-        self._path_of, self._marks = path_of, marks or {}
+        self._marks, self._path_of = marks or {}, path_of
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
         # The Variables that are a term of a value, by its id; the value is kept alive.
         self._terms: dict[int, tuple[Any, frozenset[int]]] = {}
         self._averages: set[int] = set()
 
-    def differs(self, value: PyTree) -> bool:
-        """Returns whether a value differs between replicas, in a first trace."""
-        return self._is_mapped(value, self._axis)
-
-    def _is_mapped(self, value: PyTree, axis: str | None) -> bool:
-        leaves = jax.tree.leaves(value)
-        return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
-
-    def _decide(self, choice: Callable[[], T]) -> T:
-        """Decides in the first trace, and repeats that in later ones."""
-        self.decisions.append(
-            choice() if self._earlier is None else next(self._earlier, None)
-        )
-        return self.decisions[-1]
+    def is_mapped(self, value: PyTree, axis: str | None = None) -> bool:
+        """Returns whether a value is marked, or else differs between replicas."""
+        name, leaves = axis or self._axis, jax.tree.leaves(value)
+        return name is not None and any(_jax.is_mapped(x, name) for x in leaves)
 
     def marked(self, axis: str, value: PyTree) -> PyTree:
-        """Returns a value with a mark."""
-        mark = self._marks.get(axis)
-        if mark is None:
-            return value
-        # A sum of constants, such as the number of replicas, is a number of Python's.
-        return jax.tree.map(
-            lambda x: jax.lax.select_n(mark, x, x) if isinstance(x, Tracer) else x,
-            value,
-        )
+        """Returns a value with a mark, in a first trace."""
+
+        def mark(x: Leaf) -> Leaf:
+            # A sum of constants, as the number of replicas, is a number of Python's.
+            is_array = isinstance(x, jax.Array)
+            return jax.lax.select_n(self._marks[axis], x, x) if is_array else x
+
+        return jax.tree.map(mark, value) if axis in self._marks else value
+
+    def _decide(self, choice: Callable[[], T]) -> T:
+        """Decides in the first trace, and repeats that in the second."""
+        is_first = self._earlier is None
+        self.decisions.append(choice() if is_first else next(self._earlier, None))
+        return self.decisions[-1]
 
     def summed(self, grads: PyTree) -> PyTree:
         """Returns the sums over replicas of gradients that are not combined yet."""
-        leaves, treedef = jax.tree.flatten(grads)
-
-        def missing() -> list[bool]:
-            return [self.differs(x) or not self._is_mapped(x, COMBINED) for x in leaves]
-
         if self._axis is None:
             return grads
-        combine = self.context.combine
+        leaves, treedef = jax.tree.flatten(grads)
+        is_missing = self._decide(
+            lambda: [
+                self.is_mapped(x) or not self.is_mapped(x, COMBINED) for x in leaves
+            ]
+        )
+        combine = functools.partial(self.context.combine, ReduceOp.SUM)
         with unwatched():  # these sums are ours
-            pairs = zip(leaves, self._decide(missing), strict=True)
-            sums = [combine(ReduceOp.SUM, x) if m else x for x, m in pairs]
+            pairs = zip(leaves, is_missing, strict=True)
+            sums = [combine(x) if m else x for x, m in pairs]
         return treedef.unflatten(sums)
 
     # What a watch calls.
 
     def meet(self, node: object, attributes: dict[str, Any]) -> None:
-        """Notes that Flax's averages are sums, wherever their update adds to them."""
+        """Notes that Flax's averages are sums, wherever they are updated."""
         if isinstance(node, nnx.metrics.Average):
             self._averages.update(map(id, attributes.values()))
 
     def enter(self, variable: Variable) -> Any:
-        """Returns the value that a Variable has in the trace, when it is met first."""
+        """Returns the value that a Variable has when it is met first."""
         value = self.context.strategy._entered(variable, self._value_of(variable))
-        return self._followed(variable, jax.tree.map(self._own_key(variable), value))
 
-    def _own_key(self, variable: Variable) -> Callable[[Leaf], Any]:
         def own(x: Leaf) -> Any:
             is_typed = _jax.is_extended(jax.typeof(x).dtype)
             if not self._axis or not (is_typed or isinstance(variable, nnx.RngKey)):
@@ -130,7 +123,7 @@ class ReplicaTrace:
                 fold_in = jax.vmap(fold_in, in_axes=(0, None))
             return fold_in(x, jax.lax.axis_index(self._axis))
 
-        return own
+        return self._followed(variable, jax.tree.map(own, value))
 
     def write(self, variable: Variable, old: Leaf, new: Leaf) -> Any:
         """Returns the value that a Variable gets, of what the replica writes."""
@@ -144,71 +137,76 @@ class ReplicaTrace:
 
     def _followed(self, variable: Variable, value: Any) -> Any:
         """Marks a value that is added up, to see what is computed from it."""
-        is_added_up = aggregation(variable) in ("sum", "metric")
-        if not is_added_up or ADDED_UP not in self._marks:
-            return value
-        value = self.marked(ADDED_UP, jax.tree.map(jnp.asarray, value))
-        for x in jax.tree.leaves(value):
-            self._terms[id(x)] = x, frozenset([id(variable)])
+        if self._marks and aggregation(variable) in ("sum", "metric"):
+            value = self.marked(ADDED_UP, jax.tree.map(jnp.asarray, value))
+            for x in jax.tree.leaves(value):
+                self._terms[id(x)] = x, frozenset([id(variable)])
         return value
 
-    def note_sum(self, x: Leaf, y: Leaf, result: Leaf, *, is_added: bool) -> None:
-        """Notes that a value is `x + y`, or another one with the terms of `x` alone."""
-        _, terms = self._terms.get(id(x), _NO_TERMS)
-        _, others = self._terms.get(id(y), _NO_TERMS)
-        # v + v is no change of v, nor is x - v.
-        terms = terms ^ others if is_added else terms - others
+    def terms_of(self, x: Leaf) -> frozenset[int]:
+        """Returns the ids of the Variables that are a term of a value."""
+        return self._terms.get(id(x), (None, frozenset[int]()))[1]
+
+    def note_terms(self, x: Leaf, terms: frozenset[int]) -> None:
+        """Notes the Variables that are a term of a value."""
         if terms:
-            self._terms[id(result)] = result, terms
+            self._terms[id(x)] = x, terms
 
     def _choose(self, kind: str, variable: Variable, new: Leaf) -> str | None:
+        differs = self.is_mapped(new)
         if kind in ("mean", "first"):
-            return kind if self.differs(new) else None
-        is_assigned = not self._is_mapped(new, ADDED_UP)
-        is_combined = self._is_mapped(new, COMBINED) and not self.differs(new)
+            return kind if differs else None
+        is_assigned = not self.is_mapped(new, ADDED_UP)
+        is_combined = self.is_mapped(new, COMBINED) and not differs
         if kind == "metric" and (is_assigned or is_combined):
             return None
         if is_assigned:
             return "assign"
-        terms = [self._terms.get(id(x), _NO_TERMS)[1] for x in jax.tree.leaves(new)]
-        if id(variable) in self._averages or all(id(variable) in t for t in terms):
+        terms = map(self.terms_of, jax.tree.leaves(new))
+        if id(variable) in self._averages or all(id(variable) in x for x in terms):
             return "add"
-        path = self._path_of(variable)
         msg = (
-            f"the new value of the variable {path} is computed from the old one, and "
-            "it is unknown how those of all replicas become one. What is added up over "
-            "replicas is changed by `variable[...] += change`, outside of nnx.jit; "
-            "combine other values first, as get_replica_context().all_reduce('MAX', x) "
-            'does, and make the variable with nnx.Variable(x, aggregation="mean").'
+            f"the new value of the variable {self._path_of(variable)} is computed from "
+            "the old one, and how those of the replicas become one is unknown: they "
+            "are added up for `variable[...] += change`, outside of nnx.jit. Else, "
+            "combine what differs first, as get_replica_context().all_reduce('MAX', x) "
+            "does, and set a variable without aggregation='sum'."
         )
         raise StrategyError(msg)
 
     def _combined(self, how: str, old: Leaf, new: Leaf) -> jax.Array:
-        context, new = self.context, jnp.asarray(new)
-        if how == "mean":
-            return self._mean(new)
-        if how == "first":
+        context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM
+        if how == "add":
+            value = old + context.combine(op, new - old)
+        elif how == "assign":
+            value = context.combine(op, new)
+        elif how == "first":
             is_first = context.replica_id_in_sync_group == 0
-            chosen = jnp.where(is_first, new, jnp.zeros_like(new))
-            return context.combine(ReduceOp.SUM, chosen).astype(new.dtype)
-        if how == "assign":
-            return context.combine(ReduceOp.SUM, new).astype(new.dtype)
-        return (old + context.combine(ReduceOp.SUM, new - old)).astype(new.dtype)
-
-    def _mean(self, x: jax.Array) -> jax.Array:
-        """Returns the mean of the values of those replicas that have any real row."""
-        context = self.context
-        if context.mask is None:
-            return context.combine(ReduceOp.MEAN, x).astype(x.dtype)
-        has_rows = context.mask.any()
-        # Without any such replica, all of them count.
-        has_rows |= ~jax.lax.pmax(has_rows, context.axis_name)
-        total = context.combine(ReduceOp.SUM, jnp.where(has_rows, x, 0))
-        count = context.combine(ReduceOp.SUM, has_rows.astype("float32"))
-        return (total / count).astype(x.dtype)
+            value = context.combine(op, jnp.where(is_first, new, jnp.zeros_like(new)))
+        elif context.mask is None:
+            value = context.combine(ReduceOp.MEAN, new)
+        else:  # of those replicas that have any real row; if none has, of all
+            has_rows = context.mask.any()
+            has_rows |= ~jax.lax.pmax(has_rows, self._axis)
+            count = context.combine(op, has_rows.astype("float32"))
+            value = context.combine(op, jnp.where(has_rows, new, 0)) / count
+        return value.astype(new.dtype)
 
 
-_NO_TERMS: tuple[None, frozenset[int]] = (None, frozenset())
+# The patches. Outside of a trace, and for other threads, they do nothing.
+
+
+def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
+        if (watch := current.get()) is not None:
+            grads = jax.tree.map(_jax.in_device_memory, grads)
+            grads, state = watch.replica.summed(grads), nnx.state(model)
+            if any(map(_jax.is_on_host, jax.tree.leaves(state))):
+                nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
+        return update(self, model, grads, **kwargs)
+
+    return replacement
 
 
 def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,28 +218,15 @@ def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _noting(operator: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operator)
     def replacement(self: Tracer, other: Any) -> Any:
         result, watch = operator(self, other), current.get()
-        if watch is not None and (other is ... or operator.__name__ != "__getitem__"):
-            is_added = operator.__name__ in ("__add__", "__radd__")
-            watch.replica.note_sum(self, other, result, is_added=is_added)
+        if watch is not None and (name != "getitem" or other is ...):
+            x, y = map(watch.replica.terms_of, (self, other))
+            # v + v is no change of v, nor is x - v.
+            watch.replica.note_terms(result, x - y if name == "sub" else x ^ y)
         return result
-
-    return replacement
-
-
-def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
-        if (watch := current.get()) is not None:
-            grads = watch.replica.summed(grads)
-            grads = jax.tree.map(_jax.in_device_memory, grads)
-            state = nnx.state(model)
-            if any(map(_jax.is_on_host, jax.tree.leaves(state))):
-                nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
-        return update(self, model, grads, **kwargs)
 
     return replacement
 
@@ -249,13 +234,13 @@ def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
 # Optimizers have no hook between gradients and update. If Flax renames the method,
 # variables differ between replicas, which is an error, and nearly every test in
 # tests/test_distribute.py fails. jax.lax's functions are what all_reduce and all_gather
-# call, and what a function may call itself; the operators are those of `variable += x`,
-# where "__getitem__" is how flax 0.11 reads `variable[...]`.
+# call, and what a function may call itself; the operators are those of `variable += x`
+# (and of `variable[...]` in flax 0.11).
 patches = SharedPatches(
     (nnx.Optimizer, "update", _summing),
     *((cast("type", jax.lax), x, _marking) for x in ("psum", "pmean", "all_gather")),
     *(
-        (cast("type", Tracer), f"__{name}__", _noting)
+        (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
         for name in ("add", "radd", "sub", "getitem")
     ),
 )

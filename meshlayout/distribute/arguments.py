@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,8 +49,8 @@ class Arguments:
     Attributes:
         arrays: The arrays and numbers, those of replicas as one array; and then the
             mask of real rows, if rows are padded.
-        forms: What each argument is that is no NNX object: an array's shape, dtype and
-            kind, where `"rows"` and `"scalar"` are values of replicas; or a bool.
+        is_own: Which of the arrays are values of replicas.
+        scalars: The indices of those that are scalars on each replica.
         objects: The NNX objects.
         mask: Which rows are real, if rows are padded.
         signature: What a program depends on, besides the objects.
@@ -72,64 +72,68 @@ class Arguments:
             is_leaf=lambda x: isinstance(x, PerReplica),
         )
         self.arrays: list[Any] = []
+        self.is_own: list[bool] = []
+        self.scalars: set[int] = set()
         self.mask: Any = None
-        self.forms = [self._add(x, mesh) for x in values]
+        # A bool, such as `training`, is for Python to decide on.
+        self._bools = [x if isinstance(x, bool) else None for x in values]
+        forms = [self._add(x, mesh) for x in values if not isinstance(x, bool)]
         if self.mask is not None:
             self.arrays.append(self.mask)
-        has_mask = self.mask is not None
-        self.signature = self._treedef, self._values, tuple(self.forms), has_mask
+            self.is_own.append(True)
+        fixed = tuple(self._bools), self.mask is not None
+        self.signature = self._treedef, self._values, tuple(forms), fixed
 
-    def _add(self, leaf: Leaf, mesh: Mesh) -> Any:
-        """Adds an array; returns its form."""
-        if isinstance(leaf, PerReplica):
-            check_replicas(leaf, mesh, "run")
-            if leaf.mask is not None and leaf.mask is not self.mask:
-                if self.mask is not None and not _are_equal(self.mask, leaf.mask):
-                    msg = (
-                        "run: two arguments have different rows that are padding, and "
-                        "a replica cannot tell which are meant. Pass values of one "
-                        "batch."
-                    )
-                    raise StrategyError(msg)
-                self.mask = leaf.mask
-            self.arrays.append(leaf.array)
-            kind = "scalar" if leaf.is_scalar else "rows"
-            return leaf.array.shape, leaf.array.dtype, kind
-        if isinstance(leaf, bool):  # like `training`: for Python to decide on
-            return leaf
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            is_elsewhere = is_on(leaf, mesh.jax_mesh) is False
-            if is_elsewhere and leaf.is_fully_addressable:  # as another strategy's
-                leaf = _jax.put(leaf, mesh.layout(...).with_rank(leaf.ndim).sharding)
-        elif isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+    def _add(self, x: Leaf, mesh: Mesh) -> tuple[Any, ...]:
+        """Adds an array; returns what a program depends on."""
+        is_own = isinstance(x, PerReplica)
+        self.is_own.append(is_own)
+        if is_own:
+            check_replicas(x, mesh, "run")
+            if x.mask is not None and x.mask is not self.mask:
+                self._check_mask(x.mask)
+                self.mask = x.mask
+            if x.is_scalar:
+                self.scalars.add(len(self.arrays))
+            self.arrays.append(x.array)
+            return x.array.shape, x.array.dtype, "scalar" if x.is_scalar else "rows"
+        if isinstance(x, np.ndarray | np.generic | int | float | complex):
             try:
-                array = host_array(leaf)
+                array = host_array(x)
             except LayoutError as error:
-                where = f"run: the argument {self._name(leaf)}"
+                where = f"run: the argument {self._name(x)}"
                 msg = str(error).replace("the array", where, 1)
                 raise StrategyError(msg) from None
-            leaf = array if isinstance(leaf, np.ndarray | np.generic) else leaf
-        else:
+            x = array if isinstance(x, np.ndarray | np.generic) else x
+        elif not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
             msg = (
-                f"run: the argument {self._name(leaf)} is {_checks.shown(leaf)}. A "
-                "replica's function takes arrays, numbers, values of replicas and NNX "
-                "objects; fix anything else with functools.partial or a closure."
+                f"run: the argument {self._name(x)} is {_checks.shown(x)}. A replica's "
+                "function takes arrays, numbers, values of replicas and NNX objects; "
+                "fix anything else with functools.partial or a closure."
             )
             raise StrategyError(msg)
-        self.arrays.append(leaf)
-        kind = jax.typeof(leaf)
+        elif is_on(x, mesh.jax_mesh) is False and x.is_fully_addressable:
+            # It is elsewhere, as another strategy's.
+            x = _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
+        self.arrays.append(x)
+        kind = jax.typeof(x)
         return kind.shape, kind.dtype, kind.weak_type
+
+    def _check_mask(self, mask: jax.Array) -> None:
+        if self.mask is None:
+            return
+        is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
+        if is_traced or not jnp.array_equal(mask, self.mask):
+            msg = (
+                "run: two arguments have different rows that are padding, and a "
+                "replica cannot tell which are meant. Pass values of one batch."
+            )
+            raise StrategyError(msg)
 
     @property
     def name(self) -> str:
         """The name of the function, for messages."""
         return getattr(self._fn, "__name__", type(self._fn).__name__)
-
-    @property
-    def kinds(self) -> list[Any]:
-        """The kinds of the arrays, in order."""
-        kinds = [form[2] for form in self.forms if not isinstance(form, bool)]
-        return kinds if self.mask is None else [*kinds, "rows"]
 
     def named_objects(self) -> list[tuple[str, Any]]:
         """Returns the NNX objects with their names, by the function's parameters."""
@@ -146,16 +150,16 @@ class Arguments:
                 name = list(inspect.signature(self._fn).parameters)[first.idx]
         return name + jax.tree_util.keystr(tuple(rest))
 
-    def unflatten(self, arrays: Iterable[Any]) -> Any:
+    def unflatten(self, arrays: list[Any]) -> Any:
         """Returns `(args, kwargs)` with other arrays."""
         own, objects = iter(arrays), iter(self.objects)
-        values = [x if isinstance(x, bool) else next(own) for x in self.forms]
+        values = [next(own) if x is None else x for x in self._bools]
         leaves = self._values.unflatten(values)
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
 
-    def call(self, fn: Callable[..., PyTree], arrays: Iterable[Any]) -> PyTree:
+    def call(self, fn: Callable[..., PyTree], arrays: list[Any]) -> PyTree:
         """Calls the function with one replica's arrays, and with the objects."""
         args, kwargs = self.unflatten(arrays)
         try:
@@ -189,8 +193,3 @@ def _is_whole(sharding: Any, mesh: jax.sharding.Mesh) -> bool:
         devices: Any = sharding.mesh.devices
         return list(mesh.devices.flat) == list(devices.flat)
     return mesh.size == 1 and sharding.device_set == set(mesh.devices.flat)
-
-
-def _are_equal(first: jax.Array, second: jax.Array) -> bool:
-    is_traced = isinstance(first, Tracer) or isinstance(second, Tracer)
-    return not is_traced and bool(jnp.array_equal(first, second))

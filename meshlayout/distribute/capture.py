@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from meshlayout._paths import is_nnx_object
 from meshlayout.errors import StrategyError
 
 
@@ -34,20 +35,6 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
     property: ("fget",),
 }
-
-
-def function_key(fn: Any) -> Any:
-    """Returns what a function has in common with one that is defined anew."""
-    if isinstance(fn, types.MethodType):
-        return "method", function_key(fn.__func__)
-    if isinstance(fn, functools.partial):
-        return function_key(fn.func), len(fn.args), tuple(fn.keywords)
-    return getattr(fn, "__code__", type(fn))
-
-
-def is_nnx(value: object) -> bool:
-    """Returns whether this is an NNX object: a module, an optimizer, a Variable ..."""
-    return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 class _Entry(NamedTuple):
@@ -81,29 +68,29 @@ class Roots:
     """
 
     def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
-        named = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
-        self._names, found = set[str](), {"__call__"}
-        while not found <= self._names:  # methods are found by the names in others
-            self._names |= found
-            self._entries = _walk(named, self._names)
-            functions = filter(_is_users_function, (x.value for x in self._entries))
-            found = {name for fn in functions for name in _names(fn.__code__)}
+        name, self._names = getattr(fn, "__name__", type(fn).__name__), {"__call__"}
+        values, num_names = (fn, *(value for _, value in objects)), 0
+        while num_names < len(self._names):  # methods are found by names in others
+            num_names, seen = len(self._names), {id(values)}
+            self._entries = [_Entry(0, getitem, 0, "", values)]
+            for key, path in enumerate((name, *(path for path, _ in objects))):
+                self._entries.append(_Entry(0, getitem, key, path, values[key]))
+            for index, entry in enumerate(self._entries):  # which grow
+                if id(entry.value) not in seen:
+                    seen.add(id(entry.value))
+                    self._entries.extend(_parts(index, entry, self._names))
 
     def path_of(self, variable: Any) -> str:
         """Returns the path of a Variable, such as `model/encoder/kernel`."""
         for *_, path, value in self._entries:
-            for parts, node in nnx.iter_graph(value) if is_nnx(value) else ():
+            for parts, node in nnx.iter_graph(value) if is_nnx_object(value) else ():
                 if node is variable:
                     return "/".join((path, *map(str, parts)))
         return f"a {type(variable).__name__} that no name leads to"
 
     @contextlib.contextmanager
     def refuse_appends(self, name: str) -> Iterator[None]:
-        """Refuses that the function of a name makes a list or dict longer in the block.
-
-        Raises:
-            StrategyError: If a list or dict has become longer or shorter.
-        """
+        """Raises StrategyError if the block, a call of the function, adds to a list."""
         containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
         copies = [entry.value.copy() for entry in containers]
         yield
@@ -123,49 +110,42 @@ class Roots:
     def keep(self, touched: set[int], gone: Callable[[], None]) -> None:
         """Keeps what decides on a program, and no NNX object alive.
 
-        Names are compared, whatever they stand for. Of items, and of attributes that no
-        code names, those count that lead to what the function used.
-
-        Args:
-            touched: The ids of the NNX objects that it used.
-            gone: Called when an object is gone.
+        Names are compared, whatever they stand for; items, and attributes that no code
+        names, if they lead to an NNX object of which the id was `touched`.
         """
         entries, self._entries = self._entries, []
-        # Items of lists and dicts, other than those of defaults.
-        is_loose = [
-            isinstance(entry.value, (list, dict)) and entry.get is not getattr
-            for entry in entries
-        ]
-        used = {x.parent for x in entries if id(x.value) in touched} - {0}
+        leading = {x.parent for x in entries if id(x.value) in touched} - {0}
         kept = {0}
         for index, (parent, get, key, _, value) in enumerate(entries):  # parents first
-            is_named = key in self._names if get is _attribute else not is_loose[parent]
-            is_beside = is_loose[parent] and parent in used and is_nnx(value)
+            is_item = isinstance(entries[parent].value, (list, dict))
+            is_item &= entries[parent].get is not getattr  # of defaults
+            is_named = key in self._names if get is _attribute else not is_item
+            is_beside = is_item and parent in leading and is_nnx_object(value)
             if (is_named and parent in kept) or is_beside:
                 kept.add(index)
-        num_kept = Counter[int]()
+        num_parts = Counter[int]()
         for index in range(len(entries) - 1, 0, -1):
             if index in kept or id(entries[index].value) in touched:
-                parent = entries[index].parent
-                kept |= {index, parent}
-                num_kept[id(entries[parent].value)] += 1
+                kept |= {index, entries[index].parent}
+                num_parts[entries[index].parent] += 1
         places = {index: place for place, index in enumerate(sorted(kept))}
         self._functions: dict[int, Any] = {}
         self._alive: list[Any] = []
         self._rows: list[tuple[Any, ...]] = []
         for index, place in places.items():
             parent, get, key, path, value = entries[index]
-            token: Any = id
+            token: Callable[[Any], Any] = id
             if isinstance(value, types.FunctionType):
-                token, self._functions[place] = _code, weakref.ref(value)
+                token = attrgetter("__code__")
+                self._functions[place] = weakref.ref(value)
+            elif isinstance(value, types.MethodType | functools.partial):
+                token = type
             elif isinstance(value, _NUMBERS) and not isinstance(value, bool):
-                token = _typed
-            elif isinstance(value, types.MethodType | functools.partial) or (
-                # It would keep models alive, and all of its items are compared.
-                isinstance(value, (tuple, list, dict))
-                and (get is getattr or len(value) == num_kept[id(value)] > 0)
+                token = repr
+            elif isinstance(value, (tuple, list, dict)) and (
+                get is getattr or len(value) == num_parts[index] > 0
             ):
-                token = _size
+                token = len  # all its items are compared, and it would keep them alive
             else:  # its id must stay this value's
                 try:
                     self._alive.append(weakref.ref(value, lambda _: gone()))
@@ -186,64 +166,46 @@ class Roots:
             if not is_same:
                 # Numbers and strings are frozen in what is not defined anew.
                 same = self._functions.get(parent, lambda: None)() is values[parent]
-                is_frozen = token is _typed and isinstance(value, _NUMBERS)
+                is_frozen = token is repr and isinstance(value, _NUMBERS)
                 if not is_frozen or not (same or get is _attribute):
                     return path, value
             values.append(value)
         return None
 
 
-_code = attrgetter("__code__")
-
-
-def _typed(value: Any) -> Any:
-    return type(value), value
-
-
-def _size(value: Any) -> Any:
-    return type(value), len(value) if isinstance(value, (tuple, list, dict)) else None
-
-
-def _walk(named: list[tuple[str, Any]], names: set[str]) -> list[_Entry]:
-    roots = tuple(value for _, value in named)
-    entries = [_Entry(0, getitem, 0, "", roots)]
-    for key, (path, value) in enumerate(named):
-        entries.append(_Entry(0, getitem, key, path, value))
-    seen = {id(roots)}
-    for index, (*_, path, value) in enumerate(entries):  # which grow
-        for get, key, name in _parts(value, names) if id(value) not in seen else ():
-            with contextlib.suppress(AttributeError, ValueError):  # an empty cell
-                part = get(value, key)
-                inner = path + name if name[:1] in ("", ".", "[") else name
-                entries.append(_Entry(index, get, key, inner, part))
-        seen.add(id(value))
-    return entries
-
-
-def _parts(value: Any, names: set[str]) -> Iterator[tuple[Any, Any, str]]:
-    """Yields what a value leads to: how it is got, its key, and its part of a path."""
+def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
+    """Yields what a value leads to, and adds to the names that code has."""
+    value, path = entry.value, entry.path
+    found: list[tuple[Any, Any, str]] = []
     if isinstance(value, (*_NUMBERS, type(None), jax.Array, np.ndarray)):
         return
     if isinstance(value, types.FunctionType):
-        yield from ((_cell, name, name) for name in value.__code__.co_freevars)
-        if _is_users_function(value):
-            own = {*_names(value.__code__)} & value.__globals__.keys()
-            yield from ((_global, name, name) for name in sorted(own))
+        found += [(_cell, name, name) for name in value.__code__.co_freevars]
+        if _is_users(value):
+            own = {*_names(value.__code__)}
+            names |= own
+            own &= value.__globals__.keys()
+            found += [(_global, name, name) for name in sorted(own)]
     elif isinstance(value, (tuple, list)):
-        yield from ((getitem, index, f"[{index}]") for index in range(len(value)))
+        found += [(getitem, key, f"{path}[{key}]") for key in range(len(value))]
     elif isinstance(value, dict):
-        yield from ((getitem, key, f"[{key!r}]") for key in tuple(value))
+        found += [(getitem, key, f"{path}[{key!r}]") for key in value]
     elif isinstance(value, type):
         if _is_users(value):
             own = {"__base__", *(names & {*dir(value)})}
-            yield from ((getattr, name, name) for name in sorted(own))
+            found += [(getattr, name, name) for name in sorted(own)]
     elif _is_users(type(value)):
-        yield getattr, "__class__", ""
-        own = () if is_nnx(value) else tuple(getattr(value, "__dict__", ()))
-        yield from ((_attribute, name, f".{name}") for name in own)
+        found += [(getattr, "__class__", path)]
+        for name in () if is_nnx_object(value) else getattr(value, "__dict__", ()):
+            found += [(_attribute, name, f"{path}.{name}")]
     wrapped = ("__wrapped__",) if callable(value) else ()
     for name in _ATTRIBUTES.get(type(value), wrapped):
-        yield getattr, name, "self" if name == "__self__" else ""
+        found += [(getattr, name, "self" if name == "__self__" else path)]
+    for get, key, path in found:
+        with contextlib.suppress(AttributeError, ValueError):  # an empty cell
+            part = get(value, key)
+            if part is not None or get is not getattr:
+                yield _Entry(index, get, key, path, part)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -256,7 +218,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _is_users(defined: Any) -> bool:
     """Returns whether a function or class is the user's."""
     return (defined.__module__ or "").partition(".")[0] not in _LIBRARIES
-
-
-def _is_users_function(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and _is_users(value)

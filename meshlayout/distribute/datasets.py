@@ -26,6 +26,7 @@ from meshlayout.distribute.values import (
     PerReplica,
     per_replica,
     replica_layout,
+    sorted_shards,
 )
 from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
@@ -139,10 +140,7 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
 
 def _local_mask(mask: jax.Array) -> np.ndarray:
     """Returns which of this process's rows are real."""
-    shards = sorted(
-        mask.addressable_shards, key=lambda shard: shard.index[0].start or 0
-    )
-    return np.concatenate([np.asarray(shard.data) for shard in shards]) > 0
+    return np.concatenate([np.asarray(x.data) for x in sorted_shards(mask)]) > 0
 
 
 # Values.

@@ -107,9 +107,8 @@ def _per_replica(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
         return leaf
     if mesh.size > 1 and not _is_whole(leaf, mesh):
         msg = (
-            f"{where} takes values of replicas, as run returns, got "
-            f"{_checks.shown(leaf)}, which is not on the devices of {mesh.size} "
-            "replicas: there is nothing to combine."
+            f"{where} takes what run returns, got {_checks.shown(leaf)}, which is not "
+            f"on the devices of {mesh.size} replicas: there is nothing to combine."
         )
         raise StrategyError(msg)
     x = jnp.asarray(leaf)

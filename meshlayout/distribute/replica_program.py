@@ -9,7 +9,6 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
-import collections
 import functools
 import itertools
 import operator
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.collectives import ReplicaContext, array_of, entered
+from meshlayout.collectives import ReplicaContext, entered
 from meshlayout.distribute.aggregation import ADDED_UP, COMBINED, ReplicaTrace, patches
 from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
@@ -40,13 +39,13 @@ from meshlayout.distribute.variables import (
     set_raw_value,
 )
 from meshlayout.errors import StrategyError
+from meshlayout.step import compile_step
 
 
 if TYPE_CHECKING:
     from meshlayout.distribute.strategy import Strategy
 
 Function: TypeAlias = Callable[..., PyTree]
-PathOf: TypeAlias = Callable[[Variable], str]
 
 _phases = itertools.count()
 
@@ -65,7 +64,7 @@ class Examination(NamedTuple):
 
 
 def examine(
-    strategy: "Strategy", fn: Function, arguments: Arguments, path_of: PathOf
+    strategy: "Strategy", fn: Function, arguments: Arguments, path_of: Any
 ) -> Examination:
     """Traces a function under `jax.vmap` over the replicas, for what it does.
 
@@ -76,12 +75,10 @@ def examine(
 
     def examined(arrays: list[Any], **marks: jax.Array) -> tuple[()]:
         options = {"marks": marks, "path_of": path_of}
-        trace, watch, result = _traced(
-            strategy, fn, arguments, arrays, _placeholder, **options
-        )
-        found.append(_read(trace, watch, result, arguments, path_of))
-        _check_states(arguments, arrays, result, trace.differs)
-        if not trace.context.mask_was_read:
+        traced = _traced(strategy, fn, arguments, arrays, _placeholder, **options)
+        found.append(_read(arguments.name, path_of, *traced))
+        _check_states(arguments, arrays, traced[2], traced[0].is_mapped)
+        if not traced[0].context.mask_was_read:
             _check_padding(arguments.name, found[-1])
         return ()
 
@@ -92,14 +89,14 @@ def examine(
         return call(*[jnp.zeros(1, bool)] * 2)
 
     count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
-    arrays, axes = [], []
-    for x, kind in zip(arguments.arrays, arguments.kinds, strict=True):
-        if kind in ("rows", "scalar"):
-            rows = (x.shape[0] // count * (1 + has_mask),) if kind == "rows" else ()
+    arrays, axes = list(arguments.arrays), []
+    for index, (x, is_own) in enumerate(zip(arrays, arguments.is_own, strict=True)):
+        axes.append(0 if is_own else None)
+        if is_own:
+            is_scalar = index in arguments.scalars
+            rows = () if is_scalar else (x.shape[0] // count * (1 + has_mask),)
             shape = (*((count,) if count > 1 else ()), *rows, *x.shape[1:])
-            x = jax.ShapeDtypeStruct(shape, x.dtype)
-        arrays.append(x)
-        axes.append(0 if kind in ("rows", "scalar") else None)
+            arrays[index] = jax.ShapeDtypeStruct(shape, x.dtype)
     try:
         if count > 1:
             sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
@@ -162,18 +159,13 @@ def _placeholder(variable: Variable) -> Any:
 
 
 def _read(
-    trace: ReplicaTrace,
-    watch: TraceWatch,
-    result: PyTree,
-    arguments: Arguments,
-    path_of: PathOf,
+    name: str, path_of: Any, trace: ReplicaTrace, watch: TraceWatch, result: PyTree
 ) -> Examination:
     """Reads a first trace, inside of it."""
-    variables = [variable for variable, _ in watch.entered.values()]
     is_changed, differing = [], []
     for variable, before in watch.entered.values():
         after = watch.values[id(variable)]
-        differs = trace.differs(after)
+        differs = trace.is_mapped(after)
         # nnx.scan hands a replica's own keys back as new arrays.
         is_key = isinstance(variable, nnx.RngKey) and differs
         is_changed.append(_is_changed(before, after) and not is_key)
@@ -182,7 +174,7 @@ def _read(
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         msg = (
-            f"{arguments.name} would leave different values of "
+            f"{name} would leave different values of "
             f"{', '.join(map(path_of, differing[:3]))}{more} on the replicas: the new "
             "values are computed from what differs between them. Combine that first, "
             "as get_replica_context().all_reduce('MEAN', x) does, or say how the "
@@ -190,16 +182,17 @@ def _read(
             "'sum', 'first', 'per_replica'."
         )
         raise StrategyError(msg)
-    flat, treedef = _flattened(arguments.name, result)
+    arrays, treedef = _flattened(name, result)
+    mask = trace.context.mask
     return Examination(
-        variables,
-        is_changed,
-        [attributes.node for attributes in watch.nodes.values()],
-        treedef,
-        [x.shape for x in flat],
-        [trace.differs(x) for x in flat],
-        0 if trace.context.mask is None else trace.context.mask.shape[0],
-        trace.decisions,
+        variables=[variable for variable, _ in watch.entered.values()],
+        is_changed=is_changed,
+        nodes=[node for node, *_ in watch.nodes.values()],
+        treedef=treedef,
+        shapes=[x.shape for x in arrays],
+        differs=list(map(trace.is_mapped, arrays)),
+        rows=0 if mask is None else mask.shape[0],
+        decisions=trace.decisions,
     )
 
 
@@ -211,19 +204,18 @@ def _is_changed(before: Leaf, after: Leaf) -> bool:
 
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
-    leaves, treedef = jax.tree.flatten(result, is_leaf=_is_module)
-    arrays = [None if _is_module(leaf) else array_of(leaf) for leaf in leaves]
-    for leaf, x in zip(leaves, arrays, strict=True):
-        if x is None:
-            kept = " What it sets in NNX objects is kept." if _is_module(leaf) else ""
-            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array.{kept}"
+
+    def array(leaf: Leaf) -> jax.Array:
+        kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+        if not isinstance(leaf, kinds):  # JAX would take a text for the name of a dtype
+            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
             raise StrategyError(msg)
-    return list(map(_strong, arrays)), treedef
+        return _strong(leaf)
 
-
-def _is_module(x: object) -> bool:
     # A Variable or state, as gradients are, is its values.
-    return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
+    is_refused = lambda x: is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
+    return list(map(array, leaves)), treedef
 
 
 def _strong(x: Leaf) -> jax.Array:
@@ -242,38 +234,37 @@ def _check_states(
     parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
     for state in (*args, *kwargs.values()):
         before, treedef = jax.tree.flatten(state, is_leaf=is_leaf)
+        shapes = [] if any(map(is_leaf, before)) else list(map(np.shape, before))
         is_bare = jax.tree_util.treedef_is_leaf(treedef)
-        if is_bare or any(map(is_leaf, before)) or differs(before):
+        if is_bare or not any(shapes) or differs(before):  # two numbers are no state
             continue
-        shapes = list(map(np.shape, before))
-        for part in parts if any(shapes) else ():  # two numbers are no state
+        for part in parts:
             after, structure = jax.tree.flatten_with_path(part)
             if structure != treedef or [np.shape(x) for _, x in after] != shapes:
                 continue
-            paths = [path for path, x in after if differs(x)]
-            if paths:
-                name = functools.partial(
-                    jax.tree_util.keystr, simple=True, separator="/"
-                )
+            names = [
+                jax.tree_util.keystr(path, simple=True, separator="/")
+                for path, x in after
+                if differs(x)
+            ]
+            if names:
                 msg = (
                     f"{arguments.name} returns a state that came in the same on all "
                     "replicas, and would leave different values of "
-                    f"{', '.join(map(name, paths))} on them. Combine gradients and "
-                    "losses first: get_replica_context().all_reduce('SUM', grads)."
+                    f"{', '.join(names)} on them. Combine gradients and losses first: "
+                    "get_replica_context().all_reduce('SUM', grads)."
                 )
                 raise StrategyError(msg)
 
 
 def _check_padding(name: str, seen: Examination) -> None:
     """Refuses a function that did not ask for the mask and may count padding."""
-    statistics = (nnx.BatchStat, nnx.metrics.MetricState)
-    has_rows = all(shape[:1] == (seen.rows,) for shape in seen.shapes)
-    changed = itertools.compress(seen.variables, seen.is_changed)
-    is_known = all(
-        isinstance(x, statistics) and "aggregation" not in x.get_metadata()
-        for x in changed
+    is_safe = all(shape[:1] == (seen.rows,) for shape in seen.shapes) and all(
+        isinstance(x, nnx.BatchStat | nnx.metrics.MetricState)
+        and "aggregation" not in x.get_metadata()
+        for x in itertools.compress(seen.variables, seen.is_changed)
     )
-    if seen.rows and not (has_rows and is_known):
+    if seen.rows and not is_safe:
         msg = (
             f"{name} got a short batch, which is padded to the shape of the others, "
             "and did not ask which rows are real: padding would count. Use "
@@ -309,66 +300,64 @@ class ReplicaProgram:
         self._seen = seen._replace(nodes=[])  # which a program does not keep alive
         self.roots.keep({*map(id, (*seen.variables, *seen.nodes))}, gone)
         self.modes = Modes(seen.nodes, gone)
-        self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
         is_rest = map(operator.not_, seen.is_changed)
+        self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
         self._rest = [*itertools.compress(seen.variables, is_rest)]
-        self._values: list[Any] = []  # that are placed
-        # The results that differ, and whether they are scalars.
-        pairs = zip(range(len(seen.shapes)), seen.shapes, strict=True)
-        own = itertools.compress(pairs, seen.differs)
-        self._own = [(index, not shape) for index, shape in own]
-        self._aligned: set[int] = set()  # those with one value per row of a short batch
+        self._placed: tuple[Any, ...] = ()  # the values that the Variables have
+        self._aligned: set[int] = (
+            set()
+        )  # results with one value per row of a short batch
         self._call: Any = None
 
         def step(state: Any, rest: Any, arrays: Any) -> Any:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = strategy._compile(step)
-
-    # The second trace.
+        self.step = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        """Traces the function for the second time."""
         if self._strategy.num_replicas_in_sync == 1:
             return self._replica(state, rest, arrays)
         own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
 
-        def specs(variables: list[Variable]) -> list[PartitionSpec]:
-            is_own = [aggregation(x) == "per_replica" for x in variables]
-            return [own if x else whole for x in is_own]
+        def specs(is_own: list[bool]) -> tuple[PartitionSpec, ...]:
+            return tuple(own if x else whole for x in is_own)
 
-        kinds, changed = self._call[1].kinds, specs(self._changed)
-        inputs = [own if x in ("rows", "scalar") else whole for x in kinds]
+        changed, rest_specs = (
+            specs([aggregation(x) == "per_replica" for x in variables])
+            for variables in (self._changed, self._rest)
+        )
         return jax.shard_map(
             self._replica,
             mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(changed, specs(self._rest), inputs),
-            out_specs=(changed, [own if x else whole for x in self._seen.differs]),
+            in_specs=(changed, rest_specs, [*specs(self._call[1].is_own)]),
+            out_specs=(changed, [*specs(self._seen.differs)]),
             check_vma=False,
         )(state, rest, arrays)
 
     def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         fn, arguments = self._call
-        values = {id(v): x for v, x in zip(self._changed, state, strict=True)}
-        values |= {id(v): x for v, x in zip(self._rest, rest, strict=True)}
+        pairs = zip((*self._changed, *self._rest), (*state, *rest), strict=True)
+        values = {id(variable): x for variable, x in pairs}
 
         def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
             return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
 
-        pairs = zip(arrays, arguments.kinds, strict=True)
-        arrays = [x[0] if kind == "scalar" else x for x, kind in pairs]
-        options = {"decisions": self._seen.decisions}
+        scalars, options = arguments.scalars, {"decisions": self._seen.decisions}
+        arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
         _, watch, result = _traced(
             self._strategy, fn, arguments, arrays, value_of, **options
         )
-        flat, treedef = _flattened(self._name, result)
-        entered, expected = watch.entered, {*map(id, self._changed)}
+        results, treedef = _flattened(self._name, result)
+        expected = {*map(id, self._changed)}
         is_same = treedef == self._seen.treedef
-        is_same &= expected <= entered.keys() <= values.keys()
-        for key, (variable, before) in entered.items():
+        is_same &= expected <= watch.entered.keys() <= values.keys()
+        for key, (variable, before) in watch.entered.items():
+            is_changed = _is_changed(before, watch.values[key])
             is_expected = key in expected or isinstance(variable, nnx.RngKey)
-            is_same &= is_expected or not _is_changed(before, watch.values[key])
+            is_same &= is_expected or not is_changed
         if not is_same:
             msg = (
                 f"{self._name} did something else when it was traced again: it depends "
@@ -379,12 +368,19 @@ class ReplicaProgram:
         for variable in self._changed:
             form = self._whole if aggregation(variable) == "per_replica" else _strong
             new.append(jax.tree.map(form, watch.values[id(variable)]))
-        return new, [self._result(i, x) for i, x in enumerate(flat)]
+        return tuple(new), list(map(self._result, itertools.count(), results))
+
+    def _whole(self, x: Leaf) -> PerReplica:
+        """Returns a replica's own value as its part of the values of all."""
+        count, is_scalar = self._strategy.num_replicas_in_sync, not np.ndim(x)
+        rows = _strong(x)[None] if is_scalar else _strong(x)
+        return PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
 
     def _result(self, index: int, x: jax.Array) -> jax.Array:
-        shape, differs = self._seen.shapes[index], self._seen.differs[index]
-        rows = self._seen.rows
-        if differs and rows and x.shape[:1] == (rows // 2,) and shape[:1] == (rows,):
+        shape, rows = self._seen.shapes[index], self._seen.rows
+        if not self._seen.differs[index]:
+            return x
+        if rows and (x.shape[:1], shape[:1]) == ((rows // 2,), (rows,)):
             self._aligned.add(index)
         elif x.shape != shape:
             msg = (
@@ -395,34 +391,22 @@ class ReplicaProgram:
                 "batches out with distribute_dataset(..., remainder='drop')."
             )
             raise StrategyError(msg)
-        return x[None] if differs and not shape else x
-
-    def _whole(self, x: Leaf) -> PerReplica:
-        """Returns a replica's own value as its part of the values of all."""
-        x, is_scalar = _strong(x), not np.ndim(x)
-        count = self._strategy.num_replicas_in_sync
-        rows = x[None] if is_scalar else x
-        return PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
+        return x if shape else x[None]
 
     # Calls.
 
-    def inputs(self, arguments: Arguments) -> tuple[list[Any], list[Any], list[Any]]:
+    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        state, rest = (
-            list(map(raw_value, self._changed)),
-            list(map(raw_value, self._rest)),
-        )
-        values = state + rest
-        if len(self._values) != len(values) or not all(
-            map(operator.is_, values, self._values)
-        ):
+        values = self._values()
+        is_same = len(values) == len(self._placed)
+        if not is_same or not all(map(operator.is_, values, self._placed)):
             self._place()
-            state, rest = (
-                list(map(raw_value, self._changed)),
-                list(map(raw_value, self._rest)),
-            )
-            self._values = state + rest
-        return state, rest, arguments.arrays
+            self._placed = values = self._values()
+        count = len(self._changed)
+        return values[:count], values[count:], arguments.arrays
+
+    def _values(self) -> tuple[Any, ...]:
+        return (*map(raw_value, self._changed), *map(raw_value, self._rest))
 
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
@@ -460,14 +444,14 @@ class ReplicaProgram:
             state, out = self.step(*inputs)
         finally:
             self._call = None
-        self._values[: len(state)] = state
-        collections.deque(map(set_raw_value, self._changed, state), 0)
+        for variable, value in zip(self._changed, state, strict=True):
+            set_raw_value(variable, value)
+        self._placed = (*state, *inputs[1])
         count = self._strategy.num_replicas_in_sync
-        for index, is_scalar in self._own:
+        for index in itertools.compress(range(len(out)), self._seen.differs):
             mask = arguments.mask if index in self._aligned else None
-            out[index] = PerReplica(
-                out[index], mask, num_replicas=count, is_scalar=is_scalar
-            )
+            options = {"num_replicas": count, "is_scalar": not self._seen.shapes[index]}
+            out[index] = PerReplica(out[index], mask, **options)
         return self._seen.treedef.unflatten(out)
 
     def _check_trace(self, fn: Function, arguments: Arguments) -> None:

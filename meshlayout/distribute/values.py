@@ -100,7 +100,7 @@ class PerReplica(DistributedValues):
 
     def _local_parts(self, array: jax.Array) -> list[jax.Array]:
         """Returns the rows of each of this process's replicas, on their devices."""
-        shards = [] if isinstance(array, Tracer) else _sorted_shards(array)
+        shards = [] if isinstance(array, Tracer) else sorted_shards(array)
         rows = array.shape[0] // self.num_replicas
         if shards and all(shard.data.shape[0] == rows for shard in shards):
             return [shard.data for shard in shards]
@@ -132,13 +132,13 @@ class PerReplica(DistributedValues):
             return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
         first = 0  # the index of this process's first replica
         if not array.is_fully_addressable:
-            start = _sorted_shards(array)[0].index[0].start or 0
+            start = sorted_shards(array)[0].index[0].start or 0
             first = start * self.num_replicas // array.shape[0]
         lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
-def _sorted_shards(array: jax.Array) -> list[Any]:
+def sorted_shards(array: jax.Array) -> list[Any]:
     """Returns the shards of this process in the order of their rows."""
     shards = getattr(array, "addressable_shards", ())  # on the host, there are none
     return sorted(shards, key=lambda shard: shard.index[0].start or 0)

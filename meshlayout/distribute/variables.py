@@ -2,7 +2,7 @@
 
 A replica's function reaches its models and optimizers in any way that Python has, as if
 nothing were compiled. So reads and writes are watched where all of them pass: at the
-slot of a Variable's value, exchanged for a descriptor while a trace is open. In the
+slot of a Variable's value, exchanged for a property while a trace is open. In the
 thread of that trace, a Variable that was made outside has a traced value, and belongs
 to the trace as Flax sees it; the slot itself never changes, so other threads see what
 they always saw, and nothing has to be put back. Of modules, attributes are put back
@@ -31,7 +31,7 @@ from meshlayout.errors import StrategyError
 Variable: TypeAlias = "nnx.Variable[Any]"
 
 # Flax's private attributes, none of which has a public counterpart. If one is renamed,
-# SharedPatches or a look-up here raises, and all of tests/test_distribute.py fails.
+# the look-ups here raise, and all of tests/test_distribute.py fails.
 # - The slot of a Variable's value: `_raw_value`, which was `raw_value` in flax 0.11.
 _VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
 # - The trace that may change a Variable, or a module by way of its state.
@@ -54,9 +54,8 @@ def belongs_here(variable: Variable) -> bool:
 def aggregation(variable: Variable) -> str | None:
     """Returns how the replicas' values of a Variable become one.
 
-    What its metadata say; `"mean"` for statistics of batches; `"metric"` for states of
-    metrics, which are added up if the function adds to them. Else None: it must not
-    differ.
+    `"metric"` is for states of metrics, which are added up if the function adds to
+    them; None means that it must not differ.
     """
     choice = variable.get_metadata().get("aggregation")
     if choice is not None:
@@ -73,7 +72,7 @@ current: ContextVar["TraceWatch | None"] = ContextVar("watch", default=None)
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Returns a context in which a Variable has the value that it has outside."""
+    """Returns a context in which nothing is watched."""
     token = current.set(None)
     try:
         yield
@@ -86,24 +85,24 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
 
     Args:
         replica: Says what values Variables have and get, by `enter(variable)` and
-            `write(variable, old, new)`; `meet(node, attributes)` is called for modules.
+            `write(variable, old, new)`; `meet(node)` is called for modules.
 
     Attributes:
-        replica: As given.
         entered: The Variables from outside that were read or set, by id, and the values
             with which they entered the trace.
-        values: The values that they have now, by id.
-        nodes: The modules from outside of which an attribute was read or set.
+        values: The values that they have now.
+        nodes: The modules from outside of which an attribute was read or set, by id,
+            and their attributes: live, as they were, and in a form to compare.
     """
 
     def __init__(self, replica: Any) -> None:
         self.replica = replica
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
-        self.values: dict[int, Any] = {}
         # What the objects belong to that are made in this trace, by id.
         self._levels: dict[int, Any] = {}
         self.entered: dict[int, tuple[Variable, Any]] = {}
-        self.nodes: dict[int, _Attributes] = {}
+        self.values: dict[int, Any] = {}
+        self.nodes: dict[int, tuple[Any, dict[str, Any], dict[str, Any], Any]] = {}
 
     def __enter__(self) -> "TraceWatch":
         _patches.__enter__()
@@ -115,16 +114,23 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
         current.reset(self._token)
         _jaxprs.short_sharding_errors.__exit__()
         _patches.__exit__()
-        for attributes in self.nodes.values():
-            attributes.put_back()
+        for _, live, before, _ in self.nodes.values():
+            live.clear()
+            live.update(before)
 
     def check_attributes(self, name: str) -> None:
         """Refuses a function that changes modules in Python, once for all calls."""
-        for attributes in self.nodes.values():
-            change = attributes.change()
-            if change:
+        for node, live, before, frozen in self.nodes.values():
+            now = _frozen(live)
+            for key in {**frozen, **now}:
+                if (key in frozen, frozen.get(key)) == (key in now, now.get(key)):
+                    continue
+                verb = "removes" if key not in live else "sets"
+                verb = verb if key in before else "adds"
+                is_variable = isinstance(live.get(key), nnx.Variable)
                 msg = (
-                    f"run: {name} {change}. It runs in Python once per compiled "
+                    f"run: {name} {verb} {'the variable ' * is_variable}"
+                    f"{type(node).__name__}.{key}. It runs in Python once per compiled "
                     "program, not at every call: create variables before the call, set "
                     "them with variable[...] = value, return other values, and switch "
                     "modes, as model.eval() does, outside. (What sow() keeps can be "
@@ -132,22 +138,22 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
                 )
                 raise StrategyError(msg)
 
-    def read(self, variable: Variable) -> Any:
+    def read(self, variable: Variable, _: object = None) -> Any:
         """Returns the value of a Variable in the trace."""
         key = id(variable)
         if key not in self.values:
             if self._is_made(variable, _trace_slot):
-                return _slot.__get__(variable)
+                return raw_value(variable)
             # Of the whole function, wherever in it, as in a scan, the value is read.
             with unwatched(), _jax.in_trace(self._trace):
                 self.values[key] = value = self.replica.enter(variable)
             self.entered[key] = variable, value
         return self.values[key]
 
-    def set(self, variable: Variable, value: Leaf) -> None:
+    def set(self, variable: Variable, _: object, value: Leaf) -> None:
         """Sets the value of a Variable in the trace."""
         if self._is_made(variable, _trace_slot):
-            _slot.__set__(variable, value)
+            set_raw_value(variable, value)
             return
         before = self.read(variable)
         with unwatched():
@@ -170,18 +176,19 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
             return True
 
     def meet(self, node: Any) -> None:
-        """Notes a module, whose attributes are put back and compared."""
+        """Notes a module from outside, whose attributes are put back and compared."""
         if id(node) not in self.nodes:
-            attributes = object.__getattribute__(node, "__dict__")
-            state = attributes.get(_STATE)
+            live = object.__getattribute__(node, "__dict__")
+            state = live.get(_STATE)
             if state is not None and not self._is_made(state, _state_trace_slot):
-                self.nodes[id(node)] = _Attributes(node, attributes)
-                self.replica.meet(node, attributes)
+                self.nodes[id(node)] = node, live, dict(live), _frozen(live)
+                self.replica.meet(node, live)
 
 
-def _watched(read: Any, write: Any) -> Callable[[Any], Any]:
-    """Returns a replacement of a slot, which watches threads that have a trace open."""
+# The patches. Other threads come here, too, and have no watch.
 
+
+def _watched(read: Any, write: Any) -> Callable[[Any], property]:
     def make(slot: Any) -> property:
         def get(holder: Any) -> Any:
             watch = current.get()
@@ -209,7 +216,7 @@ def _meeting(getattribute: Any) -> Any:
 
 
 def _setting(set_value: Any) -> Any:
-    # `variable[...] = 0` would be computed from the old value, if types differ.
+    # Flax computes `variable[...] = 0` from the old value, if types differ.
     def replacement(self: Any, value: Any, **options: Any) -> Any:
         if current.get() is not None and options.get("index") is ...:
             old = getattr(self, _VALUE)
@@ -219,17 +226,11 @@ def _setting(set_value: Any) -> Any:
     return replacement
 
 
+_levels = _watched(TraceWatch.read_level, TraceWatch.set_level)
 _patches = SharedPatches(
-    (
-        nnx.Variable,
-        _VALUE,
-        _watched(
-            lambda watch, variable, _: watch.read(variable),
-            lambda watch, variable, _, value: watch.set(variable, value),
-        ),
-    ),
-    (nnx.Variable, _TRACE, _watched(TraceWatch.read_level, TraceWatch.set_level)),
-    (PytreeState, _TRACE, _watched(TraceWatch.read_level, TraceWatch.set_level)),
+    (nnx.Variable, _VALUE, _watched(TraceWatch.read, TraceWatch.set)),
+    (nnx.Variable, _TRACE, _levels),
+    (PytreeState, _TRACE, _levels),
     (nnx.Pytree, "__getattribute__", _meeting),
     *([(nnx.Variable, "set_value", _setting)] if _VALUE == "_raw_value" else []),
 )
@@ -257,46 +258,20 @@ def _frozen(value: Leaf) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), list(map(_frozen, value))
     if type(value) is dict:
-        return {
-            key: _frozen(item)
-            for key, item in value.items()
-            if not str(key).startswith(_BOOKKEEPING)
-        }
+        items = value.items()
+        return {k: _frozen(x) for k, x in items if not str(k).startswith(_BOOKKEEPING)}
     is_object = isinstance(value, nnx.Variable | jax.Array)
     is_object |= type(value).__hash__ is None
     return _Same(value) if is_object else (type(value), value)
 
 
-def _containers(values: Iterable[Any]) -> Iterator[Any]:
+def _containers(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """Yields the values in lists and dicts, which follow changes of these."""
     for value in values:
         if type(value) is list or type(value) is dict:
-            yield value
-            yield from _containers(value.values() if isinstance(value, dict) else value)
-
-
-class _Attributes:
-    """The attributes of one module before a trace, and live."""
-
-    def __init__(self, node: Any, live: dict[str, Any]) -> None:
-        self.node, self._live, self._before = node, live, _frozen(live)
-        self._copies = [(x, x.copy()) for x in (live, *_containers(live.values()))]
-
-    def change(self) -> str:
-        """Returns what has changed for good, in words, or an empty string."""
-        before, after = self._before, _frozen(self._live)
-        for key in {**before, **after}:
-            if key not in before or key not in after or before[key] != after[key]:
-                verb = "sets" if key in before else "adds"
-                is_variable = isinstance(self._live.get(key), nnx.Variable)
-                what = "the variable " if is_variable else ""
-                name = f"{what}{type(self.node).__name__}.{key}"
-                return f"{verb if key in after else 'removes'} {name}"
-        return ""
-
-    def put_back(self) -> None:
-        for live, before in self._copies:
-            live.clear()
-            (live.extend if type(live) is list else live.update)(before)
+            inner = value.values() if isinstance(value, dict) else value
+            yield inner
+            yield from _containers(inner)
 
 
 class Modes:
@@ -308,10 +283,7 @@ class Modes:
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        inner = (x for node in nodes for x in vars(node).values())
-        every = {id(x): x for x in (*nodes, *inner) if isinstance(x, nnx.Pytree)}
-        self._refs = [weakref.ref(node) for node in nodes]
-        self._watched = [weakref.ref(x, lambda _: gone()) for x in every.values()]
+        self._refs = [weakref.ref(node, lambda _: gone()) for node in nodes]
         self._remember([vars(node) for node in nodes])
 
     def _remember(self, attributes: list[dict[str, Any]]) -> None:
@@ -319,9 +291,8 @@ class Modes:
         self._before, self._ids = list(map(_frozen, attributes)), self._read(attributes)
 
     def _read(self, attributes: list[dict[str, Any]]) -> list[int]:
-        values = (x.values() if isinstance(x, dict) else x for x in self._inner)
-        own = itertools.chain.from_iterable(map(dict.values, attributes))
-        return list(map(id, itertools.chain(own, *values)))
+        values = itertools.chain(map(dict.values, attributes), self._inner)
+        return list(map(id, itertools.chain.from_iterable(values)))
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""

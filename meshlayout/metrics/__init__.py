@@ -9,11 +9,6 @@ from meshlayout.metrics.classification import (
     Recall as Recall,
 )
 from meshlayout.metrics.collection import Metrics as Metrics
-from meshlayout.metrics.histograms import (
-    AUC as AUC,
-    Histogram as Histogram,
-    Quantile as Quantile,
-)
 from meshlayout.metrics.inputs import update_from as update_from
 from meshlayout.metrics.means import (
     CrossEntropy as CrossEntropy,
@@ -25,4 +20,3 @@ from meshlayout.metrics.means import (
     Sum as Sum,
 )
 from meshlayout.metrics.metric import Metric as Metric
-from meshlayout.metrics.throughput import Throughput as Throughput

@@ -222,7 +222,7 @@ class Metric:
         kind = type(self)
         names = [getattr(self, field) for field in source_fields(kind)]
         args = [inputs.find(name, kind.__name__) for name in names]
-        # A metric of the whole batch, as Throughput, names none of its parts.
+        # A metric of the whole batch names none of its parts.
         return self.update(*(args or [inputs.batch]), inputs.weights)
 
     def compute(self) -> jax.Array:

@@ -208,20 +208,31 @@ class CompiledStep(StepInspection, Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
+        return self._call(args, kwargs)
+
+    def again(self, *args: Any) -> Any:
+        """Runs the step on the state that its last call returned, and is not used up.
+
+        Args:
+            *args: As for a call. Only what follows the state is checked.
+        """
+        return self._call(args, {}, is_again=True)
+
+    def _call(self, args: Any, kwargs: Any, *, is_again: bool = False) -> Any:
         ambient = jax.sharding.get_abstract_mesh()
         try:
             if ambient is self._no_mesh or ambient.empty:
                 self._no_mesh = ambient  # to ask an abstract mesh takes time
-                return self._run(args, kwargs)
+                return self._run(args, kwargs, is_again=is_again)
             with in_own_mesh(args[:1] or kwargs):
-                return self._run(args, kwargs)
+                return self._run(args, kwargs, is_again=is_again)
         except NameError as error:
             self._ignore_axes_after(error)
         finally:
             activity.now.compiling = ""
-        return self(*args, **kwargs)
+        return self._call(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: Any, kwargs: dict[str, Any], *, is_again: bool) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._parameters.bind(args, kwargs)
@@ -238,9 +249,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             rest = (args[1:], kwargs)
             structure = program.signature.structure
             state = args[0] if structure is None else program.flattened(args[0])
-            if program.is_elsewhere(jax.tree.leaves((state, rest))):
+            leaves = jax.tree.leaves(rest if is_again else (state, rest))
+            if program.is_elsewhere(leaves):
                 raise Retrace
-            if program.is_spread and may_be_donated_twice(state, rest):
+            if program.is_spread and may_be_donated_twice(state, rest, is_new=is_again):
                 check_memory(self._name, self._names, args, kwargs)
             now = activity.now  # `activity.begin`, without the time of a call
             now.name, now.moves = self._name, now.moves + 1

@@ -345,7 +345,7 @@ def repeat_of(
     is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
     now = activity.now  # `activity.begin`, without the time of a call
     marked, waiting = _batches.marked_weights, reports.waiting
-    has_clock, empty = start.has_clock, start.leaves
+    empty = start.leaves
     create, set_attribute = object.__new__, object.__setattr__
     nothing: dict[str, Any] = {}  # no arguments by name
 
@@ -362,7 +362,7 @@ def repeat_of(
             return None
         if is_other or type(state) is not TrainState:
             return None
-        if metrics is None and not has_clock:
+        if metrics is None:
             sums = empty
         elif type(metrics) is Metrics and metrics._flat is not None:
             sums, structure_of_sums = metrics._flat

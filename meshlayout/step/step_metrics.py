@@ -21,7 +21,7 @@ import numpy as np
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
-from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
+from meshlayout.metrics import Last, Mean, Metrics, Sum, adapt
 from meshlayout.state import TrainState
 from meshlayout.step.call_errors import is_array_like
 from meshlayout.step.compiled_step import CompiledStep
@@ -113,8 +113,6 @@ class MetricsStart:
         leaves, self.treedef = jax.tree.flatten(self.empty)
         # Metrics are not donated, so every call that starts with None can share these.
         self.leaves = tuple(leaves)
-        nodes = jax.tree.leaves(empty, is_leaf=_is_clock)
-        self.has_clock = any(map(_is_clock, nodes))
         self.is_confirmed = False  # a trace has measured the same metrics
 
     def flat(self, name: str, metrics: Metrics | None) -> tuple[Leaf, ...]:
@@ -127,11 +125,9 @@ class MetricsStart:
         Raises:
             StepError: If they are not the metrics of this step.
         """
-        if metrics is None and not self.has_clock:
-            return self.leaves
         if metrics is None:
-            metrics = self._now()  # a clock starts with the call
-        elif type(metrics) is Metrics and metrics._flat is not None:
+            return self.leaves
+        if type(metrics) is Metrics and metrics._flat is not None:
             leaves, treedef = metrics._flat
             if treedef is self.treedef:  # not ==, which takes a small step's time
                 return leaves
@@ -145,14 +141,6 @@ class MetricsStart:
             )
             raise StepError(msg)
         return tuple(leaves)
-
-    def _now(self) -> Metrics:
-        """Returns empty metrics whose clocks start now."""
-        return jax.tree.map(
-            lambda node: node.started() if _is_clock(node) else node,
-            self.empty,
-            is_leaf=_is_clock,
-        )
 
 
 class StepMetrics:
@@ -260,10 +248,6 @@ class StepMetrics:
         # The compiler might shard a sum; the next call would then be a recompilation.
         after = self._mesh.everywhere(values.added_to(before, updated))
         return rest, tuple(jax.tree.leaves(after))
-
-
-def _is_clock(node: object) -> bool:
-    return isinstance(node, Throughput)
 
 
 def strong(tree: PyTree) -> Any:

@@ -24,7 +24,7 @@ from meshlayout._annotations import Batch, DType, Leaf, PyTree
 from meshlayout._batches import get_weights, num_examples
 from meshlayout.losses import ModelLoss
 from meshlayout.losses.penalties import COLLECTION
-from meshlayout.metrics import Metrics, Throughput
+from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import cast
 from meshlayout.step.eval_step import EvalStep, PredictStep
@@ -224,7 +224,7 @@ class PlainEvalStep(PlainStep):
             dtype, state, rows, state.rng, self._total(batch), jnp.float32(1), users
         )
         parts |= self._penalties(state.params)
-        return state, {**means([parts], [1.0]), **computed(metrics)}
+        return state, {**means([parts], [1.0]), **metrics.compute()}
 
 
 class PlainPredictStep(PlainStep):
@@ -346,11 +346,3 @@ def coarsest(dtypes: Iterable[DType]) -> Any:
     """
     floats = [jnp.dtype(x) for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     return max(floats, key=lambda dtype: jnp.finfo(dtype).eps, default=None)
-
-
-def computed(metrics: Metrics) -> dict[str, Any]:
-    """Returns the values of metrics by name, except those that read a clock."""
-    names = [
-        name for name in metrics if not isinstance(metrics.metric(name), Throughput)
-    ]
-    return Metrics({name: metrics.metric(name) for name in names}).compute()

@@ -21,7 +21,7 @@ from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale
 from meshlayout.step.program import Plan
 from meshlayout.step.train_step import TrainStep
-from meshlayout.testing.plain_step import Forward, Losses, PlainStep, computed, means
+from meshlayout.testing.plain_step import Forward, Losses, PlainStep, means
 
 
 class PlainTrainStep(PlainStep):
@@ -60,7 +60,7 @@ class PlainTrainStep(PlainStep):
             weights.append((self._count(rows) or 1e-30) if is_finite else 0.0)
             metrics = after if is_finite else metrics
             num_skipped += not is_finite
-        values = {**means(parts, weights), **computed(metrics)}
+        values = {**means(parts, weights), **metrics.compute()}
         if "skipped" in state.extra:
             values["skipped"] = num_skipped
         if self._plan.learning_rate is not None:

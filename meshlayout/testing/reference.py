@@ -31,7 +31,7 @@ from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.mesh_creation import create_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.testing.expectations import VerificationError
-from meshlayout.testing.plain_step import PlainStep, coarsest, computed
+from meshlayout.testing.plain_step import PlainStep, coarsest
 
 
 Values: TypeAlias = dict[str, np.ndarray]
@@ -219,7 +219,7 @@ def state_and_aux(name: str, result: Any, state: PyTree) -> tuple[PyTree, PyTree
 
 def leaves_of(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
     """Returns the leaves of a step's results by path."""
-    aux = computed(aux) if isinstance(aux, Metrics) else aux
+    aux = aux.compute() if isinstance(aux, Metrics) else aux
     return {
         "/".join(filter(None, [name, leaf.path])): leaf.value
         for name, tree in (("state", state), ("aux", aux))

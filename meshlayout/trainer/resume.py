@@ -16,7 +16,7 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.match import Request
 from meshlayout.checkpoint.positions import Continues, move_to_position
-from meshlayout.checkpoint.saved_step import SavedStep
+from meshlayout.checkpoint.step import SavedStep
 from meshlayout.errors import CheckpointError
 from meshlayout.trainer.passes import Input
 
@@ -122,7 +122,7 @@ def resume(
                 metrics = saved.load(Request(like=empty), METRICS)
         return Resumed(saved.number, state, metrics, notes)
 
-    return checkpointer.read_newest(read)
+    return checkpointer.newest(lambda step: checkpointer.read(step, read))
 
 
 def _notes(saved: SavedStep) -> Notes:

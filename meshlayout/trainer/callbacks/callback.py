@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshlayout import _jax
-from meshlayout.metrics import Metrics, Throughput
+from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
 
 
@@ -96,7 +96,7 @@ class AsyncMetrics:
     """A queue of metrics, each of which is read once the device has computed it.
 
     Values are computed from this process's copy, so that processes may read at
-    different times. `Throughput` is left out: it reads the clock, for which it waits.
+    different times.
 
     Args:
         in_step: Whether all processes must read the same values after the same step,
@@ -114,12 +114,7 @@ class AsyncMetrics:
     def add(self, position: TrainingPosition, metrics: Metrics) -> None:
         """Adds metrics on the device, and the position that they belong to."""
         # `compute` makes new arrays: the next step donates the metrics themselves.
-        shown = {
-            name: metrics.metric(name)
-            for name in metrics
-            if not isinstance(metrics.metric(name), Throughput)
-        }
-        self._pending.append((position, Metrics(shown)._compute_copy()))
+        self._pending.append((position, metrics._compute_copy()))
 
     def read(
         self, *, wait: bool = False
