@@ -72,11 +72,8 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     `aggregation="sum"` or `"mean"` get the changes of all functions added.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy, which has one coordinator at a time.
         checkpointer: Whose last checkpoint is named if a parameter server dies.
-
-    Raises:
-        StrategyError: If another coordinator of the strategy is still in use.
     """
 
     def __init__(
@@ -122,15 +119,14 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     ) -> RemoteValue:
         """Runs a function on any worker, some time later; returns at once.
 
+        If a function that was scheduled before has raised an exception, this one is
+        cancelled, until `join` has raised that.
+
         Args:
             fn: The function. It may use NNX models, optimizers and metrics.
             args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
-
-        Returns:
-            Where its result will be. If a function that was scheduled before has raised
-            an exception, this one is cancelled, until `join` has raised that.
         """
         if not callable(fn) or not isinstance(args, (tuple, list)):
             msg = "schedule takes a function and a tuple of its arguments: args=(x,)."

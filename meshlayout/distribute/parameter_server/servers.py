@@ -40,10 +40,7 @@ class UpdateRule(NamedTuple):
 
 
 class ParameterServer:
-    """Variables, and the optimizers that update them; a Ray actor.
-
-    It runs one call at a time, so that a push is applied completely or not at all.
-    """
+    """Variables, and what updates them: a Ray actor, which runs one call at a time."""
 
     def __init__(self) -> None:
         self._values: dict[str, jax.Array] = {}
@@ -84,10 +81,7 @@ def _update(rule: UpdateRule, values: Any, grads: Mapping[str, Any]) -> dict[str
 
 
 class VariableStore:
-    """The Variables and optimizers that closures have used, on parameter servers.
-
-    `ended` says why the training is over, once it is.
-    """
+    """The Variables and optimizers that closures have used, on parameter servers."""
 
     def __init__(self, ray: Any, servers: Sequence[Any], checkpointer: Any) -> None:
         self._ray, self._servers, self._checkpointer = ray, servers, checkpointer
@@ -101,7 +95,7 @@ class VariableStore:
         self._known: dict[str, Any] = {}
         self._rules: dict[str, UpdateRule] = {}
         self._lock = threading.RLock()
-        self.ended: StrategyError | None = None
+        self.ended: StrategyError | None = None  # why the training is over
 
     def name(self, node: Any) -> str:
         """Returns the name of a Variable or an optimizer."""
@@ -118,22 +112,18 @@ class VariableStore:
                 if name not in self._places:
                     self._places[name] = (next(self._turns),)
             every, known = {*self._known, *names}, self._known
-            changed = [
-                name for name in every if known.get(name) is not self._value(name)
-            ]
+            changed = [n for n in every if known.get(n) is not self._value(n)]
             self._send({name: self._places[name] for name in changed}, {})
 
     def place_optimizer(self, name: str, params: PyTree) -> None:
         """Puts the state of an optimizer on the servers of its parameters, once."""
         with self._lock:
-            if (
-                name not in self._rules
-                or self._rules[name].tx is not self._objects[name].tx
-            ):
-                self._rules[name] = self._sent_rule(name, params)
+            rule, optimizer = self._rules.get(name), self._objects[name]
+            if rule is None or rule.tx is not optimizer.tx:
+                self._rules[name] = self._sent_rule(name, optimizer, params)
 
-    def _sent_rule(self, name: str, params: PyTree) -> UpdateRule:
-        optimizer, places = self._objects[name], self._places
+    def _sent_rule(self, name: str, optimizer: Any, params: PyTree) -> UpdateRule:
+        places = self._places
 
         def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
             value = _paths.box_value(variable)
@@ -191,11 +181,9 @@ class VariableStore:
             try:
                 results.append(self._ray.get(answer))
             except self._ray.exceptions.RayActorError:
-                saved: Any = self._checkpointer
-                step = None if saved is None else saved.latest_step()
-                last = (
-                    f"step {step} in {saved.directory}" if step is not None else "none"
-                )
+                saved, last = self._checkpointer, "none"
+                if saved is not None and (step := saved.latest_step()) is not None:
+                    last = f"step {step} in {saved.directory}"
                 self.ended = StrategyError(
                     f"parameter server {server} of {len(self._servers)} died, and with "
                     f"it all updates since the last join. The last checkpoint: {last}. "

@@ -80,10 +80,10 @@ class RemoteWorker:
     def run(
         self, closure: Closure, datasets: Mapping[int, Any], *pulled: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Runs a closure on variables that were pulled, each dict from one server.
+        """Runs a closure on variables, each dict of them from one server.
 
-        Returns what the function returned, the names of the parameters of each
-        optimizer that it updated, and a push for each of these servers.
+        Returns its result, the names of the parameters of each optimizer that it
+        updated, and a push for each of these servers.
         """
         _worker.set(self)
         self._datasets, self.grads = datasets, {}
