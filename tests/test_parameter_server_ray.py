@@ -114,7 +114,7 @@ def test_a_dead_server_and_what_a_closure_raised_are_errors_of_join(tmp_path):
         kill(t.coordinator._servers, 0)
         t.schedule(1)
         message = message_of(t.coordinator.join)
-        assert message.startswith("parameter server 0 of 2 died, and with it all")
+        assert message.startswith("parameter server 0 of 2 died, and all updates")
         assert f"The last checkpoint: step 2 in {tmp_path / 'run'}." in message
         assert message_of(t.coordinator.join) == message
 

@@ -22,16 +22,12 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 
 
-HOST_MEMORY = "pinned_host"
-
-
 class CentralStorageStrategy(Strategy):
     """Variables in the memory of the host, and a replica on each of its devices.
 
-    Use this if optimizer state and parameters are too large for a device between steps,
-    as when several models take turns. Each program moves the variables that it uses to
-    the devices at its beginning, and those that it changed back at its end. The numbers
-    are those of `MirroredStrategy`. Scalars and PRNG keys are stored on the devices.
+    Use this if several models take turns on the devices. Each program moves the
+    variables that it uses to the devices at its beginning, and those that it changed
+    back at its end.
 
     A stack of blocks that is an `nnx.Param(stack, streamed=True)` is left where it is:
     the model moves each block itself, in the body of its scan, by
@@ -57,12 +53,11 @@ class CentralStorageStrategy(Strategy):
         super().__init__(local_mesh(devices, "CentralStorageStrategy"))
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
-        if is_old or (kinds and HOST_MEMORY not in kinds):
+        if is_old or (kinds and "pinned_host" not in kinds):
             msg = (
-                f"CentralStorageStrategy keeps variables in {HOST_MEMORY} memory, "
-                f"which programs on {self.mesh.platform.upper()} devices cannot use "
-                f"with jax {jax.__version__}: that takes jax 0.8 or newer. Use "
-                "MirroredStrategy."
+                "CentralStorageStrategy keeps variables in pinned_host memory, which "
+                f"programs on {self.mesh.platform.upper()} devices cannot use with jax "
+                f"{jax.__version__}: that takes jax 0.8 or newer. Use MirroredStrategy."
             )
             raise StrategyError(msg)
         _reads.__enter__()
@@ -77,7 +72,7 @@ class CentralStorageStrategy(Strategy):
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         if not shape or _jax.is_extended(dtype):
             return super()._layout(shape, dtype)
-        return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
+        return Layout([None] * len(shape), self.mesh, memory_kind="pinned_host")
 
     def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
         if is_own or isinstance(x, (PerReplica, Tracer, jax.ShapeDtypeStruct)):

@@ -82,10 +82,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         checkpointer: Checkpointer | None = None,
     ) -> None:
         if strategy._coordinator is not None and not strategy._coordinator._store.ended:
-            msg = (
-                f"{strategy!r} has a ClusterCoordinator, whose servers have the values "
-                "of its variables. Use that one, or call join() and shutdown() on it."
-            )
+            msg = f"{strategy!r} has a ClusterCoordinator: call shutdown() on that one."
             raise StrategyError(msg)
         self.strategy, self._ray = strategy, workers.ray_module()
         strategy._coordinator = self
@@ -96,12 +93,9 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                 self._ray.init(include_dashboard=False)
         # Equal bytes are put once, and so workers know them.
         self._put = functools.lru_cache(workers.MOST_FUNCTIONS)(self._ray.put)
-        actor, options = (
-            self._ray.remote(servers.ParameterServer),
-            strategy._server_options,
-        )
-        start = actor.options(**options).remote
-        self._servers = [start() for _ in range(strategy.num_servers)]
+        options, count = strategy._server_options, strategy.num_servers
+        actor = self._ray.remote(servers.ParameterServer).options(**options)
+        self._servers = [actor.remote() for _ in range(count)]
         self._store = servers.VariableStore(self._ray, self._servers, checkpointer)
         self._workers: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
@@ -146,10 +140,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         tree = tuple(args), dict(kwargs or {})
         arguments = jax.tree.map(apart, tree, is_leaf=workers.is_whole)
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        note = (
-            f"schedule pickles {name}, with all that it uses, to send it to a worker. "
-            "Make files and locks in the dataset function, which runs there."
-        )
+        note = f"{name} is sent to a worker: make files and locks in dataset functions."
         with _checks.noted(note):
             payload, variables = workers.pickled((fn, arguments), self._store.name)
         self._store.place(variables)
@@ -167,9 +158,8 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         values of the parameter servers.
 
         Raises:
-            Exception: The exception of a function, with the worker's traceback as a
-                note. Those that had not started are cancelled. It is raised once; then
-                functions can be scheduled again.
+            Exception: A function's exception, once, with the worker's traceback as a
+                note; functions that had not started are cancelled.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
         self._store.place([])
@@ -192,9 +182,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         fetched = lambda x: x.fetch() if isinstance(x, RemoteValue) else x  # noqa: E731
         return jax.tree.map(fetched, value)
 
-    def create_per_worker_dataset(
-        self, dataset_fn: Callable[..., Any]
-    ) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker, by calling a function there.
 
         `iter` makes an iterator of it, to be passed to scheduled functions. A batch

@@ -1,16 +1,15 @@
 """Parameter servers, and what the coordinator knows of them.
 
-Variables go to the servers whole, in turn, when a closure first uses them; an
-optimizer's state goes where its parameters are, when it first updates, since only the
-call of `update` says which parameters these are. What the user assigns on the
-coordinator is sent before the next closure, and `join` reads all back.
+Variables go to the servers whole, in turn, when a closure first uses them. An
+optimizer's state goes where its parameters are, when a first `update` says which these
+are. What is assigned on the coordinator is sent before the next closure.
 """
 
 import functools
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,6 @@ from meshlayout._annotations import PyTree
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_slots import find_slots
-
-
-# The servers of variables, by name.
-_Places: TypeAlias = dict[str, tuple[int, ...]]
-# What a closure changes on a server: gradients for optimizers, and increments.
-Push: TypeAlias = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
 
 class UpdateRule(NamedTuple):
@@ -59,8 +52,8 @@ class ParameterServer:
         """Returns variables, all of one moment."""
         return {name: np.asarray(self._values[name]) for name in names}
 
-    def push(self, push: Push) -> None:
-        """Applies what a closure changes."""
+    def push(self, push: tuple[Any, dict[str, Any]]) -> None:
+        """Applies what a closure changes: gradients for optimizers, and increments."""
         updates, added = push
         new = {name: self._values[name] + x for name, x in added.items()}
         for optimizer, grads in updates:
@@ -86,11 +79,10 @@ class VariableStore:
     def __init__(self, ray: Any, servers: Sequence[Any], checkpointer: Any) -> None:
         self._ray, self._servers, self._checkpointer = ray, servers, checkpointer
         self._turns = itertools.cycle(range(len(servers)))
-        # Kept alive, so that no other object gets the id of one.
-        self._objects: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # so that no other gets the id of one
         self._names: dict[int, str] = {}
-        # One server, but all of an optimizer's for its counters.
-        self._places: _Places = {}
+        # One server; for the counters of an optimizer, all of its servers.
+        self._places: dict[str, tuple[int, ...]] = {}
         # The value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
         self._rules: dict[str, UpdateRule] = {}
@@ -138,10 +130,8 @@ class VariableStore:
         if len(parts) > 1 and any(_mixes(rule, values, state, part) for part in parts):
             msg = (
                 "the optimizer looks at all parameters at once, as clipping by the "
-                f"global norm does, and they are on {len(parts)} parameter servers, "
-                "each of which would see its own alone. Use num_servers=1; or call "
-                "optax.clip_by_global_norm on the gradients in the closure, before "
-                "optimizer.update."
+                f"global norm does, and they are on {len(parts)} parameter servers. "
+                "Use num_servers=1; or clip the gradients before optimizer.update."
             )
             raise StrategyError(msg)
         found = find_slots(*(_paths.flatten(tree).leaves for tree in (state, values)))
@@ -150,7 +140,7 @@ class VariableStore:
         self._send({**added, rule.step: servers}, {name: rule})
         return rule
 
-    def _send(self, places: _Places, rules: Mapping[str, UpdateRule]) -> None:
+    def _send(self, places: Any, rules: Mapping[str, UpdateRule]) -> None:
         known, answers = {name: self._value(name) for name in places}, {}
         for server in {server for on in places.values() for server in on}:
             values = {n: np.asarray(x) for n, x in known.items() if server in places[n]}
@@ -185,10 +175,9 @@ class VariableStore:
                 if saved is not None and (step := saved.latest_step()) is not None:
                     last = f"step {step} in {saved.directory}"
                 self.ended = StrategyError(
-                    f"parameter server {server} of {len(self._servers)} died, and with "
-                    f"it all updates since the last join. The last checkpoint: {last}. "
-                    "Restore it, or keep the objects as they were after that join, and "
-                    "go on with another coordinator."
+                    f"parameter server {server} of {len(self._servers)} died, and all "
+                    f"updates since the last join. The last checkpoint: {last}. Go on "
+                    "from that or from the last join with another coordinator."
                 )
         if self.ended is not None:
             raise self.ended

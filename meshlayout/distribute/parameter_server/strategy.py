@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from meshlayout import _checks
-from meshlayout.distribute.parameter_server.workers import ray_module, worker_strategy
+from meshlayout.distribute.parameter_server.workers import WorkerStrategy, ray_module
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
@@ -20,11 +20,10 @@ from meshlayout.mesh_creation import create_mesh
 class ParameterServerStrategy(Strategy):
     """Variables on parameter servers, and workers that train without waiting.
 
-    Use this where workers differ in speed or come and go; with equal accelerators that
-    stay, `MultiWorkerMirroredStrategy` trains faster. Schedule training steps through a
-    `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles and calls a
-    function on the worker's first device. Workers and servers are actors of the Ray
-    that the program has joined by `ray.init`, or of one on this machine.
+    Use this where workers differ in speed or come and go. Schedule training steps
+    through a `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles and
+    calls a function on the worker's first device. Workers and servers are actors of the
+    Ray that the program has joined by `ray.init`, or of one on this machine.
 
     Args:
         num_workers: The number of workers.
@@ -58,15 +57,11 @@ class ParameterServerStrategy(Strategy):
         self._coordinator: Any = None
 
     def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
-        msg = (
-            "ParameterServerStrategy.run was called on the coordinator, which computes "
-            "nothing itself: call it in a function that you pass to "
-            "ClusterCoordinator.schedule."
-        )
+        msg = "run was called on the coordinator: call it in a scheduled function."
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
-        return worker_strategy, ()
+        return WorkerStrategy, ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_workers}, {self.num_servers})"
