@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from meshlayout import _checks, _jax
 from meshlayout._annotations import DType
 from meshlayout._bit_exact import bit_exact_sharding
-from meshlayout.arrays.leaf import move, with_full_rank
+from meshlayout.arrays.leaf import is_concrete_array, move, with_full_rank
 from meshlayout.arrays.tree import type_text
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout
@@ -175,8 +175,9 @@ def _random(
 ) -> jax.Array:
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     shape, layout = _fitting(shape, layout, dtype)
-    if isinstance(key, jax.Array) and not _jax.is_staged(key):
-        key = jax.device_put(key, layout.mesh.layout(...).with_rank(key.ndim).sharding)
+    if is_concrete_array(key) and _jax.is_committed(key):
+        # jit takes no key of other devices.
+        key = _jax.put(key, layout.mesh.layout(...).with_rank(key.ndim).sharding)
 
     def created(sharding: NamedSharding) -> jax.Array:
         if not _jax.is_staged(None):

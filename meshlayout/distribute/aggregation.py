@@ -12,7 +12,7 @@ carries marks along, through every operation and transformation.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from meshlayout.collectives import ReduceOp, ReplicaContext
 from meshlayout.distribute.variables import Variable, aggregation, current, unwatched
 from meshlayout.errors import StrategyError
 
-
-T = TypeVar("T")
 
 # The axes of marks: of what a function has combined, and of what it computes from the
 # values of Variables that are added up.
@@ -46,6 +44,8 @@ class ReplicaTrace:
 
     Attributes:
         decisions: What has been decided, in order.
+        terms: Values that are a Variable's plus something, by their ids, and the ids of
+            these Variables.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class ReplicaTrace:
         self._marks, self._path_of = marks or {}, path_of
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
-        # The Variables that are a term of a value, by its id; the value is kept alive.
-        self._terms: dict[int, tuple[Any, frozenset[int]]] = {}
+        self.terms: dict[int, tuple[Any, frozenset[int]]] = {}
         self._averages: set[int] = set()
 
     def is_mapped(self, value: PyTree, axis: str | None = None) -> bool:
@@ -79,10 +78,10 @@ class ReplicaTrace:
 
         return jax.tree.map(mark, value) if axis in self._marks else value
 
-    def _decide(self, choice: Callable[[], T]) -> T:
+    def _decide(self, choice: Callable[[], Any]) -> Any:
         """Decides in the first trace, and repeats that in the second."""
-        is_first = self._earlier is None
-        self.decisions.append(choice() if is_first else next(self._earlier, None))
+        earlier = self._earlier
+        self.decisions.append(choice() if earlier is None else next(earlier, None))
         return self.decisions[-1]
 
     def summed(self, grads: PyTree) -> PyTree:
@@ -140,17 +139,12 @@ class ReplicaTrace:
         if self._marks and aggregation(variable) in ("sum", "metric"):
             value = self.marked(ADDED_UP, jax.tree.map(jnp.asarray, value))
             for x in jax.tree.leaves(value):
-                self._terms[id(x)] = x, frozenset([id(variable)])
+                self.terms[id(x)] = x, frozenset([id(variable)])
         return value
 
     def terms_of(self, x: Leaf) -> frozenset[int]:
         """Returns the ids of the Variables that are a term of a value."""
-        return self._terms.get(id(x), (None, frozenset[int]()))[1]
-
-    def note_terms(self, x: Leaf, terms: frozenset[int]) -> None:
-        """Notes the Variables that are a term of a value."""
-        if terms:
-            self._terms[id(x)] = x, terms
+        return self.terms.get(id(x), (x, frozenset[int]()))[1]
 
     def _choose(self, kind: str, variable: Variable, new: Leaf) -> str | None:
         differs = self.is_mapped(new)
@@ -168,9 +162,9 @@ class ReplicaTrace:
         msg = (
             f"the new value of the variable {self._path_of(variable)} is computed from "
             "the old one, and how those of the replicas become one is unknown: they "
-            "are added up for `variable[...] += change`, outside of nnx.jit. Else, "
-            "combine what differs first, as get_replica_context().all_reduce('MAX', x) "
-            "does, and set a variable without aggregation='sum'."
+            "are added up for `variable[...] += change`, outside of nnx.jit. For other "
+            "changes, combine first what differs, as get_replica_context().all_reduce"
+            "('MAX', x) does, and set a variable without aggregation='sum'."
         )
         raise StrategyError(msg)
 
@@ -220,12 +214,13 @@ def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operator)
-    def replacement(self: Tracer, other: Any) -> Any:
+    def replacement(self: Any, other: Any) -> Any:
         result, watch = operator(self, other), current.get()
         if watch is not None and (name != "getitem" or other is ...):
             x, y = map(watch.replica.terms_of, (self, other))
             # v + v is no change of v, nor is x - v.
-            watch.replica.note_terms(result, x - y if name == "sub" else x ^ y)
+            if terms := x - y if name == "sub" else x ^ y:
+                watch.replica.terms[id(result)] = result, terms
         return result
 
     return replacement

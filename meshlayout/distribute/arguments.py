@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
@@ -30,17 +30,21 @@ _NEEDS_A_VALUE = (
 
 
 @functools.cache  # Flax's classes are slow to ask
-def _is_object_type(kind: type) -> bool:
-    return issubclass(kind, nnx.Pytree | nnx.Variable)
+def _is_kind(kind: type, *kinds: type) -> bool:
+    return issubclass(kind, kinds)
 
 
 def _is_object(value: object) -> bool:
-    return _is_object_type(type(value))
+    return _is_kind(type(value), nnx.Pytree, nnx.Variable)
+
+
+def _is_per_replica(value: object) -> bool:
+    return type(value) is PerReplica
 
 
 def is_leaf(value: object) -> bool:
     """Returns whether this is an NNX object, a state, or a value of replicas."""
-    return isinstance(value, PerReplica | nnx.State) or _is_object(value)
+    return _is_kind(type(value), PerReplica, nnx.State, nnx.Pytree, nnx.Variable)
 
 
 class Arguments:
@@ -69,7 +73,7 @@ class Arguments:
         # A state is a tree of values: its Variables are not objects of the user's.
         values, self._values = jax.tree.flatten(
             [None if _is_object(x) else x for x in leaves],
-            is_leaf=lambda x: isinstance(x, PerReplica),
+            is_leaf=_is_per_replica,
         )
         self.arrays: list[Any] = []
         self.is_own: list[bool] = []
@@ -86,9 +90,8 @@ class Arguments:
 
     def _add(self, x: Leaf, mesh: Mesh) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        is_own = isinstance(x, PerReplica)
-        self.is_own.append(is_own)
-        if is_own:
+        self.is_own.append(_is_per_replica(x))
+        if _is_per_replica(x):
             check_replicas(x, mesh, "run")
             if x.mask is not None and x.mask is not self.mask:
                 self._check_mask(x.mask)
@@ -97,24 +100,25 @@ class Arguments:
                 self.scalars.add(len(self.arrays))
             self.arrays.append(x.array)
             return x.array.shape, x.array.dtype, "scalar" if x.is_scalar else "rows"
-        if isinstance(x, np.ndarray | np.generic | int | float | complex):
+        if isinstance(x, jax.Array):
+            # It may be elsewhere, as another strategy's.
+            if is_on(x, mesh.jax_mesh) is False and x.is_fully_addressable:
+                x = _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
+        elif isinstance(x, (np.ndarray, np.generic, int, float, complex)):
             try:
                 array = host_array(x)
             except LayoutError as error:
                 where = f"run: the argument {self._name(x)}"
                 msg = str(error).replace("the array", where, 1)
                 raise StrategyError(msg) from None
-            x = array if isinstance(x, np.ndarray | np.generic) else x
-        elif not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            x = array if isinstance(x, (np.ndarray, np.generic)) else x
+        elif not isinstance(x, jax.ShapeDtypeStruct):
             msg = (
                 f"run: the argument {self._name(x)} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
                 "fix anything else with functools.partial or a closure."
             )
             raise StrategyError(msg)
-        elif is_on(x, mesh.jax_mesh) is False and x.is_fully_addressable:
-            # It is elsewhere, as another strategy's.
-            x = _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
         self.arrays.append(x)
         kind = jax.typeof(x)
         return kind.shape, kind.dtype, kind.weak_type
@@ -141,7 +145,7 @@ class Arguments:
 
     def _name(self, value: object) -> str:
         paths, _ = jax.tree.flatten_with_path(
-            self._call, is_leaf=lambda x: x is value or isinstance(x, PerReplica)
+            self._call, is_leaf=lambda x: x is value or _is_per_replica(x)
         )
         side, first, *rest = next(path for path, x in paths if x is value)
         name = str(getattr(first, "key", getattr(first, "idx", first)))
@@ -181,15 +185,12 @@ def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
     """
     if isinstance(x, Tracer):
         return True  # the program that is traced is for devices of the mesh, or fails
-    return _is_whole(x.sharding, mesh) if _jax.is_committed(x) else None
+    return _is_whole(x.sharding, x.ndim, mesh) if _jax.is_committed(x) else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_whole(sharding: Any, mesh: jax.sharding.Mesh) -> bool:
-    if not sharding.is_fully_replicated or _jax.is_in_other_memory(sharding):
-        return False
-    if isinstance(sharding, NamedSharding):
-        # In the same order: jit refuses arrays on the same devices in another one.
-        devices: Any = sharding.mesh.devices
-        return list(mesh.devices.flat) == list(devices.flat)
-    return mesh.size == 1 and sharding.device_set == set(mesh.devices.flat)
+def _is_whole(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
+    kind = sharding.memory_kind
+    whole = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    is_there = sharding.is_equivalent_to(whole, ndim)
+    return is_there and not _jax.is_in_other_memory(sharding)

@@ -9,6 +9,7 @@ state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
 constant, as in every recurrent layer.)
 """
 
+import collections
 import functools
 import itertools
 import operator
@@ -172,12 +173,11 @@ def _read(
         if is_changed[-1] and differs and aggregation(variable) != "per_replica":
             differing.append(variable)
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         msg = (
             f"{name} would leave different values of "
-            f"{', '.join(map(path_of, differing[:3]))}{more} on the replicas: the new "
-            "values are computed from what differs between them. Combine that first, "
-            "as get_replica_context().all_reduce('MEAN', x) does, or say how the "
+            f"{', '.join(map(path_of, differing[:3]))} on the replicas: the new values "
+            "are computed from what differs between them. Combine that first, as "
+            "get_replica_context().all_reduce('MEAN', x) does, or say how the "
             "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
             "'sum', 'first', 'per_replica'."
         )
@@ -444,8 +444,7 @@ class ReplicaProgram:
             state, out = self.step(*inputs)
         finally:
             self._call = None
-        for variable, value in zip(self._changed, state, strict=True):
-            set_raw_value(variable, value)
+        collections.deque(map(set_raw_value, self._changed, state), 0)
         self._placed = (*state, *inputs[1])
         count = self._strategy.num_replicas_in_sync
         for index in itertools.compress(range(len(out)), self._seen.differs):

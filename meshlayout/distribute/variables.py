@@ -132,9 +132,8 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
                     f"run: {name} {verb} {'the variable ' * is_variable}"
                     f"{type(node).__name__}.{key}. It runs in Python once per compiled "
                     "program, not at every call: create variables before the call, set "
-                    "them with variable[...] = value, return other values, and switch "
-                    "modes, as model.eval() does, outside. (What sow() keeps can be "
-                    "taken out with nnx.pop inside the function.)"
+                    "them with variable[...] = value, return other values (nnx.pop "
+                    "takes out what sow() keeps), and call model.eval() outside."
                 )
                 raise StrategyError(msg)
 
