@@ -146,10 +146,9 @@ def test_a_closure_that_kills_every_worker_is_given_up(make_training):
         raise WorkerKilled
 
     training = make_training(1, fault=fault)
-    with pytest.raises(RayActorError, match="killed") as caught:
+    with pytest.raises(RayActorError, match="killed"):
         training.run(1)
     assert training.ray.num_workers_started == 5
-    assert caught.value.__notes__[0].endswith("step was running on this worker.")
 
 
 def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
@@ -338,7 +337,7 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     results = [coordinator.schedule(pair, (iterator,)) for _ in range(2)]
     assert coordinator.fetch(results) == [10.0, 32.0]
     coordinator.schedule(pair, (iterator,))
-    assert ".pair asked for a batch on worker 0, where the dataset has ended." in (
+    assert ".pair asked for a batch on worker 0, where the dataset has ended: let" in (
         message_of(coordinator.join)
     )
 

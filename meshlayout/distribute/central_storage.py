@@ -25,9 +25,8 @@ from meshlayout.layout_map import LayoutMap
 class CentralStorageStrategy(Strategy):
     """Variables in the memory of the host, and a replica on each of its devices.
 
-    Use this if several models take turns on the devices. Each program moves the
-    variables that it uses to the devices at its beginning, and those that it changed
-    back at its end.
+    Use this if several models take turns on the devices. Each program moves what it
+    uses to the devices at its beginning, and what it changed back at its end.
 
     A stack of blocks that is an `nnx.Param(stack, streamed=True)` is left where it is:
     the model moves each block itself, in the body of its scan, by

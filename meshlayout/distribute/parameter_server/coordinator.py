@@ -185,14 +185,13 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker, by calling a function there.
 
-        `iter` makes an iterator of it, to be passed to scheduled functions. A batch
-        that one has taken is used up, also if it then fails.
+        `iter` makes an iterator of it, for scheduled functions. A batch that one has
+        taken is used up, also if it then fails.
 
         Args:
             dataset_fn: Called as `dataset_fn(context)` if it needs an argument, else as
-                `dataset_fn()`; returns anything that yields batches.
-                `context.input_pipeline_id` is the worker's number. A worker that
-                replaces a dead one calls it anew.
+                `dataset_fn()`, by each new worker; returns anything that yields
+                batches. `context.input_pipeline_id` is the worker's number.
         """
         takes_context = any(
             x.default is x.empty and x.kind < x.VAR_POSITIONAL
@@ -224,7 +223,6 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                 if is_lost:
                     del self._workers[worker]
                     result.num_lost += 1
-                    error.add_note(f"{closure.name} was running on this worker.")
                 if is_lost and result.num_lost < _MOST_LOST and not self._store.ended:
                     self._queue.put(scheduled)
                 else:
@@ -253,9 +251,6 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ray.exceptions.RayActorError):
                 store.wait(pulled)  # raises: it is a server that died
-            for answer in answers:  # or Ray prints the error for each
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(answer)
             error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
             raise error.cause from None
         return result

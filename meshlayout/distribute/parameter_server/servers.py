@@ -1,8 +1,7 @@
 """Parameter servers, and what the coordinator knows of them.
 
-Variables go to the servers whole, in turn, when a closure first uses them. An
-optimizer's state goes where its parameters are, when a first `update` says which these
-are. What is assigned on the coordinator is sent before the next closure.
+Variables go to the servers whole, in turn, when a closure first uses them; the state of
+an optimizer goes where its parameters are, when a first `update` says which these are.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """`ParameterServerStrategy`: asynchronous training with parameter servers.
 
-Workers push gradients to the servers that hold the variables, and nobody waits for the
-slowest; the price is gradients of variables that others have changed meanwhile.
+Nobody waits for the slowest worker; the price is gradients of former variables.
 """
 
 from collections.abc import Mapping
@@ -21,18 +20,14 @@ class ParameterServerStrategy(Strategy):
     """Variables on parameter servers, and workers that train without waiting.
 
     Use this where workers differ in speed or come and go. Schedule training steps
-    through a `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles and
-    calls a function on the worker's first device. Workers and servers are actors of the
-    Ray that the program has joined by `ray.init`, or of one on this machine.
+    through a `ClusterCoordinator`. Workers and servers are actors of the Ray that
+    `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
 
     Args:
         num_workers: The number of workers.
         num_servers: The number of parameter servers; variables go to them in turn.
         worker_options: Options of a worker's Ray actor, such as `{"num_gpus": 1}`.
         server_options: Options of a server's Ray actor.
-
-    Raises:
-        MeshLayoutError: If Ray is not installed: `pip install 'meshlayout[ray]'`.
     """
 
     def __init__(

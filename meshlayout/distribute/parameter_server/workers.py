@@ -71,8 +71,7 @@ class RemoteWorker:
         self._random: dict[str, Any] = {}
         self.variables: dict[str, nnx.Variable[Any]] = {}
         self.params: dict[str, PyTree] = {}
-        # By optimizer, and a number that makes each update another one.
-        self.grads: dict[tuple[str, int], dict[str, Any]] = {}
+        self.grads: dict[tuple[str, int], dict[str, Any]] = {}  # by optimizer and call
 
     def run(
         self, closure: Closure, datasets: Mapping[int, Any], *pulled: dict[str, Any]
@@ -170,10 +169,9 @@ def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list
             return RemoteOptimizer, (name_of(obj), obj.wrt, obj.step, model)
         if not isinstance(obj, nnx.Variable):
             return reduce_other(obj)
-        name, is_random = name_of(obj), isinstance(obj, nnx.RngState)
-        names.extend([] if is_random else [name])  # once for each, as it is pickled
-        random = _paths.box_value(obj) if is_random else None
-        metadata = dict(obj.get_metadata())
+        name, metadata = name_of(obj), dict(obj.get_metadata())
+        random = _paths.box_value(obj) if isinstance(obj, nnx.RngState) else None
+        names.extend([name] if random is None else [])
         return on_worker, ("variable", name, type(obj), metadata, random)
 
     pickler.reducer_override = reduce
