@@ -153,6 +153,7 @@ def device_bytes(fn, *, is_streamed, length=16):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(OLD, reason="jax 0.7 warns that it cannot cache these programs")
 def test_a_model_that_streams_its_blocks_never_has_all_of_them_on_a_tpu():
     pytest.importorskip("libtpu")
     layer = 1024 * 1024 * 4

@@ -349,6 +349,8 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
 
 # Refusals.
 
+OLD = not hasattr(nnx.Variable, "get_raw_value")
+
 
 def matrices(params):
     """Returns a mask for Optax."""
@@ -360,7 +362,11 @@ def matrices(params):
     [
         (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 1),
         (optax.MultiSteps(optax.lamb(0.1), 2), 2),
-        (optax.chain(optax.masked(optax.trace(0.9), matrices), optax.sgd(0.1)), 2),
+        pytest.param(
+            optax.chain(optax.masked(optax.trace(0.9), matrices), optax.sgd(0.1)),
+            2,
+            marks=pytest.mark.skipif(OLD, reason="flax 0.11 cannot mask"),
+        ),
     ],
 )
 def test_optimizers_are_exact_where_a_server_has_all_they_look_at(

@@ -1,7 +1,6 @@
 """`CentralStorageStrategy`: variables in the host's memory, replicas on its devices."""
 
 import functools
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,8 +58,7 @@ class CentralStorageStrategy(Strategy):
                 f"{jax.__version__}: that takes jax 0.8 or newer. Use MirroredStrategy."
             )
             raise StrategyError(msg)
-        _reads.__enter__()
-        weakref.finalize(self, _reads.__exit__)
+        _reads.__enter__()  # for good: the garbage collector must not wait for a lock
 
     @property
     def layouts(self) -> LayoutMap:
@@ -105,6 +103,6 @@ def _fetching(read: Any) -> Any:
     return property(replacement, read.fset) if get is not read else replacement
 
 
-# While there is such a strategy. The method is a property in flax 0.11.
+# Once there is such a strategy. The method is a property in flax 0.11.
 _READ = "get_value" if hasattr(nnx.Variable, "get_value") else "value"
 _reads = SharedPatches((nnx.Variable, _READ, _fetching))
