@@ -1,11 +1,9 @@
 """The roots of a function: by which names it reaches objects, and whether they changed.
 
-A program is compiled for the objects that a function reaches: a closure's cells, the
-globals that its code names, the attributes of its `self`. Before each call they are
-looked up again and compared by identity, so that a name that is bound to another model
-means that model. Which Variables the function uses is not found here: its first trace
-tells (`variables.TraceWatch`). So a path that this walk does not see costs nothing but
-the notice of a rebinding.
+Before each call, closure cells, globals that the code names, attributes of `self` and
+arguments are looked up again, and compared by identity: a name that is bound to another
+model means that model. Which Variables a function uses its first trace tells; so a path
+that is not seen here costs nothing but the notice of a rebinding.
 """
 
 import contextlib
@@ -45,6 +43,7 @@ class _Entry(NamedTuple):
     key: Any
     path: str
     value: Any
+    is_named: bool = True  # by code, and no item of a list or dict
 
 
 def _cell(fn: Any, name: str) -> Any:
@@ -60,21 +59,16 @@ def _attribute(instance: Any, name: str) -> Any:
 
 
 class Roots:
-    """What a function reaches by names.
-
-    Args:
-        fn: The function.
-        objects: The NNX objects among its arguments, with their names.
-    """
+    """What a function, and the NNX objects among its arguments, reach by names."""
 
     def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
-        name, self._names = getattr(fn, "__name__", type(fn).__name__), {"__call__"}
-        values, num_names = (fn, *(value for _, value in objects)), 0
+        roots = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
+        self._names, num_names = {"__call__"}, 0
         while num_names < len(self._names):  # methods are found by names in others
-            num_names, seen = len(self._names), {id(values)}
-            self._entries = [_Entry(0, getitem, 0, "", values)]
-            for key, path in enumerate((name, *(path for path, _ in objects))):
-                self._entries.append(_Entry(0, getitem, key, path, values[key]))
+            num_names, seen = len(self._names), set[int]()
+            self._entries = [_Entry(0, getitem, 0, "", None)]
+            for key, root in enumerate(roots):
+                self._entries.append(_Entry(0, getitem, key, *root))
             for index, entry in enumerate(self._entries):  # which grow
                 if id(entry.value) not in seen:
                     seen.add(id(entry.value))
@@ -82,7 +76,7 @@ class Roots:
 
     def path_of(self, variable: Any) -> str:
         """Returns the path of a Variable, such as `model/encoder/kernel`."""
-        for *_, path, value in self._entries:
+        for _, _, _, path, value, _ in self._entries:
             for parts, node in nnx.iter_graph(value) if is_nnx_object(value) else ():
                 if node is variable:
                     return "/".join((path, *map(str, parts)))
@@ -94,7 +88,7 @@ class Roots:
         containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
         copies = [entry.value.copy() for entry in containers]
         yield
-        for (*_, path, value), before in zip(containers, copies, strict=True):
+        for (_, _, _, path, value, _), before in zip(containers, copies, strict=True):
             now = len(value)
             if now != len(before):
                 value.clear()  # so that a dict is refused the next time as well
@@ -108,32 +102,23 @@ class Roots:
                 raise StrategyError(msg)
 
     def keep(self, touched: set[int], gone: Callable[[], None]) -> None:
-        """Keeps what decides on a program, and no NNX object alive.
-
-        Names are compared, whatever they stand for; items, and attributes that no code
-        names, if they lead to an NNX object of which the id was `touched`.
-        """
+        """Keeps what code names or leads to the ids touched, and no object alive."""
         entries, self._entries = self._entries, []
-        leading = {x.parent for x in entries if id(x.value) in touched} - {0}
-        kept = {0}
-        for index, (parent, get, key, _, value) in enumerate(entries):  # parents first
-            is_item = isinstance(entries[parent].value, (list, dict))
-            is_item &= entries[parent].get is not getattr  # of defaults
-            is_named = key in self._names if get is _attribute else not is_item
-            is_beside = is_item and parent in leading and is_nnx_object(value)
-            if (is_named and parent in kept) or is_beside:
-                kept.add(index)
-        num_parts = Counter[int]()
+        used = [x for x in entries if id(x.value) in touched and not x.is_named]
+        containers = {x.parent for x in used if x.get is getitem}
+        kept, num_parts = {0}, Counter[int]()
         for index in range(len(entries) - 1, 0, -1):
-            if index in kept or id(entries[index].value) in touched:
-                kept |= {index, entries[index].parent}
-                num_parts[entries[index].parent] += 1
+            parent, _, _, _, value, is_named = entries[index]
+            is_beside = parent in containers and is_nnx_object(value)
+            if is_named or is_beside or index in kept or id(value) in touched:
+                kept |= {index, parent}
+                num_parts[parent] += 1
         places = {index: place for place, index in enumerate(sorted(kept))}
         self._functions: dict[int, Any] = {}
         self._alive: list[Any] = []
         self._rows: list[tuple[Any, ...]] = []
         for index, place in places.items():
-            parent, get, key, path, value = entries[index]
+            parent, get, key, path, value, _ = entries[index]
             token: Callable[[Any], Any] = id
             if isinstance(value, types.FunctionType):
                 token = attrgetter("__code__")
@@ -175,7 +160,7 @@ class Roots:
 
 def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
     """Yields what a value leads to, and adds to the names that code has."""
-    value, path = entry.value, entry.path
+    value, path, are_named = entry.value, entry.path, entry.is_named
     found: list[tuple[Any, Any, str]] = []
     if isinstance(value, (*_NUMBERS, type(None), jax.Array, np.ndarray)):
         return
@@ -186,10 +171,10 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
             names |= own
             own &= value.__globals__.keys()
             found += [(_global, name, name) for name in sorted(own)]
-    elif isinstance(value, (tuple, list)):
-        found += [(getitem, key, f"{path}[{key}]") for key in range(len(value))]
-    elif isinstance(value, dict):
-        found += [(getitem, key, f"{path}[{key!r}]") for key in value]
+    elif isinstance(value, (tuple, list, dict)):
+        keys = value if isinstance(value, dict) else range(len(value))
+        found += [(getitem, key, f"{path}[{key!r}]") for key in keys]
+        are_named &= isinstance(value, tuple) or entry.get is getattr  # of a default
     elif isinstance(value, type):
         if _is_users(value):
             own = {"__base__", *(names & {*dir(value)})}
@@ -203,9 +188,9 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
         found += [(getattr, name, "self" if name == "__self__" else path)]
     for get, key, path in found:
         with contextlib.suppress(AttributeError, ValueError):  # an empty cell
-            part = get(value, key)
+            part, is_named = get(value, key), get is not _attribute or key in names
             if part is not None or get is not getattr:
-                yield _Entry(index, get, key, path, part)
+                yield _Entry(index, get, key, path, part, are_named and is_named)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -1,74 +1,65 @@
 """Flax's batch statistics and metrics, over all replicas and without padding.
 
-A replica's function sees rows that are padding. Losses ask the replica context which;
-BatchNorm and the metrics of NNX know of no context, and would count padding without a
-word, also in a function that has asked for its loss. So they are given the mask, while
-a function is traced for a padded batch. (A BatchNorm with an `axis_name` takes the mean
-of the replicas' means: with unequally many rows, that is close to the mean of all.)
+BatchNorm and the metrics of NNX know of no replica context, and would count padding
+without a word. So they are given the mask, while a function is traced. (A BatchNorm
+with an `axis_name` takes the mean of the replicas' means: where these have unequally
+many rows, that is only close to the mean of all.)
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial, partialmethod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from meshlayout._patches import Patch, SharedPatches
+from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
 from meshlayout.step.model_call import ModuleCall, intercepting
 from meshlayout.step.objective import WeightMask
 
 
-def _padding_mask() -> jax.Array | None:
-    context = get_replica_context()
-    return None if context is None else context.mask
-
-
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
     """Leaves padding out of what is updated inside, in a context of a replica."""
-    mask = _padding_mask()
     # Linen calls back for any module's calls; NNX has nothing of the kind.
-    masks = () if mask is None else (WeightMask(mask),)
+    masks = () if _mask() is None else (WeightMask(_mask()),)
     with _patches, intercepting(nn.Module(), masks):
         yield
 
 
-def _normalized(call: Any, norm: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-    mask = _padding_mask()
-    if mask is None:
+def _mask() -> Any:
+    return getattr(get_replica_context(), "mask", None)
+
+
+def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> Any:
+    if _mask() is None:
         return call(norm, *args, **kwargs)
-    args = args or (kwargs.pop("x"),)
-    module_call = ModuleCall("", norm, functools.partial(call, norm))
-    return WeightMask(mask).call(module_call, args, kwargs)
+    module_call = ModuleCall("", norm, partial(call, norm))
+    return WeightMask(_mask()).call(module_call, args or (kwargs.pop("x"),), kwargs)
 
 
-def _update_average(
-    update: Any, metric: nnx.metrics.Average, mask: Any = None, **kwargs: Any
-) -> None:
+def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:
     # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
     # none and ignores what it is given.
-    if _padding_mask() is None or metric.argname not in kwargs:
+    if _mask() is None or metric.argname not in kwargs:
         update(metric, **({} if mask is None else {"mask": mask}), **kwargs)
         return
-    values = jnp.asarray(kwargs[metric.argname])
-    weights = _weights(metric, values, mask)
+    values, weights = _weighted(metric, kwargs, mask)
     counted = jnp.where(weights != 0, values * weights, 0)  # not NaN of padding
     metric.total[...] += counted.sum()
     metric.count[...] += weights.sum().astype(metric.count[...].dtype)
 
 
-def _update_welford(update: Any, metric: nnx.metrics.Welford, **kwargs: Any) -> None:
+def _merged(metric: Any, update: Any, **kwargs: Any) -> None:
     context = get_replica_context()
     if context is None or metric.argname not in kwargs:
         update(metric, **kwargs)
         return
-    values = jnp.asarray(kwargs[metric.argname])
-    weights = _weights(metric, values)
+    values, weights = _weighted(metric, kwargs)
 
     def total(x: jax.Array) -> jax.Array:
         return context.combine(ReduceOp.SUM, jnp.where(weights != 0, x, 0).sum())
@@ -83,9 +74,10 @@ def _update_welford(update: Any, metric: nnx.metrics.Welford, **kwargs: Any) -> 
     metric.count[...] = before + count.astype(before.dtype)
 
 
-def _weights(metric: Any, values: jax.Array, mask: Any = None) -> jax.Array:
-    """Returns 1 for each value that is real, and 0 for padding."""
-    padding, weights = _padding_mask(), jnp.float32(1)
+def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Returns a metric's values, with 1 for each that is real and 0 for padding."""
+    values = jnp.asarray(kwargs[metric.argname])
+    padding, weights = _mask(), jnp.float32(1)
     if padding is not None and not values.ndim:
         weights = padding.max()  # one number counts once, if any row is real
     elif padding is not None and len(values) == len(padding):
@@ -97,21 +89,14 @@ def _weights(metric: Any, values: jax.Array, mask: Any = None) -> jax.Array:
             "which may be padding. Give one value, or one array, per row."
         )
         raise StrategyError(msg)
-    return jnp.broadcast_to(weights * (1 if mask is None else mask), values.shape)
-
-
-def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> Patch:
-    def make(original: Any) -> Any:
-        call = lambda *args, **kwargs: replacement(original, *args, **kwargs)  # noqa: E731
-        return functools.wraps(original)(call)
-
-    return owner, name, make
+    weights = weights * (1 if mask is None else mask)
+    return values, jnp.broadcast_to(weights, values.shape)
 
 
 # If Flax renames one of these, padding counts, and tests/test_distribute_padding.py
 # notices.
 _patches = SharedPatches(
-    _patch(nnx.BatchNorm, "__call__", _normalized),
-    _patch(nnx.metrics.Average, "update", _update_average),
-    _patch(nnx.metrics.Welford, "update", _update_welford),
+    (nnx.BatchNorm, "__call__", lambda call: partialmethod(_normalized, call)),
+    (nnx.metrics.Average, "update", lambda call: partialmethod(_averaged, call)),
+    (nnx.metrics.Welford, "update", lambda call: partialmethod(_merged, call)),
 )
