@@ -389,9 +389,11 @@ class ReplicaProgram:
         """
         seen: set[int] = set()
         for variable in reversed(self._variables):  # those that change come last
+            before = raw_value(variable)
             with jax.ensure_compile_time_eval():
                 value = self._strategy._placed(variable)
-            ids = set(map(id, jax.tree.leaves(value)))
+            # With jax 0.7, a placed array may have the memory of the one it is from.
+            ids = set(map(id, jax.tree.leaves((before, value))))
             if ids & seen and not _jax.is_tracing():
                 value = jax.tree.map(jnp.copy, value)
             seen |= ids
