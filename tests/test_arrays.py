@@ -74,7 +74,9 @@ def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS[::3])]
+)
 def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target, donate=True)
@@ -94,7 +96,7 @@ def test_relayout_inside_jit_is_relayout(value, source, target):
     assert same_bits(moved, value)
 
 
-@pytest.mark.parametrize("target", LAYOUTS[:-1])  # JAX wants one mesh under Explicit
+@pytest.mark.parametrize("target", LAYOUTS[:-1:2])  # JAX wants one mesh under Explicit
 @pytest.mark.parametrize("source", [LAYOUTS[0], LAYOUTS[5]])
 def test_a_gradient_does_not_see_relayout(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
@@ -470,7 +472,7 @@ def test_full_takes_the_dtype_of_its_value(value):
     ("layout", "dtype"),
     [
         pytest.param(
-            *(layout, dtype), marks=[pytest.mark.slow] * (number % 2 == is_short)
+            *(layout, dtype), marks=[pytest.mark.slow] * (number % 4 != 2 - is_short)
         )
         for number, layout in enumerate(CREATED)
         for is_short, dtype in enumerate(["float32", "bfloat16"])

@@ -79,7 +79,7 @@ def test_a_layout_shards_rows_over_an_axis_of_any_name(mesh):
     trainer.fit(DATA, batch_size=8, progress=False)
 
 
-@pytest.mark.parametrize("axis", ["model", "expert", "stage"])
+@pytest.mark.parametrize("axis", ["model", "stage"])
 def test_a_mesh_that_shards_the_state_alone_is_right(axis):
     mesh = ml.create_mesh({axis: 8})
     state = state_on(mesh, {"kernel": (None, axis)})
@@ -132,7 +132,13 @@ def test_rows_that_do_not_divide_are_computed_by_all(caplog):
     assert "does not divide" in caplog.text
 
 
-@pytest.mark.parametrize("axis", _batches.BATCH_AXES)
+@pytest.mark.parametrize(
+    "axis",
+    [
+        pytest.param(axis, marks=[pytest.mark.slow] * (axis not in ("data", "fsdp")))
+        for axis in _batches.BATCH_AXES
+    ],
+)
 def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     mesh = ml.create_mesh({axis: 8})
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=16)

@@ -146,10 +146,15 @@ def reference_nnx(steps):
     net = Net(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     losses = []
-    for _ in range(steps):
+
+    @nnx.jit
+    def step(net, optimizer):
         value, grads = nnx.value_and_grad(lambda model: loss(model(X)))(net)
         optimizer.update(net, grads)
-        losses.append(value)
+        return value
+
+    for _ in range(steps):
+        losses.append(step(net, optimizer))
     return losses, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))["norm"]["mean"]
 
 
@@ -345,7 +350,7 @@ def test_rng_is_a_seed_or_a_key():
 def test_nnx_gradients_are_taken_as_nnx_returns_them():
     state = nnx_state(optax.sgd(0.1))
     model = state.model
-    grads = nnx.grad(lambda model: loss(model(X)))(model)
+    grads = nnx.jit(nnx.grad(lambda model: loss(model(X))))(model)
     one = state.apply_gradients(grads, model=model)
     two = state.apply_gradients(nnx.to_pure_dict(grads))
     assert_same_bits(one.params, two.params)
