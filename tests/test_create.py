@@ -594,8 +594,8 @@ def test_values_do_not_depend_on_the_context(mesh_2x4, context):
 def test_values_without_jit_are_those_of_building_without_jit(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4, {"kernel": ("batch", "model")})
     with jax.disable_jit():
-        made = ml.create(lambda: Block(16, rngs=nnx.Rngs(0)), layouts)
-        assert_same_bits(made, Block(16, rngs=nnx.Rngs(0)))
+        made = ml.create(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), layouts)
+        assert_same_bits(made, nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
 
 
 BROADCASTS = {
