@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import subprocess
@@ -166,6 +167,8 @@ def reference_linen(steps):
     opt_state = optimizer.init(params)
     losses = []
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def loss_of(params, stats):
         logits, updates = net.apply(
             {"params": params, "batch_stats": stats}, X, mutable=["batch_stats"]
@@ -173,7 +176,7 @@ def reference_linen(steps):
         return loss(logits), updates["batch_stats"]
 
     for _ in range(steps):
-        (value, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats)
+        (value, stats), grads = loss_of(params, stats)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(value)
