@@ -74,7 +74,9 @@ def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS[::3])]
+)
 def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target, donate=True)
@@ -83,7 +85,7 @@ def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
     assert same_bits(moved, value)
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(EIGHT, EIGHT)])
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(EIGHT, EIGHT[::2])])
 def test_relayout_inside_jit_is_relayout(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     # JAX may not be able to name a result on a mesh of another shape by itself.
@@ -94,7 +96,7 @@ def test_relayout_inside_jit_is_relayout(value, source, target):
     assert same_bits(moved, value)
 
 
-@pytest.mark.parametrize("target", LAYOUTS[:-1])  # JAX wants one mesh under Explicit
+@pytest.mark.parametrize("target", LAYOUTS[:-1:2])  # JAX wants one mesh under Explicit
 @pytest.mark.parametrize("source", [LAYOUTS[0], LAYOUTS[5]])
 def test_a_gradient_does_not_see_relayout(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
@@ -447,8 +449,10 @@ def test_to_numpy_reads_arrays_in_host_memory(value):
 CREATED = [*LAYOUTS, BATCH_8.layout(None, "batch", memory_kind="pinned_host")]
 
 
-@pytest.mark.parametrize("layout", CREATED)
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "int32", bool])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*zip(CREATED, itertools.cycle([None, "bfloat16", "int32", bool]), strict=False)],
+)
 def test_zeros_ones_and_full_are_those_of_jax(layout, dtype):
     for made, plain in (
         (ma.zeros((16, 8), layout, dtype), jnp.zeros((16, 8), dtype)),
@@ -470,7 +474,7 @@ def test_full_takes_the_dtype_of_its_value(value):
     ("layout", "dtype"),
     [
         pytest.param(
-            *(layout, dtype), marks=[pytest.mark.slow] * (number % 2 == is_short)
+            *(layout, dtype), marks=[pytest.mark.slow] * (number % 4 != 2 - is_short)
         )
         for number, layout in enumerate(CREATED)
         for is_short, dtype in enumerate(["float32", "bfloat16"])
@@ -504,7 +508,7 @@ def test_keys_may_be_on_any_device():
         SUBSET.layout().sharding,
     ):
         key = jax.device_put(jax.random.key(1), place)
-        for layout in LAYOUTS:
+        for layout in LAYOUTS[::3]:
             made = ma.normal(key, (8, 8), layout)
             assert same_bits(made, plain)
             assert_lies(made, layout)

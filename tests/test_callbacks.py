@@ -703,9 +703,7 @@ def test_the_end_of_training_is_saved_too(state):
     assert saver.saved[1][2]["epoch"] == 2
 
 
-@pytest.mark.parametrize(
-    ("every", "own"), [(2, {}), (3, {}), (100, {}), ("epoch", {}), (1, {"every": 4})]
-)
+@pytest.mark.parametrize(("every", "own"), [(2, {}), ("epoch", {}), (1, {"every": 4})])
 def test_the_best_epoch_is_kept_however_often_is_saved(every, own, tmp_path):
     data = [{"x": np.ones(1, np.float32)}] * 3
     with ml.Checkpointer(tmp_path, keep=1, best=("loss", "min"), **own) as ck:

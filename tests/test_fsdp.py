@@ -230,7 +230,8 @@ def test_optimizer_state_average_and_statistics_follow_as_by_hand(optimizer):
     by_hand = hand_written(layouts, nnx.eval_shape(MODELS["resnet"]))
 
     def layouts_of(layout_map):
-        state = ml.TrainState.create(MODELS["resnet"], optimizer, layout_map)
+        described = ml.TrainState.describe(MODELS["resnet"], optimizer, layout_map)
+        state = described.abstract
         batch = {"image": jnp.ones((8, 28, 28, 1)), "label": jnp.zeros(8, "int32")}
         step = ml.make_train_step(image_loss, ema=0.9)
         # As the step keeps it, without the minute that its compilation takes.
@@ -264,7 +265,13 @@ def trained(layouts, optimizer=None, **options):
     return state, losses
 
 
-@pytest.mark.parametrize("mesh", [EIGHT, HYBRID], ids=["eight", "hybrid"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(EIGHT, id="eight", marks=pytest.mark.slow),
+        pytest.param(HYBRID, id="hybrid"),
+    ],
+)
 def test_steps_give_the_numbers_of_one_device(mesh):
     one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
     optimizer = optax.sgd(0.1, momentum=0.9)
@@ -291,7 +298,7 @@ needs_memories = pytest.mark.skipif(
     "options",
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
-        pytest.param({"zero": 1}, id="zero"),
+        pytest.param({"zero": 1}, id="zero", marks=pytest.mark.slow),
         pytest.param(
             {"accumulate": 2, "on_nonfinite": "skip", "clip_norm": 1.0, "ema": 0.9},
             id="many",

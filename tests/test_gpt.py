@@ -79,7 +79,14 @@ def test_the_examples_in_docstrings_hold():
     assert not failed
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_kv_heads",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_is_what_numpy_computes(num_kv_heads):
     config = dataclasses.replace(SMALL, num_kv_heads=num_kv_heads)
     params = with_random_scales(gpt.init(config, jax.random.key(0)))

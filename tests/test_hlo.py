@@ -444,8 +444,7 @@ def train_arguments(mesh, kind, rules):
     return state, {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize(("kind", "ema"), [("nnx", 0.9), ("linen", None)])
 def test_gradients_are_named_by_their_parameters(mesh, kind, ema):
     arguments = train_arguments(mesh, kind, {})
     sent = ml.make_train_step(squares, ema=ema).communication(*arguments)

@@ -1,5 +1,6 @@
 """A model may look at itself: options change no class, and leave nothing behind."""
 
+import itertools
 import pickle
 import threading
 
@@ -104,13 +105,14 @@ OPTIONS = {
 }
 
 
-# Half of the combinations soon: every option, with and without weights in turn.
+SOON = [("none", True), ("remat of all", False), ("precision by path", True)]
+
+
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        pytest.param(name, weights, marks=[pytest.mark.slow] * (number % 2 == weights))
-        for number, name in enumerate(OPTIONS)
-        for weights in (False, True)
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in SOON))
+        for one in itertools.product(OPTIONS, (False, True))
     ],
 )
 def test_a_model_that_looks_at_types_computes_what_flax_computes(name, weights):
@@ -210,6 +212,7 @@ class LinenStack(nn.Module):
         return ((first == 0) == (second == 0)).astype("float32").mean(axis=-1)
 
 
+DRAWN_SOON = [("blocks", "nnx", 2), ("full", "linen", 1), ("precision", "nnx", 2)]
 REMATS = {
     "none": {},
     "blocks": {"remat": "blocks"},
@@ -220,15 +223,12 @@ REMATS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate"),
+    ("name", "kind", "accumulate"),
     [
-        ("nnx", 2),
-        ("linen", 1),
-        pytest.param("nnx", 1, marks=pytest.mark.slow),
-        pytest.param("linen", 2, marks=pytest.mark.slow),
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in DRAWN_SOON))
+        for one in itertools.product([*REMATS][1:], ("nnx", "linen"), (1, 2))
     ],
 )
-@pytest.mark.parametrize("name", list(REMATS)[1:])
 def test_streams_that_blocks_are_handed_draw_as_without_the_option(
     name, kind, accumulate
 ):
@@ -281,7 +281,10 @@ class Counting(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("remat", ["none", "blocks", "full"])
+@pytest.mark.parametrize(
+    "remat",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "full")), "blocks"],
+)
 def test_objects_that_blocks_are_handed_are_changed_and_not_their_copies(remat):
     state, _ = first_loss(lambda: Counting(nnx.Rngs(0)), square, remat=remat)
     assert float(state.model_state["counter"]["count"]) == 3

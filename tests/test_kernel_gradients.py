@@ -87,9 +87,9 @@ def assert_same_gradients(
 @pytest.mark.parametrize(
     "spec",
     [
-        ("batch", "h"),
+        pytest.param(("batch", "h"), marks=pytest.mark.slow),
         (None, "h"),
-        (None, ("h", "w")),
+        pytest.param((None, ("h", "w")), marks=pytest.mark.slow),
         ("batch", "h", "w"),
     ],
     ids=str,
@@ -103,9 +103,15 @@ def test_gradients_of_kernels_are_those_of_one_device(mesh, spec):
     ("kernel", "batch", "options", "spec"),
     [
         ((3, 3, 4, 4), (8, 8, 8, 4), {"strides": 2}, ("batch", "h")),
-        ((2, 2, 4, 4), (8, 8, 8, 4), {"strides": 2, "padding": "VALID"}, (None, "h")),
+        pytest.param(
+            *((2, 2, 4, 4), (8, 8, 8, 4), {"strides": 2, "padding": "VALID"}),
+            (None, "h"),
+            marks=pytest.mark.slow,
+        ),
         ((3, 3, 1, 4), (8, 8, 8, 4), {"groups": 4}, ("batch", "h")),
-        ((3, 4, 4), (8, 16, 4), {}, ("batch", "h")),
+        pytest.param(
+            *((3, 4, 4), (8, 16, 4), {}, ("batch", "h")), marks=pytest.mark.slow
+        ),
         ((4, 4, 3, 3), (8, 4, 8, 8), {"names": NCHW}, ("batch", None, "h")),
         # A batch that does not divide over the axes of the image.
         ((3, 3, 4, 4), (6, 8, 8, 4), {}, ("batch", "h")),
@@ -123,9 +129,9 @@ def test_gradients_of_convolutions_of_every_kind_are_right(
 @pytest.mark.parametrize(
     ("groups", "rows", "spec", "rule"),
     [
-        (4, 8, ("batch",), (...,)),
+        pytest.param(4, 8, ("batch",), (...,), marks=pytest.mark.slow),
         (2, 8, ("batch",), (..., "w")),
-        (2, 6, ("batch",), (...,)),
+        pytest.param(2, 6, ("batch",), (...,), marks=pytest.mark.slow),
         (4, 8, (None, "h"), (...,)),
     ],
 )
@@ -234,7 +240,7 @@ def decoded(state, x):
     return two_layers(state, pixels.reshape(x.shape))
 
 
-@pytest.mark.parametrize("spec", [("batch",), ()])
+@pytest.mark.parametrize("spec", [("batch",), pytest.param((), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("loss", "shape", "rule"),
     [
@@ -252,10 +258,13 @@ def test_gradients_are_right_where_a_parameter_shards_images(
     assert_same_gradients(loss, state, images(8, 8, 8, 4), layout, layouts)
 
 
-@pytest.mark.parametrize("axis_types", ["explicit", {"batch": "explicit"}])
 @pytest.mark.parametrize(
-    ("groups", "rows", "spec"),
-    [(1, 8, ("batch", "h")), (1, 6, ("batch", "h")), (4, 8, ("batch",))],
+    ("groups", "rows", "spec", "axis_types"),
+    [
+        (1, 8, ("batch", "h"), "explicit"),
+        (1, 6, ("batch", "h"), {"batch": "explicit"}),
+        (4, 8, ("batch",), "explicit"),
+    ],
 )
 def test_gradients_on_explicit_axes_are_right(groups, rows, spec, axis_types):
     mesh = ml.create_mesh(AXES, axis_types=axis_types)
@@ -347,7 +356,7 @@ BUILDERS = {
 @pytest.mark.parametrize(
     ("kind", "spec", "options"),
     [
-        ("nnx", (None, "h"), {}),
+        pytest.param("nnx", (None, "h"), {}, marks=pytest.mark.slow),
         ("nnx", ("batch", "h"), {"accumulate": 2}),
         ("linen", ("batch", "h"), {}),
     ],
@@ -359,6 +368,7 @@ def test_train_steps_with_sharded_images_are_right(kind, spec, options):
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_dispatch_are_right(mesh):
     layouts = ml.LayoutMap(mesh, {})
     build = BUILDERS["nnx"][0]

@@ -268,9 +268,9 @@ def test_twenty_million_increments_of_one_are_counted():
     total = thousand(metrics.Sum())
     for _ in range(4):
         total = total.merge(total)  # 16 thousand
-    many = total
-    for _ in range(1249):
-        many = many.merge(total)
+    many = jax.jit(
+        lambda many: jax.lax.fori_loop(0, 1249, lambda _, many: many.merge(total), many)
+    )(total)
     assert values(many) == 20_000_000
     one_more = many.update(1.0).merge(many.update(1.0))
     assert values(one_more) == 40_000_002
@@ -372,7 +372,7 @@ def test_equal_scores_predict_the_first_class_only():
     assert values(metrics.Accuracy(top_k=3).update(flat, np.arange(4))) == 0.75
 
 
-@pytest.mark.parametrize("num_classes", [2, 10, 48, 96, 1000, 4096, 4099])
+@pytest.mark.parametrize("num_classes", [2, 48, 1000, 4099])
 def test_the_predicted_class_is_that_of_argmax_for_any_number_of_classes(num_classes):
     scores = RNG.integers(0, 50, (64, num_classes)).astype(np.float32)
     scores[:8] = -np.inf

@@ -174,6 +174,7 @@ def test_the_default_sizes_are_these():
     assert num_params("transformer") == 141_056
 
 
+@pytest.mark.slow
 def test_the_sizes_of_a_resnet_are_those_that_were_asked_for(mesh_2x4):
     build = lambda: ResNet(3, width=4, in_features=2, rngs=nnx.Rngs(KEY))  # noqa: E731
     state = nnx.state(nnx.eval_shape(build), nnx.Param)
@@ -211,6 +212,7 @@ def test_both_variants_of_the_resnet_compute_the_same(train):
         np.testing.assert_allclose(after[path_text(keys)], theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_takes_each_image_on_its_own_and_training_does_not():
     model = a_model("resnet", NARROW)
     images = random_images(4, 8, 8, 1)
@@ -319,6 +321,7 @@ def test_packed_segments_are_what_they_are_alone(model):
     np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_segment_may_come_back_later_in_the_row(model):
     tokens = random_tokens((1, 6))
     ids = np.array([[0, 1, 0, 1, 1, 0]], "int32")
@@ -412,7 +415,7 @@ def whole_patterns(name, rules):
     return r"(^|^batch_stats/)stem|^output|norm2/|projection"
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize("flax", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "rules"), EVERY_LAYOUT)
 def test_every_rule_places_parameters(name, rules, flax, mesh_2x4):
     if flax == "nnx":
@@ -536,6 +539,7 @@ def test_batch_statistics_are_of_the_global_batch(on_one_device):
         np.testing.assert_allclose(running, 0.9 * before + 0.1 * statistic, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     ["MODEL_PARALLEL", pytest.param("FSDP_MODEL_PARALLEL", marks=pytest.mark.slow)],
@@ -560,6 +564,7 @@ def check_birth(build, layouts):
         assert ml.Layout.of(made[found.path]) == found.layout
 
 
+@pytest.mark.slow
 def test_linen_models_are_born_sharded_with_the_same_bits(mesh_2x4):
     _, init = linen_model("transformer", SIZES["transformer"])
     layouts = ml.LayoutMap(mesh_2x4, transformer.MODEL_PARALLEL)

@@ -1,6 +1,7 @@
 """ResNet-50: the known sizes, two interfaces, and one function on any mesh."""
 
 import doctest
+import functools
 import math
 import re
 
@@ -38,6 +39,7 @@ def by_path(model, kind=nnx.Param):
     return {path_text(path): variable[...] for path, variable in flat}
 
 
+@functools.cache
 def shapes(depths=(3, 4, 6, 3)):
     """The full-sized network without arrays."""
     return nnx.eval_shape(lambda: ResNet50(depths=depths, rngs=nnx.Rngs(0)))
@@ -92,10 +94,7 @@ def test_it_has_the_known_number_of_parameters(depths, expected):
 
 
 def test_both_variants_have_the_same_parameters_and_statistics():
-    linen = LinenResNet50()
-    variables = jax.eval_shape(
-        lambda: linen.init(jax.random.key(0), jnp.zeros(PHOTO.shape))
-    )
+    _, variables = forward()
     for kind, collection in ((nnx.Param, "params"), (nnx.BatchStat, "batch_stats")):
         flat = nnx.to_flat_state(nnx.state(shapes(), kind))
         ours = {path_text(path): leaf.shape for path, leaf in flat}
@@ -116,6 +115,7 @@ def multiply_adds(jaxpr):
     return count
 
 
+@functools.cache
 def forward():
     """Logits of abstract variables in evaluation mode, and those variables."""
     linen = LinenResNet50()

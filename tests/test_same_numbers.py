@@ -111,14 +111,13 @@ MESHES = {
     "fsdp=4 x model=2": ({"batch": 4, "model": 2}, "FSDP_MODEL_PARALLEL"),
 }
 MICROBATCHES = (1, 4)
-# What `make test` runs: every kind of mesh, and models on a mesh that is hard for them.
-# The residual network, which takes longest to compile, is left to `make test-all`, and so
-# is the convolutional one in microbatches, which takes long to run unoptimized.
+# What `make test` runs: models on a mesh that is hard for them.
+# The convolutional and the residual network, which take longest to run unoptimized and to
+# compile, are left to `make test-all`.
 QUICK = [
-    *(("mlp", mesh) for mesh in MESHES if mesh not in ("batch=8", "fsdp=8")),
+    ("mlp", "batch=2 x model=4"),
     ("transformer", "fsdp=4 x model=2"),
     ("linen mlp", "batch=2 x model=4"),
-    ("linen convnet", "batch=2 x model=4"),
 ]
 
 
@@ -323,7 +322,11 @@ def test_a_denominator_that_counts_padding_is_found(name):
 
 
 @pytest.mark.parametrize(
-    "loss", [raw_steps.mean_of_microbatch_means, raw_steps.mean_of_shards]
+    "loss",
+    [
+        raw_steps.mean_of_microbatch_means,
+        pytest.param(raw_steps.mean_of_shards, marks=pytest.mark.slow),
+    ],
 )
 def test_an_average_of_averages_is_found(loss):
     found = {
@@ -351,7 +354,10 @@ def normalized():
 
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [("full", raw_steps.mean_of_shards), ("partial", raw_steps.padded_statistics)],
+    [
+        pytest.param("full", raw_steps.mean_of_shards, marks=pytest.mark.slow),
+        ("partial", raw_steps.padded_statistics),
+    ],
 )
 def test_batch_statistics_of_shards_and_of_padding_are_found(kind, loss):
     model = RawModel(normalized, example_shape=(6, 6, 1))
@@ -482,7 +488,10 @@ def by_hand(loss_fn, count, with_weights):
 LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
     pytest.param(squares, False, {}, marks=pytest.mark.slow),
-    (squares, False, {"accumulate": 2, "remat": {"first": None}}),
+    pytest.param(
+        *(squares, False, {"accumulate": 2, "remat": {"first": None}}),
+        marks=pytest.mark.slow,
+    ),
     (squares, True, {"accumulate": 2}),
     (contrastive, False, {"accumulate": 2}),
     (mixup, False, {"accumulate": 2}),

@@ -76,9 +76,13 @@ TRACED = {
     "zero": {"zero": 1, "accumulate": 2},
     "several": {"steps_per_call": 2},
 }
+LATER = ("clip_norm", "skip", "schedule", "hyperparams", "penalty")
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LATER)) for name in TRACED],
+)
 def test_the_loss_function_is_traced_once_to_lower_a_step_and_to_call_it(name):
     traces = []
 
@@ -299,7 +303,15 @@ def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
 
 
 @pytest.mark.parametrize("devices", ONE_LATER)
-@pytest.mark.parametrize("kind", ["NumPy", "uncommitted", "more rows", "other keys"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NumPy",
+        pytest.param("uncommitted", marks=pytest.mark.slow),
+        pytest.param("more rows", marks=pytest.mark.slow),
+        "other keys",
+    ],
+)
 def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(devices, kind):
     other = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
     batches = {
@@ -345,7 +357,7 @@ def other_devices(devices):
     return ml.create_mesh({"batch": devices}, devices=jax.devices()[4 : 4 + devices])
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_runs_where_its_state_was_moved_between_two_calls(devices):
     step, state, batch = make(devices)
     for _ in range(2):

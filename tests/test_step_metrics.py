@@ -96,7 +96,10 @@ def every_metric():
 # What is measured.
 
 
-@pytest.mark.parametrize("weights", [None, np.float32([0.5, 0, 1, 1] * 4)])
+@pytest.mark.parametrize(
+    "weights",
+    [pytest.param(None, marks=pytest.mark.slow), np.float32([0.5, 0, 1, 1] * 4)],
+)
 def test_metrics_continue_and_start_again_without_another_program(mesh, weights):
     batch = on(mesh) if weights is None else on(mesh, weight=weights)
     state = create(mesh)

@@ -1,6 +1,7 @@
 """The compiled program is the one that a hand-written `jax.jit` makes."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -114,8 +115,20 @@ def by_meshlayout(build, axes, rules, images, labels):
     return step.lower(state, batch).compile()
 
 
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+SOON = [
+    ("mlp", "model-parallel"),
+    ("convnet", "data-parallel"),
+    ("convnet", "2-D"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in SOON))
+        for one in itertools.product(MODELS, MESHES)
+    ],
+)
 def test_the_program_is_the_hand_written_one(model, axes):
     build, rules = MODELS[model]
     sizes, use_rules = MESHES[axes]

@@ -672,11 +672,7 @@ def test_a_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4, name):
     assert large == [("all_reduce", False)] * (2 * 4 + 2)
     # The softmax's maximum and sum, the label's logit, the gradients over the batch.
     assert found["all_reduce"] == len(large) + 4
-    ml.testing.expect_communication(
-        *gradient_program(mesh_2x4, layouts, *model),
-        all_reduce=found["all_reduce"],
-        only=True,
-    )
+    assert {kind for kind, count in found.items() if count} == {"all_reduce"}
 
 
 @pytest.mark.slow

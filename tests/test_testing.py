@@ -234,10 +234,10 @@ def test_a_verification_is_a_table(mesh):
         ("float32", 1e-4, False),
         ("bfloat16", 1e-2, True),
         ("bfloat16", 1e-1, False),
-        ("float16", 3e-3, True),
-        ("float16", 1e-2, False),
-        ("complex64", 1e-5, True),
-        ("complex64", 1e-4, False),
+        pytest.param("float16", 3e-3, True, marks=pytest.mark.slow),
+        pytest.param("float16", 1e-2, False, marks=pytest.mark.slow),
+        pytest.param("complex64", 1e-5, True, marks=pytest.mark.slow),
+        pytest.param("complex64", 1e-4, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_tolerance_is_relative_to_the_largest_value(
@@ -515,7 +515,8 @@ def test_batches_without_weights_agree_with_plain_flax(mesh):
     "precision",
     [
         pytest.param("float32", marks=pytest.mark.slow),
-        "bfloat16",
+        # Soon with the units below.
+        pytest.param("bfloat16", marks=pytest.mark.slow),
         pytest.param("float16", marks=pytest.mark.slow),
     ],
 )
@@ -581,6 +582,10 @@ MISTAKES = {
 }
 
 
+# One in the loss, and one in the gradient alone.
+FOUND_SOON = ("a wrong denominator", "the gradient of one shard")
+
+
 @pytest.mark.parametrize(
     ("mistake", "precision"),
     [
@@ -588,8 +593,7 @@ MISTAKES = {
             pytest.param(
                 mistake,
                 "float32",
-                marks=[pytest.mark.slow]
-                * (mistake in ("twice the loss", "five percent")),
+                marks=[pytest.mark.slow] * (mistake not in FOUND_SOON),
             )
             for mistake in MISTAKES
         ),
@@ -613,12 +617,12 @@ def test_a_step_is_traced_as_often_for_many_steps_as_for_one(mesh):
 
     def loss_fn(model, batch):
         traces.append(1)
-        return jnp.square(model(batch["x"]) - batch["y"])
+        return jnp.square(model(batch["image"])).mean(1)
 
     def num_traces(num_steps):
         traces.clear()
         step = ml.make_train_step(loss_fn)
-        state, batch = conv_state(mesh), conv_batch(mesh, real=None)
+        state, batch = mlp_state(mesh, {}, optax.sgd(0.1)), mlp_batch(mesh)
         testing.verify(step, state, batch, num_steps=num_steps)
         return len(traces)
 
@@ -638,7 +642,9 @@ def test_eval_steps_agree_with_plain_flax(mesh):
     assert text.startswith("step 1: aux/loss f32[] differs between ")
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_predict_steps_agree_with_plain_flax(mesh, precision):
     mistake = MISTAKES["twice the loss"]
 

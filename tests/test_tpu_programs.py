@@ -339,7 +339,11 @@ def assert_transformer_activations(sent, rows):
 
 
 @pytest.mark.parametrize(
-    ("layouts", "axes"), [("FSDP", EIGHT), ("FSDP_MODEL_PARALLEL", FOUR_BY_TWO)]
+    ("layouts", "axes"),
+    [
+        ("FSDP", EIGHT),
+        pytest.param("FSDP_MODEL_PARALLEL", FOUR_BY_TWO, marks=pytest.mark.slow),
+    ],
 )
 def test_an_fsdp_transformer_gathers_each_matrix_and_scatters_its_gradient(
     tpu, layouts, axes
@@ -405,7 +409,7 @@ def test_fsdp_convolutions_gather_kernels_and_scatter_the_large_gradients(
 @pytest.mark.parametrize(
     ("name", "has_weights"),
     [
-        ("mlp", False),
+        pytest.param("mlp", False, marks=pytest.mark.slow),
         ("mlp", True),
         pytest.param("convnet", False, marks=pytest.mark.slow),
         pytest.param("convnet", True, marks=pytest.mark.slow),
@@ -444,16 +448,21 @@ def test_fsdp_in_bfloat16_sends_no_more_than_in_float32(tpu):
     assert sizes["bfloat16"] <= sizes["float32"]
 
 
-def test_microbatches_of_bfloat16_send_the_gradients_once(tpu):
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)]
+)
+def test_microbatches_of_bfloat16_send_the_gradients_once(tpu, name):
     state, sent = tpu.sent(
-        "transformer", "DATA_PARALLEL", EIGHT, accumulate=4, precision="bfloat16"
+        name, "DATA_PARALLEL", EIGHT, accumulate=4, precision="bfloat16"
     )
     [gradients] = sent
     assert not gradients.in_loop
     assert gradients.nbytes == gradient_bytes(state)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"accumulate": 4}, marks=pytest.mark.slow)]
+)
 def test_zero_scatters_gradients_and_gathers_parameters(tpu, options):
     state, sent = tpu.sent("mlp", "DATA_PARALLEL", EIGHT, zero=1, **options)
     assert not [one for one in sent if one.in_loop]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import subprocess
@@ -146,10 +147,15 @@ def reference_nnx(steps):
     net = Net(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     losses = []
-    for _ in range(steps):
+
+    @nnx.jit
+    def step(net, optimizer):
         value, grads = nnx.value_and_grad(lambda model: loss(model(X)))(net)
         optimizer.update(net, grads)
-        losses.append(value)
+        return value
+
+    for _ in range(steps):
+        losses.append(step(net, optimizer))
     return losses, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))["norm"]["mean"]
 
 
@@ -161,6 +167,8 @@ def reference_linen(steps):
     opt_state = optimizer.init(params)
     losses = []
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def loss_of(params, stats):
         logits, updates = net.apply(
             {"params": params, "batch_stats": stats}, X, mutable=["batch_stats"]
@@ -168,7 +176,7 @@ def reference_linen(steps):
         return loss(logits), updates["batch_stats"]
 
     for _ in range(steps):
-        (value, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats)
+        (value, stats), grads = loss_of(params, stats)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(value)
@@ -345,7 +353,7 @@ def test_rng_is_a_seed_or_a_key():
 def test_nnx_gradients_are_taken_as_nnx_returns_them():
     state = nnx_state(optax.sgd(0.1))
     model = state.model
-    grads = nnx.grad(lambda model: loss(model(X)))(model)
+    grads = nnx.jit(nnx.grad(lambda model: loss(model(X))))(model)
     one = state.apply_gradients(grads, model=model)
     two = state.apply_gradients(nnx.to_pure_dict(grads))
     assert_same_bits(one.params, two.params)

@@ -112,9 +112,15 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("kind", "mesh_name", "accumulate"),
+    [
+        ("nnx", "one device", 1),
+        ("linen", "batch=8", 1),
+        ("nnx", "batch=2, model=4", 2),
+        ("linen", "batch=2, model=4", 2),
+    ],
+)
 def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
     mesh, rules = mesh_of(mesh_name), MESHES[mesh_name][1]
     if kind == "nnx":
@@ -533,14 +539,17 @@ def norms_of_part(params, stats, x, y, weights, denominator):
 @pytest.mark.parametrize(
     ("kind", "mesh_name", "options"),
     [
-        ("nnx", "one device", {"accumulate": 4}),
+        pytest.param("nnx", "one device", {"accumulate": 4}, marks=pytest.mark.slow),
         pytest.param("nnx", "batch=8", {}, marks=pytest.mark.slow),
         pytest.param(
             "nnx", "batch=8", {"accumulate": 2, "remat": "full"}, marks=pytest.mark.slow
         ),
         ("nnx", "batch=2, model=4", {"accumulate": 2}),
         ("linen", "batch=8", {}),
-        ("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
+        pytest.param(
+            *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
+            marks=pytest.mark.slow,
+        ),
         ("nnx", "batch=8", {"remat": {"norm|last": None}}),
         pytest.param(
             "linen", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow

@@ -416,7 +416,7 @@ def of_blocks(mesh, kind):
 @pytest.mark.parametrize(
     ("kind", "remat", "num_recomputed"),
     [
-        ("nnx", "blocks", 4),
+        pytest.param("nnx", "blocks", 4, marks=pytest.mark.slow),
         pytest.param("nnx", {"[13]$": None}, 2, marks=pytest.mark.slow),
         # The list of them matches, and is not called.
         pytest.param("nnx", {"blocks": None}, 4, marks=pytest.mark.slow),
@@ -461,7 +461,7 @@ def test_patterns_that_choose_nothing_to_recompute_are_refused(mesh, batch, name
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_recomputing_saves_memory(mesh, kind):
     batch = on(mesh, {"x": np.tile(X, (256, 1)), "y": np.tile(Y, (256, 1))})
     train_step = ml.make_train_step(squares, remat="blocks")
@@ -483,11 +483,13 @@ def test_without_recomputing_nothing_is_saved(mesh, batch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2, "zero": 1}, {"precision": "float16"}],
-    ids=["plain", "accumulated", "scaled"],
+    ("kind", "options"),
+    [
+        ("plain", {}),
+        ("by path", {"accumulate": 2, "zero": 1}),
+        ("several steps", {"precision": "float16"}),
+    ],
 )
-@pytest.mark.parametrize("kind", ["plain", "by path", "several steps"])
 def test_an_optimizer_that_takes_the_loss_gets_all_of_it(mesh, batch, kind, options):
     def update(updates, state, params=None, *, value, **extra):
         return jax.tree.map(jnp.zeros_like, updates), value.astype("float32")

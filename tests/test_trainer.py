@@ -163,7 +163,14 @@ def test_a_larger_batch_than_the_first_is_padded_too(mesh):
 
 
 @pytest.mark.parametrize("steps", [2])
-@pytest.mark.parametrize("kind", [list, tuple, dict])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(list, marks=pytest.mark.slow),
+        pytest.param(tuple, marks=pytest.mark.slow),
+        dict,
+    ],
+)
 def test_batches_of_every_kind_are_trained_on_in_groups(kind, steps, mesh):
     def pair_loss(model, batch):
         x, y = batch.values() if kind is dict else batch[:2]
@@ -589,8 +596,10 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, BangError])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [(moment, BangError) for moment in MOMENTS] + [("on_step_end", KeyboardInterrupt)],
+)
 def test_training_continues_after_an_error_in_a_callback(moment, error, mesh):
     def bang(self, trainer, *args):
         if trainer.position.epoch >= 2 or moment == "on_fit_start":
@@ -836,7 +845,7 @@ def mean_loss(model, batch):
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
-@pytest.mark.parametrize("size", [8, 6])
+@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow), 6])
 def test_a_mean_as_the_loss_trains_on_a_generator(mesh, size, options):
     state, batches = create_state(mesh), cut(examples(22), size)
     w, _, losses = numpy_epochs(state, batches, epochs=2)
@@ -861,7 +870,9 @@ def test_a_loss_that_fits_with_no_weights_either_says_so(mesh):
 # Arrays.
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "labels"])
+@pytest.mark.parametrize(
+    "kind", ["dict", pytest.param("tuple", marks=pytest.mark.slow), "labels"]
+)
 def test_arrays_train_with_a_batch_size(mesh, kind):
     def pair_loss(model, batch):
         return loss_fn(model, {"x": batch[0], "y": batch[1]})[0]
@@ -1145,7 +1156,15 @@ def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
     assert "batch 3 of train has weight 0 in all its rows: left out" in caplog.text
 
 
-@pytest.mark.parametrize("sizes", [(8, 6), (8, 8, 6), (8, 6, 8, 8, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((8, 6), marks=pytest.mark.slow),
+        pytest.param((8, 8, 6), marks=pytest.mark.slow),
+        (8, 6, 8, 8, 8, 8),
+    ],
+    ids=str,
+)
 def test_a_mean_as_the_loss_trains_on_a_first_call_with_a_short_batch(mesh, sizes):
     stops = np.cumsum(sizes)
     data, state = examples(stops[-1]), create_state(mesh)
