@@ -30,14 +30,10 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class HostBatch:
-    """This process's rows of one batch, before they are placed.
+    """This process's rows of one batch, in JAX's order of leaves, before placing.
 
-    Attributes:
-        leaves: In JAX's order.
-        count: The number of real rows among those that this process read for it.
-        after: The position after the batch.
-        is_padded_elsewhere: Whether other processes, with sources of their own, have
-            padding in this batch.
+    `count` of them are real, and `after` is the position after the batch. Other
+    processes, with sources of their own, may have padding where this one has none.
     """
 
     leaves: list[np.ndarray]

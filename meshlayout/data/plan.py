@@ -114,7 +114,7 @@ class DataPlan:
         assemble: Assemble | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.clock, self._assemble, self._close = clock, assemble, close
+        self.clock, self._assemble, self.close = clock, assemble, close
         agreement = Agreement(layout.mesh) if jax.process_count() > 1 else None
         agreement = agreement if agreement and agreement.has_others else None
         self.agreement = agreement
@@ -126,7 +126,7 @@ class DataPlan:
             self._source = source = open_source()
             self.is_stream = not isinstance(source, RandomAccessSource)
             # A stream's first pass, whose first element a generator yields only once.
-            self._looked: list[StreamPass] = []
+            self._first: StreamPass | None = None
             rows, block = self._look(options, prefers_batches=batch_size_of is not None)
             if options.global_batch_size is None and batch_size_of is not None:
                 size = batch_size_of(block, lambda: _is_only_batch(source))
@@ -189,9 +189,9 @@ class DataPlan:
         # The numbers of rows that processes read in streams of their own may differ;
         # they agree in every step instead.
         self._num_rows = None if options.per_process else source.num_rows
-        self._looked.append(StreamPass(source, 0))
+        self._first = StreamPass(source, 0)
         how = {"batched": source.batched, "prefers_batches": prefers_batches}
-        return self._looked[0].look(**how)
+        return self._first.look(**how)
 
     def _facts(self, rows: PyTree) -> dict[str, JSON]:
         """Returns what must be the same on all processes."""
@@ -263,24 +263,12 @@ class DataPlan:
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        cut = Division(
-            self._source,
-            self._spec,
-            self.size,
-            self.own,
-            self.options.remainder,
-            self.clock,
-        )
+        rows = self._source, self._spec, self.size, self.own
+        cut = Division(*rows, self.options.remainder, self.clock)
         if not self.is_stream:
             return RowReader(cut, self._num_batches, self.options.shuffle)
-        first = self._looked.pop() if self._looked else None
+        first, self._first = self._first, None
         return StreamReader(cut, first, batched=self.identity["block"] is not None)
-
-    def close(self) -> None:
-        """Releases what no iteration is using."""
-        self._close()
-        while self._looked:
-            self._looked.pop().close()
 
 
 def _is_only_batch(source: Any) -> bool:
