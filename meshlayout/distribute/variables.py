@@ -282,7 +282,7 @@ class Modes:
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        self._refs = [weakref.ref(node, lambda _: gone()) for node in nodes]
+        self._refs: Any = [weakref.ref(node, lambda _: gone()) for node in nodes]
         self._remember([vars(node) for node in nodes])
 
     def _remember(self, attributes: list[dict[str, Any]]) -> None:
@@ -295,10 +295,10 @@ class Modes:
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
-        nodes = [ref() for ref in self._refs]
-        if None in nodes:
+        try:
+            attributes = [ref().__dict__ for ref in self._refs]
+        except AttributeError:  # a module is gone
             return False
-        attributes = [vars(node) for node in nodes]
         if self._read(attributes) == self._ids:
             return True
         if list(map(_frozen, attributes)) != self._before:
