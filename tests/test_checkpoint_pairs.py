@@ -48,7 +48,7 @@ def test_renaming_there_and_back_finds_every_array(paths):
     names = renamed(saved, table, ".", "/")
     specs = [ArraySpec(path, (2,), np.dtype("float32")) for path in paths]
     by_name = dict(zip(names, specs, strict=True))
-    pairs, diff = match(by_name, specs, Request())
+    pairs, diff = match(by_name, specs, Request(), "x")
     assert pairs == [(path, np.dtype("float32")) for path in paths]
     assert not diff
 
@@ -65,7 +65,7 @@ def test_everything_is_restored_or_in_the_difference(saved, wanted, dtype):
         dtype = None  # refused: there is nothing that it is for
     by_path, pairs = {spec.path: spec for spec in saved}, ()
     try:
-        pairs, diff = match(by_path, wanted, Request(partial=True, dtype=dtype))
+        pairs, diff = match(by_path, wanted, Request(partial=True, dtype=dtype), "x")
     except ml.errors.RestoreDiffError as error:
         diff = error.diff
     both = [(by_path[spec.path], spec) for spec in wanted if spec.path in by_path]

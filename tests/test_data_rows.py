@@ -66,35 +66,12 @@ def test_rows_of_a_process_are_those_that_jax_puts_on_its_devices(given):
         assert rows.tolist() == sorted(held)
 
 
-@many
-@hypothesis.given(layouts())
-def test_all_processes_together_load_every_row(given):
-    layout, shape, num_processes = given
-    rows = [md.process_rows(layout, shape, p) for p in range(num_processes)]
-    assert set(np.concatenate(rows).tolist()) == set(range(shape[0]))
-
-
 def test_rows_may_be_asked_for_with_a_mesh_a_sharding_or_a_number(mesh_2x4):
     expected = list(range(8))
     sharding = NamedSharding(mesh_2x4.jax_mesh, PartitionSpec("batch"))
     for layout in (mesh_2x4, mesh_2x4.jax_mesh, sharding, ml.Layout.of(sharding)):
         assert md.process_rows(layout, (8, 3)).tolist() == expected
         assert md.process_rows(layout, 8).tolist() == expected
-
-
-def test_rows_that_do_not_divide_are_an_error(mesh_2x4):
-    assert message_of(lambda: md.process_rows(mesh_2x4.layout("model"), (6,))) == (
-        "an array of shape (6,): dim 0 has size 6, which does not divide into 4 shards "
-        "over mesh axis 'model' (Layout([model], Mesh(batch=2, model=4))). Nearest "
-        "sizes that fit: 4 and 8. To keep the size, leave dim 0 UNSHARDED."
-    )
-
-
-def test_what_is_neither_layout_nor_mesh_is_refused():
-    assert message_of(lambda: md.process_rows(["batch"], 8)) == (
-        "batches need a Layout, a mesh or a NamedSharding, got ['batch']. For a "
-        "list of entries, write mesh.layout(...)."
-    )
 
 
 # Replicas
@@ -129,29 +106,6 @@ def test_a_global_batch_that_does_not_divide_names_both_numbers(mesh_2x4):
     )
 
 
-@pytest.mark.parametrize("size", [0, -8, 2.5, "8", True])
-def test_a_global_batch_size_is_a_whole_number(mesh_2x4, size):
-    assert message_of(lambda: md.per_replica_batch_size(size, mesh_2x4)) == (
-        f"global_batch_size must be a positive integer, got {size!r}."
-    )
-
-
-@pytest.mark.parametrize("size", [0, -8, 16.0, "8", True])
-def test_a_context_takes_a_whole_number(size):
-    context = md.InputContext(1, 0, 8)
-    assert message_of(lambda: context.get_per_replica_batch_size(size)) == (
-        f"global_batch_size must be a positive integer, got {size!r}."
-    )
-
-
-def test_a_context_errors_where_the_batch_does_not_divide():
-    context = md.InputContext(1, 0, 8)
-    assert message_of(lambda: context.get_per_replica_batch_size(12)) == (
-        "a global batch of 12 rows does not divide into 8 replicas. Nearest sizes that "
-        "divide: 8 and 16."
-    )
-
-
 # The order of an epoch
 
 
@@ -169,24 +123,6 @@ def visited(num_rows, seed, epochs, batch=8, mesh=None):
             rows += np.asarray(each["row"])[real].tolist()
         found.append(rows)
     return found
-
-
-def test_a_shuffled_epoch_is_a_permutation_and_each_epoch_another():
-    epochs = visited(50, seed=3, epochs=3)
-    for rows in epochs:
-        assert sorted(rows) == list(range(50))
-        assert rows != list(range(50))
-    assert len({tuple(rows) for rows in epochs}) == 3
-
-
-def test_the_order_is_a_function_of_seed_and_epoch_alone():
-    first = visited(50, seed=3, epochs=2)
-    assert visited(50, seed=3, epochs=2, batch=5) == first
-    assert visited(50, seed=4, epochs=2) != first
-
-
-def test_rows_that_are_not_shuffled_come_as_they_are():
-    assert visited(20, seed=None, epochs=2) == [list(range(20))] * 2
 
 
 class Counted:
@@ -232,12 +168,6 @@ def test_an_order_without_a_table_visits_every_row_once(monkeypatch):
         epochs = visited(num_rows, seed=3, epochs=2, batch=8)
         assert [sorted(rows) for rows in epochs] == [list(range(num_rows))] * 2
     assert epochs[0] != epochs[1]
-
-
-def test_an_order_is_the_same_with_and_without_a_table(monkeypatch):
-    with_table = visited(70, seed=3, epochs=2)
-    monkeypatch.setattr("meshlayout.data.by_row._LARGEST_TABLE", 1)
-    assert visited(70, seed=3, epochs=2) == with_table
 
 
 def test_the_order_never_changes():

@@ -40,13 +40,12 @@ class Source:
 
     `read` returns for each wanted array a `jax.Array` with the given sharding (None for
     NumPy), or anything whose slices NumPy can convert, of which only the needed ones
-    are then taken; PRNG keys as their words. `match` says what is foreign.
+    are then taken; PRNG keys as their words.
     """
 
     name: str
     leaves: Sequence[ArraySpec]
     read: Callable[[Wanted], Iterable[Any]]
-    is_foreign: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,9 @@ def load(source: Source, request: Request) -> PyTree:
     in_file = dict(zip(names, source.leaves, strict=True))
     dims = permutations(request.transpose, names)
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
-    targets, rebuild = _targets(source, saved, request)
-    pairs, diff = match(
-        saved,
-        [target.spec for target in targets],
-        request,
-        is_foreign=source.is_foreign,
-        source=source.name,
-    )
+    targets, rebuild = _targets(saved, request)
+    specs = [target.spec for target in targets]
+    pairs, diff = match(saved, specs, request, source.name)
     # All leaves before the first read: an error after minutes of reading helps nobody.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
     for target, pair in zip(targets, pairs, strict=True):
@@ -154,7 +148,7 @@ def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
 
 
 def _targets(
-    source: Source, saved: Mapping[str, ArraySpec], request: Request
+    saved: Mapping[str, ArraySpec], request: Request
 ) -> tuple[list[Target], Callable[[Sequence[Any]], PyTree]]:
     """Returns the leaves to build, and what builds the state from their values."""
     tree, layouts = request.like, request.layouts
@@ -184,8 +178,7 @@ def _targets(
         # Under an empty key, which paths leave out, so that rules see whole paths. At
         # the root, a tree with the key `params` would be taken for Linen variables, and
         # `params` left out of paths; but it may be a `TrainState` that was saved.
-        is_whole = is_free and not source.is_foreign
-        resolved = layouts.resolve({"": tree} if is_whole else tree)
+        resolved = layouts.resolve({"": tree} if is_free else tree)
         layouts._check_used(resolved)
         shardings = [x.sharding for x in jax.tree.leaves(resolved.layouts)]
     targets: list[Target] = []

@@ -50,20 +50,17 @@ def match(
     saved: Mapping[str, ArraySpec],
     wanted: Sequence[ArraySpec],
     request: Request,
-    *,
-    is_foreign: bool = False,
-    source: str = "what was saved",
+    source: str,
 ) -> tuple[list[tuple[str, DType] | None], RestoreDiff]:
     """Returns a saved array's name and the dtype of the result for each wanted array.
 
     Or None, where it is to keep its value; and all differences. The saved arrays come
-    by their names after renaming. If another library wrote them, a leading `params/`
-    and a trailing `/value`, which some versions of Flax write and others do not, are
-    ignored, and PRNG keys may be saved as their words.
+    by their names after renaming. A leading `params/` and a trailing `/value`, which
+    some versions of Flax write and others do not, are ignored, and PRNG keys may be
+    saved as their words.
     """
-    plain = _without_flax if is_foreign else list
     names, paths = [*saved], [spec.path for spec in wanted]
-    name_of = dict(zip(plain(names), names, strict=True))
+    name_of = dict(zip(_without_flax(names), names, strict=True))
     left = _left_as_they_are(request.partial, {*name_of, *names, *paths})
     rest = {path: x for path, x in name_of.items() if not left & {path, x}}
     dtype, kind = _requested(request.dtype, wanted)
@@ -71,24 +68,25 @@ def match(
     missing: dict[str, ArraySpec] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
-    for spec, path in zip(wanted, plain(paths), strict=True):
+    for spec, path in zip(wanted, _without_flax(paths), strict=True):
         pairs.append(None)
         if left & {path, spec.path}:
             continue
         if path not in rest:
             missing[spec.path] = spec
             continue
-        name, words = rest.pop(path), spec
-        if spec.is_key:
-            words = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
-        partner, expected = saved[name], words if is_foreign else spec
+        name, expected = rest.pop(path), spec
+        partner = saved[name]
+        if spec.is_key and not partner.is_key:
+            expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
         is_cast = kind == _kind_of(spec.dtype) and not is_number(spec.dtype)
         if not _fits(partner.dtype, expected.dtype, is_cast=is_cast):
             dtypes.append(Change(spec.path, partner, spec))
         elif partner.shape != expected.shape:
             shapes.append(Change(spec.path, partner, spec))
         else:
-            pairs[-1] = name, dtype if is_cast else words.dtype
+            own = spec.host_dtype if spec.is_key else spec.dtype
+            pairs[-1] = name, dtype if is_cast else own
     extra = {name: saved[name] for name in rest.values()}
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
     diff = RestoreDiff(*rows, extra | missing)

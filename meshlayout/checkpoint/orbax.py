@@ -193,7 +193,7 @@ def saved_tree(
                 keys = _name(spec.path).split("/")
                 yield functools.reduce(lambda node, key: node[key], keys, tree)
 
-    return Source(name, specs, read, is_foreign=False)
+    return Source(name, specs, read)
 
 
 def _name(path: str) -> str:

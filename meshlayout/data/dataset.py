@@ -19,18 +19,15 @@ from meshlayout.data.adapters import (
     grain,
     hugging_face,
     tensorflow,
-    tfds,
     torch,
 )
-from meshlayout.data.agreement import Agreement
-from meshlayout.data.by_stream import Elements
 from meshlayout.data.examples import looks_batched
 from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
-from meshlayout.data.plan import Assemble, DataOptions, DataPlan
+from meshlayout.data.plan import Assemble, BatchSizeOf, DataPlan
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
-from meshlayout.data.report import Clock, PipelineReport
+from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -40,7 +37,7 @@ from meshlayout.errors import DataError
 _ADAPTERS: dict[str, Callable[..., Source | None]] = {
     "grain": grain.adapt,
     "tensorflow": tensorflow.adapt,
-    "tensorflow_datasets": tfds.adapt,
+    "tensorflow_datasets": tensorflow.adapt,
     "torch": torch.adapt,
     "datasets": hugging_face.adapt,
 }
@@ -138,10 +135,10 @@ def make_plan(
     options: Mapping[str, Any],
     *,
     batched: bool | None = None,
-    batch_size_of: Callable[[int | None, Callable[[], bool]], int] | None = None,
+    batch_size_of: BatchSizeOf | None = None,
     assemble: Assemble | None = None,
     is_made: bool = True,
-    clock: Clock | None = None,
+    clock: PipelineReport | None = None,
     close: Callable[[], None] = lambda: None,
 ) -> DataPlan:
     """Returns the plan of a dataset, given options by name.
@@ -151,72 +148,30 @@ def make_plan(
     that batch is all there is. A source that is not `is_made` is a function that makes
     it, whose elements are batches where they could be either. `close` closes it.
     """
-    clock = clock or Clock()
-    layout = batch_layout(layout_or_mesh, clock.warn)
-    agreement = Agreement(layout.mesh)
-    options = dict(options)
-    opened: Source | Elements
-    # The other processes are waiting to compare their options with this one's: a
-    # mistake made on one process alone must not leave them waiting.
-    with agreement.failure_told():
-        infers_size = options.get("global_batch_size") is None and batch_size_of
+    clock = clock or PipelineReport()
+
+    def open_source() -> Source:
         made = source if is_made else source()
-        if is_made and not infers_size:
-            opened = as_source(made, batched=batched)
-        else:
-            opened, rows = first_batch(made, batched=batched)
-            if infers_size and batch_size_of is not None:
-                is_stream = isinstance(opened, Elements)
-                is_only = opened.is_only_batch if is_stream else lambda: False
-                options["global_batch_size"] = batch_size_of(rows, is_only)
-        checked = checked_options(options)
+        if batched is None and batch_size_of and isinstance(made, list) and made:
+            return as_source(made, batched=looks_batched(made[0]))
+        return as_source(made, batched=batched)
+
     return DataPlan(
-        lambda: opened,
-        layout,
-        checked,
+        open_source,
+        batch_layout(layout_or_mesh, clock.warn),
+        options,
         clock,
-        agreement=agreement,
+        batch_size_of=batch_size_of,
         assemble=assemble,
         close=close,
     )
 
 
-def checked_options(options: Mapping[str, Any]) -> DataOptions:
-    """Returns options by name, checked; refuses names that do not exist."""
-    names = [field.name for field in dataclasses.fields(DataOptions)]
-    for name in options:
-        _checks.choice("an option of a dataset", name, names, error=DataError)
-    return DataOptions(**{"global_batch_size": None, **options})
-
-
-def first_batch(
-    dataset: object, *, batched: bool | None
-) -> tuple[Source | Elements, int | None]:
-    """Opens a source; returns it with the rows of its first batch, None of examples.
-
-    Elements that could be batches or examples are taken for batches, since a source of
-    examples has no size of batches to learn. Of a stream, returns the elements that
-    have looked at the first, which a generator could not yield again.
-    """
-    if batched is None and isinstance(dataset, list) and dataset:
-        batched = looks_batched(dataset[0])
-    source = as_source(dataset, batched=batched)
-    if not isinstance(source, StreamSource):
-        return source, None
-    elements = Elements(source, prefer_batches=batched is None)
-    return elements, elements.look()[1]
-
-
 def as_source(obj: object, *, batched: bool | None = None) -> Source:
     """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
-    if isinstance(obj, type):
-        # A class has the methods that a protocol checks for, but none that can be
-        # called: take it as a function that makes an iterable.
-        obj = functools.partial(obj)
-    source: Source | None = None
-    if isinstance(obj, (RandomAccessSource, StreamSource)):
-        source = obj
+    is_source = isinstance(obj, (RandomAccessSource, StreamSource))
+    source: Any = obj if is_source else None
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     class_names = {kind.__name__ for kind in type(obj).__mro__}
     for package in dict.fromkeys(packages):
@@ -225,10 +180,9 @@ def as_source(obj: object, *, batched: bool | None = None) -> Source:
     source = arrays.adapt(obj, batched=batched) if source is None else source
     yields = getattr(source, "batched", False)  # one with random access has rows
     if batched not in (None, yields):
-        known = {False: "yields single examples", True: "yields batches"}
-        what = known.get(yields, "decides by itself what it yields")
-        text = _checks.type_text(obj)
-        raise DataError(f"{text} {what}: leave out batched={batched}.")
+        what = {False: "single examples", True: "batches"}.get(yields, "what it says")
+        kind = _checks.type_text(obj)
+        raise DataError(f"{kind} yields {what}: leave out batched={batched}.")
     return source
 
 
@@ -256,7 +210,7 @@ class DistributedDataset:
     @property
     def global_batch_size(self) -> int:
         """Rows of a global batch, padding included."""
-        return self._plan.options.global_batch_size
+        return self._plan.identity["global_batch_size"]
 
     @property
     def weights(self) -> str | int | None:
@@ -282,21 +236,20 @@ class DistributedDataset:
             epoch: Where it starts, as for measuring the same rows each time; None for
                 the epoch after those of the iterations before it.
         """
-        if epoch is not None:
+        if epoch is None:
+            self._num_iterations += 1
+            number, start = self._num_iterations, self._next
+            start = start._replace(first_epoch=start.epoch, first_row=start.row)
+        else:
             epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)
-            record = functools.partial(self._record, -1)
-            return DataIterator(self._plan, Position(epoch, first_epoch=epoch), record)
-        start = self._next._replace(
-            first_epoch=self._next.epoch, first_row=self._next.row
-        )
-        self._num_iterations += 1
-        record = functools.partial(self._record, self._num_iterations)
+            number, start = -1, Position(epoch, first_epoch=epoch)
+        record = functools.partial(self._record, number)
         record(start)
         return DataIterator(self._plan, start, record)
 
     def report(self) -> PipelineReport:
         """Returns the work of the pipeline so far, on this process."""
-        return self._plan.clock.report()
+        return dataclasses.replace(self._plan.clock)
 
     def _record(self, iteration: int, position: Position) -> None:
         """Records how far an iteration has come, if it is the latest one.

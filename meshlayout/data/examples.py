@@ -7,15 +7,12 @@ then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
@@ -25,11 +22,7 @@ from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
 
 
-# In bytes: JAX uses a host array's memory on a CPU device without a copy if the memory
-# starts at a multiple of this.
-_ALIGNMENT = 64
-
-_NUMBERS = (bool, int, float, complex, np.generic)
+NUMBERS = (bool, int, float, complex, np.generic)
 
 
 @dataclass(frozen=True)
@@ -45,40 +38,34 @@ class LeafSpec:
     to: np.dtype | None
 
     def converted(self, values: np.ndarray) -> np.ndarray:
-        """Returns rows in the dtype of the devices."""
+        """Returns rows in the dtype of the devices, if all integers fit."""
         if self.to is None or values.dtype == self.to:
             return values
-        out = empty(values.shape, self.to)
-        self.copy(values, out)
-        return out
-
-    def copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Copies rows into an array of the devices' dtype, if all integers fit."""
-        is_cast = values.dtype != out.dtype and values.size
-        if is_cast and jnp.issubdtype(values.dtype, np.integer):
-            bounds: Any = np.iinfo(out.dtype)
+        if values.size and values.dtype.kind in "iu":
             low, high = values.min(), values.max()
+            bounds = np.iinfo(self.to)
             if low < bounds.min or high > bounds.max:
                 worst = high if high > bounds.max else low
                 msg = (
                     f"{leaf_text(self.path)} has the value {worst}, which does not fit "
-                    f"into {out.dtype}, JAX's {self.dtype} without jax_enable_x64."
+                    f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
+        out = empty(values.shape, self.to)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
             out[...] = values
+        return out
 
-    def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
-        """Raises DataError if a leaf, whose examples have a shape, is not like this."""
+    def check(self, leaf: np.ndarray, *rows: int) -> None:
+        """Raises DataError if a leaf is not that of one example, or of some `rows`."""
         # NumPy's dtypes of strings differ with their lengths.
         is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
-        if is_same and shape == self.shape:
+        if is_same and leaf.shape == (*rows, *self.shape):
             return
-        what = "is ragged" if shape != self.shape else "changes its dtype"
-        now, first = array_text(leaf.dtype, shape), array_text(self.dtype, self.shape)
+        first = array_text(self.dtype, (*rows, *self.shape))
         msg = (
-            f"{leaf_text(self.path)} {what}: an example is {now}, and the first one is "
-            f"{first}. Give all examples one shape and dtype."
+            f"{leaf_text(self.path)} is {array_text(leaf.dtype, leaf.shape)}, and must "
+            f"be {first}: all examples have the shape and dtype of the first one."
         )
         raise DataError(msg)
 
@@ -91,16 +78,15 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of `count` rows, which must be like the first example."""
-        leaves, treedef = jax.tree.flatten(rows)
-        if treedef != self.treedef:
-            raise _structure_error(rows, [leaf.path for leaf in self.leaves])
+        """Returns the leaves of `count` rows, which must be like the first example.
+
+        None counts the rows of a batch, which all its leaves must have.
+        """
+        leaves = self.treedef.flatten_up_to(rows)  # whose error names what differs
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
-            if count is not None:
-                leaves[number] = leaf = row_array(spec.path, leaf, count)
-            # Compared here first: for every batch, a call per leaf would add up.
-            if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
-                spec.check(leaf.shape[1:], leaf)
+            leaves[number] = array = as_array(spec.path, leaf)
+            count = len(array) if count is None and array.ndim else count
+            spec.check(array, count or 0)
         return leaves
 
 
@@ -123,8 +109,6 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
 
 def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
     dtype = leaf.dtype
-    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
-    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
     if is_string(leaf) and leaf.size:  # an empty array of objects is not of strings
         if strings == "host":
             return None
@@ -132,7 +116,8 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             "holds strings, which devices do not take. Leave it out, or keep it on the "
             "host with strings='host'."
         )
-    elif dtype.kind == "O" or too_wide or not _jax.is_array_dtype(dtype):
+    # Long doubles ("g", "G") JAX would silently make float64.
+    elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):
         what = (
             f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one "
             "shape, and convert numbers, as with array.astype('float32')."
@@ -148,9 +133,6 @@ def is_string(array: np.ndarray) -> bool:
     if array.dtype.kind == "O":
         return all(isinstance(value, (str, bytes)) for value in array.flat)
     return array.dtype.kind in "UST"
-
-
-# Trees of any kind as trees of arrays.
 
 
 def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
@@ -175,12 +157,8 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
-    if type(leaf).__module__.partition(".")[0] == "torch":
-        leaf = leaf.detach().cpu().resolve_conj().resolve_neg()
-        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
-            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
-            return bits.numpy().view(np.dtype("bfloat16"))
-        return leaf.numpy()
+    if isinstance(leaf, NUMBERS):
+        return np.asarray(leaf)
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (
@@ -191,31 +169,17 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
     return array
 
 
-def row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
-    """Returns a leaf that a source's `read_rows` returned for some indices."""
-    array = as_array(path, leaf)
-    # Too few rows would be filled up like the last batch of an epoch.
-    if array.shape[:1] != (count,):
-        msg = (
-            f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
-            f"{count} row indices: the first dim of every leaf must count them."
-        )
-        raise DataError(msg)
-    return array
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an uninitialized array that goes to CPU devices without a copy.
 
-
-def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Returns an uninitialized array that goes to CPU devices without a copy."""
-    dtype = np.dtype(dtype)
+    JAX takes the memory of an array that starts at a multiple of 64 bytes as it is.
+    """
     if dtype.hasobject:
         return np.empty(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    memory = np.empty(nbytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
     return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-# Elements of iterables: one example, or a batch of them.
 
 
 def looks_batched(element: PyTree) -> bool:
@@ -223,25 +187,6 @@ def looks_batched(element: PyTree) -> bool:
     leaves = jax.tree.leaves(element)
     sizes = {getattr(x, "shape", ())[:1] if hasattr(x, "dtype") else () for x in leaves}
     return len(sizes) == 1 and sizes != {()}
-
-
-def is_placed(batch: Batch) -> bool:
-    """Returns whether a user has placed all arrays of a batch on devices."""
-    # JAX calls them committed; others, as of `jnp.ones`, are on a device by chance.
-    leaves = jax.tree.leaves(batch)
-    return bool(leaves) and all(map(_jax.is_committed, leaves))
-
-
-def copied(example: PyTree) -> PyTree:
-    """Returns an example that shares no memory with what its source may refill."""
-    if type(example) is np.ndarray:
-        return example.copy()
-    if type(example) is dict:  # several times as fast as by JAX
-        return {key: copied(value) for key, value in example.items()}
-    if example is None or isinstance(example, (*_NUMBERS, str, bytes)):
-        return example
-    is_leaf = jax.tree_util.all_leaves([example])
-    return as_array("", example).copy() if is_leaf else jax.tree.map(copied, example)
 
 
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
@@ -265,49 +210,25 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     Strings become an array of objects, and Python numbers have the `dtypes` by path.
     """
     named, treedef = named_leaves(examples[0])
-    paths = [path for path, _ in named]
-    try:
-        flat = [treedef.flatten_up_to(example) for example in examples]
-    except ValueError:
-        other = next(e for e in examples if jax.tree.structure(e) != treedef)
-        raise _structure_error(other, paths) from None
-    columns = zip(paths, zip(*flat, strict=True), strict=True)
+    flat = [treedef.flatten_up_to(example) for example in examples]
+    columns = zip([path for path, _ in named], zip(*flat, strict=True), strict=True)
     dtypes = dtypes or {}
     return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
 
 
 def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
-    first, kinds = column[0], set(map(type, column))
-    if isinstance(first, (str, bytes)):
+    if isinstance(column[0], (str, bytes)):
         strings = np.empty(len(column), object)
         strings[:] = column
         return strings
-    if isinstance(first, _NUMBERS) and (len(kinds) == 1 or dtype is not None):
-        return np.array(column, getattr(first, "dtype", dtype))
+    if isinstance(column[0], NUMBERS) and len(set(map(type, column))) == 1:
+        return np.array(column, dtype)
     arrays = [as_array(path, leaf) for leaf in column]
     spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
-            spec.check(array.shape, array)
-    out = empty((len(arrays), *spec.shape), spec.dtype)
-    if not spec.shape:
-        return np.stack(arrays, out=out)
-    # `np.stack` would first make a view with one more dim of every example.
-    rows, *others = spec.shape
-    np.concatenate(arrays, out=out.reshape(len(arrays) * rows, *others))
-    return out
-
-
-# Messages.
-
-
-def _structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    names = ", ".join(repr(path) for path, _ in named_leaves(example)[0]) or "none"
-    return DataError(
-        f"an example has another structure than the first one: leaves {names} instead "
-        f"of {', '.join(map(repr, paths)) or 'none'}. Lists of numbers count as "
-        "structure: make them arrays with np.asarray."
-    )
+            spec.check(array)
+    return np.stack(arrays, out=empty((len(arrays), *spec.shape), spec.dtype))
 
 
 def ambiguous(what: str) -> str:
@@ -318,8 +239,14 @@ def ambiguous(what: str) -> str:
     )
 
 
-def no_rows(epoch: int) -> str:
-    """Returns the message about an epoch, counted from 0, that has no examples."""
+def no_rows(epoch: int, count: int = 0) -> str:
+    """Returns the message about an epoch, from 0, with too few rows for a batch."""
+    if count:
+        return (
+            f"the source has {rows_text(count)} in epoch {epoch + 1}, fewer than a "
+            "batch: remainder='drop' drops all of them. Take a smaller "
+            "global_batch_size, or another remainder=."
+        )
     if not epoch:
         return "the source is empty: it yielded no examples."
     return (

@@ -2,8 +2,8 @@
 
 A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do, but
 for one thing: Python waits for those before it exits, for ever if a source blocks. A
-daemon thread that calls JAX while Python exits crashes the process, so the thread calls
-it only while it holds a lock, which the exit takes for good. The thread refers to the
+daemon thread that is in JAX or other C++ code while Python exits crashes the process,
+so the exit stops the threads, and waits a moment for them. A thread refers to the
 `_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
 closing and that is dropped, its finalizer stops the thread.
 """
@@ -15,32 +15,26 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Generator
+from typing import Any, Self
 
 import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.cluster import activity
-from meshlayout.data.agreement import WAY_OUT
+from meshlayout.data.agreement import Turns
 from meshlayout.data.by_row import HostBatch
-from meshlayout.data.examples import no_rows, rows_text
+from meshlayout.data.examples import rows_text
 from meshlayout.data.plan import DataPlan
 from meshlayout.data.position import Position, from_state, to_state
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# How long closing waits for the thread. One that is inside the user's source cannot be
-# stopped there; it ends when the source returns.
-_JOIN_S = 0.2
-
-# Held by a thread that calls JAX; the exit takes it, and never releases it. The exit
-# does not wait longer than a batch should take to be placed.
-_calls_jax = threading.Lock()
-atexit.register(_calls_jax.acquire, timeout=1.0)
+# How long closing an iterator and ending the program wait for a thread. One that is
+# inside the user's source cannot be stopped there; it ends when the source returns.
+_CLOSE_S, _EXIT_S = 0.2, 1.0
 
 
 class DataIterator:
@@ -56,41 +50,34 @@ class DataIterator:
         # `record` is a method of the dataset, which it keeps alive for the user who
         # holds only the iterator: a dataset that is collected closes its source.
         self._plan, self._position, self._record = plan, position, record
-        self._worker: _Prefetcher | None = None
-        self._is_closed = self._is_over = False
-        self._lock = threading.Lock()  # several threads may take batches
+        self._batches: _Prefetcher | None = None
+        self._is_over = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        with self._lock:
-            self._check_open()
-            if self._is_over:
-                raise StopIteration
-            activity.now.name = "next(batch)"
-            activity.now.moves += 1
-            start = time.perf_counter()
-            if self._worker is None:
-                self._worker = _Prefetcher(self._plan, self._position)
-                self._stop_later = weakref.finalize(self, self._worker.stop)
-                self._stop_later.atexit = False
-            try:
-                batch, self._position = self._worker.take()
-            except KeyboardInterrupt:
-                raise  # the batches that are ready come next
-            except BaseException:
-                self._is_over = True
+        if self._is_over:
+            raise StopIteration
+        activity.now.name = "next(batch)"
+        activity.now.moves += 1
+        start_s = time.perf_counter()
+        if self._batches is None:
+            self._batches = _Prefetcher(self._plan, self._position)
+            self._stop_later = weakref.finalize(self, self._batches.stop)
+            self._stop_later.atexit = False
+        try:
+            batch, self._position = next(self._batches)
+        except BaseException as error:
+            # After Ctrl-C, the batches that are ready come next.
+            self._is_over = not isinstance(error, KeyboardInterrupt)
+            if self._is_over or not self._plan.options.prefetch:
                 self._stop()
-                raise
-            self._plan.clock.add(waited_s=time.perf_counter() - start, batches=1)
-            self._record(self._position)
-            return batch
-
-    def __reduce__(self) -> NoReturn:
-        raise DataError(
-            "a data iterator holds a thread, and is not pickled. Save its get_state()."
-        )
+            raise
+        self._plan.clock.waited_s += time.perf_counter() - start_s
+        self._plan.clock.batches += 1
+        self._record(self._position)
+        return batch
 
     def get_state(self) -> dict[str, JSON]:
         """Returns the position after the last batch, as a JSON-serializable dict.
@@ -127,10 +114,13 @@ class DataIterator:
             DataError: If the state is of another dataset, or the source cannot seek.
         """
         skip = _checks.flag("skip", skip, error=DataError)
-        self._check_open()
         position = from_state(self._plan.identity, state)
-        is_inside = position.row > 0 or position.batch > 0
-        if self._plan.is_stream and is_inside and position.source is None and not skip:
+        if (
+            self._plan.is_stream
+            and position.row
+            and position.source is None
+            and not skip
+        ):
             raise DataError(
                 f"this source cannot seek to row {position.row} of epoch "
                 f"{position.epoch + 1}: it has no position of its own. "
@@ -142,8 +132,8 @@ class DataIterator:
         self._record(position)
 
     def close(self) -> None:
-        """Stops reading, and drops prefetched batches."""
-        self._is_closed = True
+        """Stops reading, and drops prefetched batches; the iteration is over."""
+        self._is_over = True
         self._stop()
 
     def __enter__(self) -> Self:
@@ -152,180 +142,145 @@ class DataIterator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            msg = "this data iterator is closed; iter(data) starts another one."
-            raise DataError(msg)
-
     def _stop(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
             self._stop_later.detach()
-            worker.stop()
-            if threading.current_thread() is not worker.thread:
-                worker.is_done.wait(_JOIN_S)
+            batches.close()
 
 
 class _Prefetcher:
     """Makes batches: ahead, in a thread, or with `prefetch=0` when they are taken.
 
-    Two `SimpleQueue`s bound how many are made ahead: batches that are ready, and
-    permits to make another one. They cost less per batch than a condition, and Ctrl-C
-    interrupts the loop that waits for one.
+    Permits bound how many are made ahead. A queue with a bound would not do: the thread
+    would make one more, and wait to put it there.
     """
 
     def __init__(self, plan: DataPlan, position: Position) -> None:
-        self._plan, self._position = plan, position
-        self._reader = plan.new_reader()
-        self._turns = plan.agreement.new_turns() if plan.is_stream else None
+        self._plan, self._is_stopped = plan, False
+        self._batches = _host_batches(plan, position)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_stopped = False
-        self.is_done = threading.Event()
-        self.thread: threading.Thread | None = None
-        for _ in range(plan.options.prefetch):
-            self._permits.put(None)
+        self._permits = threading.Semaphore(plan.options.prefetch)
+        self._thread: threading.Thread | None = None
         if plan.options.prefetch:
             name = "meshlayout-data"
-            self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self.thread.start()
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            _running.add(self)
 
-    def take(self) -> tuple[Batch, Position]:
-        """Returns the next batch, or raises what making it has raised."""
-        if self.thread is None:
-            return self._next(contextlib.nullcontext())
+    def __next__(self) -> tuple[Batch, Position]:
+        if self._thread is None:
+            return self._made()
         result = self._ready.get()
         if isinstance(result, BaseException):
-            try:
-                raise result
-            finally:
-                # The traceback refers to this frame, and the frame to the error: the
-                # cycle would keep the frames of the source alive.
-                del result
-        self._permits.put(None)
+            raise result
+        self._permits.release()
         return result
 
     def stop(self) -> None:
         """Ends the thread once it leaves the source, and drops what is ready."""
         # In this order: once woken by a permit, the thread has to see the flag.
         self._is_stopped = True
-        if self.thread is None:
-            self._close()
-            self.is_done.set()
+        self._permits.release()
+        ready, self._ready = self._ready, queue.SimpleQueue()
+        ready.put(StopIteration())  # for a loop that waits in another thread
+
+    def close(self, wait_s: float = _CLOSE_S) -> None:
+        """Stops the thread, and waits a moment for its end."""
+        self.stop()
+        if self._thread is None:
+            self._batches.close()
         else:
-            self._permits.put(None)
-            self._clear()
+            self._thread.join(wait_s)
 
-    def _clear(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-        self._ready.put(StopIteration())  # for a loop that waits in another thread
-
-    def _close(self) -> None:
-        try:
-            self._reader.close()
-        finally:
-            if self._turns is not None:
-                self._turns.leave()
+    def _made(self) -> tuple[Batch, Position]:
+        batch = next(self._batches)
+        if self._is_stopped:  # JAX is not called once the program ends
+            raise StopIteration
+        return self._plan.placed(batch), batch.after
 
     def _run(self) -> None:
-        """Makes batches while there are permits; what the thread runs."""
         end: BaseException = StopIteration()
         try:
-            while self._permits.get() is None and not self._is_stopped:
-                self._ready.put(self._next(_calls_jax))
+            with contextlib.closing(self._batches):
+                while self._permits.acquire() and not self._is_stopped:
+                    self._ready.put(self._made())
         except BaseException as error:  # raised again in the user's loop
             end = error
-        try:
-            self._close()
-        except BaseException as error:  # from a `finally` clause of the source
-            end = error if isinstance(end, StopIteration) else end
         self._ready.put(end)
-        del end  # see `take`
-        if self._is_stopped:  # a batch in between must not stay on the devices
-            self._clear()
-        self.is_done.set()
 
-    def _next(self, lock: AbstractContextManager[Any]) -> tuple[Batch, Position]:
-        """Returns the next batch on the mesh, and the position after it."""
-        try:
-            batch = self._next_on_host()
-            if batch is not None:
-                self._position = batch.after
-                with lock:
-                    return self._plan.placed(batch), batch.after
-        except (Exception, SystemExit) as error:
-            # The others raise it too, once they have reached this step.
-            if self._turns is not None:
-                self._turns.fail(error)
-            raise
-        if self._turns is not None:
-            self._turns.leave(ended=True)
-        raise StopIteration
 
-    def _next_on_host(self) -> HostBatch | None:
-        """Returns the next batch, which all processes have; None at the end."""
-        options = self._plan.options
-        while True:
-            position = self._position
-            if options.epochs is not None:
-                last = position.first_epoch + options.epochs
-                # An iteration that started in an epoch's middle ends at the same row.
-                row = position.first_row if options.remainder == "repeat" else 0
-                if (position.epoch, position.row) >= (last, row):
-                    return None
-            batch = self._reader.read(position)
-            if batch is None and not position.row:
-                # With epochs=None this would be an endless loop of empty epochs.
-                raise DataError(no_rows(position.epoch))
-            if batch is not None:
-                self._plan.check_padding(batch)
-            batch = self._agreed(batch)
-            if batch is not None:
-                return batch
-            self._position = position._replace(
-                epoch=position.epoch + 1, batch=0, row=0, source=None, offset=0
-            )
+_running: weakref.WeakSet[_Prefetcher] = weakref.WeakSet()
 
-    def _agreed(self, batch: HostBatch | None) -> HostBatch | None:
-        """Returns the next batch, or None at the epoch's end, on all processes."""
-        plan, position = self._plan, self._position
-        is_own, remainder = plan.options.per_process, plan.options.remainder
-        if self._turns is None or (batch is None and is_own and remainder == "repeat"):
-            return batch  # the next epoch has this step's batch
-        missing = None if batch is None else plan.size - batch.count
-        where = f"batch {position.batch + 1} of epoch {position.epoch + 1}"
-        answers = self._turns.take(missing, where)
-        ended = [process for process, answer in answers.items() if answer is None]
-        if set(answers.values()) == {missing} and (not missing or not is_own):
-            return batch
-        if not is_own:
-            (first, expected), *others = answers.items()
-            process, rows = next(other for other in others if other[1] != expected)
-            here, there = (
-                "no more rows" if missing is None else rows_text(plan.size - missing)
-                for missing in (expected, rows)
-            )
-            raise DataError(
-                f"the sources of process {first} and process {process} have different "
-                f"numbers of rows: {here} and {there} in {where}. {WAY_OUT}"
-            )
-        if ended and remainder == "drop":
+
+@atexit.register
+def _close_all() -> None:
+    running, end_s = list(_running), time.monotonic() + _EXIT_S
+    for prefetcher in running:
+        prefetcher.stop()
+    for prefetcher in running:
+        prefetcher.close(max(0.0, end_s - time.monotonic()))
+
+
+def _host_batches(
+    plan: DataPlan, position: Position
+) -> Generator[HostBatch, None, None]:
+    """Yields the batches after a position, which all processes have."""
+    options, reader = plan.options, plan.new_reader()
+    turns = plan.agreement.new_turns() if plan.agreement and plan.is_stream else None
+    # An iteration that started in an epoch's middle ends at the same row.
+    last_row = position.first_row if options.remainder == "repeat" else 0
+    last = position.first_epoch + (options.epochs or 0), last_row
+    try:
+        while options.epochs is None or (position.epoch, position.row) < last:
+            batch = reader.read(position)
             if batch is not None:
-                plan.clock.warn(
-                    f"Dropped at least {rows_text(batch.count)} at the end of an "
-                    f"epoch: process {ended[0]} had no more batches, and the source "
-                    "was not read any further."
+                plan.check_padding(batch.count, plan.size)
+            if turns is not None:
+                batch = _agreed(plan, turns, position, batch)
+            if batch is not None:
+                position = batch.after
+                yield batch
+            else:
+                position = position._replace(
+                    epoch=position.epoch + 1, batch=0, row=0, source=None, offset=0
                 )
-            return None
-        if ended and not plan.has_weights:
-            others = next(process for process in answers if process not in ended)
-            raise DataError(
-                f"the source of process {ended[0]} has fewer batches than that of "
-                f"process {others}. {plan.padding_hint}"
-            )
-        if batch is None:
-            leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
-            batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
-        return dataclasses.replace(batch, is_padded_elsewhere=True)
+        if turns is not None:
+            turns.leave(ended=True)
+    except Exception as error:
+        # The others raise it too, once they have reached this step.
+        if turns is not None:
+            turns.fail(error)
+        raise
+    finally:
+        reader.close()
+        if turns is not None:
+            turns.leave()
+
+
+def _agreed(
+    plan: DataPlan, turns: Turns, position: Position, batch: HostBatch | None
+) -> HostBatch | None:
+    """Returns the next batch, or None at the epoch's end, on all processes."""
+    remainder, where = plan.options.remainder, f"epoch {position.epoch + 1}"
+    if not plan.options.per_process:
+        rows = "no rows" if batch is None else rows_text(batch.count)
+        turns.take(None, f"{rows} in batch {position.batch + 1} of {where}")
+        return batch
+    if batch is None and remainder == "repeat":
+        return None  # the next epoch has this step's batch
+    missing = None if batch is None else plan.size - batch.count
+    answers = turns.take(missing, f"batch {position.batch + 1} of {where}")
+    ended = [process for process, answer in answers.items() if answer is None]
+    if ended and (remainder == "drop" or len(ended) == len(answers)):
+        return None
+    if ended and not plan.has_weights:
+        raise DataError(
+            f"the source of process {ended[0]} has fewer batches than that of another "
+            f"process. {plan.padding_hint}"
+        )
+    if batch is None:
+        leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
+        batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
+    is_padded = any(answer != 0 for answer in answers.values())
+    return dataclasses.replace(batch, is_padded_elsewhere=is_padded)

@@ -1,19 +1,13 @@
 """How long an input pipeline reads, places and is waited for, and what it noted."""
 
-import contextlib
 import logging
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineReport:
     """The work of an input pipeline so far, on this process.
 
@@ -48,40 +42,14 @@ class PipelineReport:
         )
         return "\n".join((work, *self.notes))
 
-
-class Clock:
-    """Adds up the work of a pipeline, and keeps its notes; any thread may use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: defaultdict[str, Any] = defaultdict(int)
-        self._notes: dict[str, None] = {}
-
-    @contextlib.contextmanager
-    def timed(self, name: str, **counts: int) -> Iterator[None]:
-        """Adds the time of a `with` block, and counts."""
-        start = time.perf_counter()
-        yield
-        self.add(**{name: time.perf_counter() - start}, **counts)
-
-    def add(self, **amounts: float) -> None:
-        """Adds seconds and counts by the names of a report."""
-        with self._lock:
-            for name, amount in amounts.items():
-                self._sums[name] += amount
-
     def note(self, text: str) -> None:
         """Adds a sentence to the report, once."""
-        self._notes[text] = None
+        if text not in self.notes:
+            self.notes += (text,)
 
     def warn(self, text: str) -> None:
         """Adds a sentence to the report and logs it, once."""
         # Not with `warnings`: these come from a thread, whose stack is not the user's.
-        if text not in self._notes:
+        if text not in self.notes:
             self.note(text)
             _log.warning("%s", text)
-
-    def report(self) -> PipelineReport:
-        """Returns the sums so far."""
-        with self._lock:
-            return PipelineReport(**self._sums, notes=tuple(self._notes))

@@ -1,16 +1,18 @@
-"""Worker processes that map examples, one share of the rows each.
+"""Worker processes that map examples, of an executor that never holds up the exit.
 
-Not an executor of `concurrent.futures`, which waits at the end of the program for a
-function that never returns. A worker whose pipe closes has died.
+Python joins executors when a program ends, which would wait for a function that never
+returns. So their processes are killed before.
 """
 
+import itertools
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
-import traceback
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from typing import Any
 
 import jax
@@ -32,82 +34,68 @@ class Workers:
             "map= and what it uses cannot be sent to worker processes: create such "
             "objects inside of it, or use num_workers=0."
         ):
-            self._function = cloudpickle.dumps(function)
-        self._count, self._lock = count, threading.Lock()
-        self._workers: list[tuple[Any, Any]] = []  # processes and their pipes
+            packed = cloudpickle.dumps(function)
+        self._count = count
+        # JAX runs threads, and a forked child may inherit a lock that one of them
+        # holds.
+        context = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(count, context, _start, (packed,))
+        _all.add(self)
 
     def __call__(self, rows: PyTree, epoch: int) -> list[PyTree]:
         """Returns the examples of some rows; raises what the function does."""
-        with self._lock:  # iterations in several threads share the workers
-            try:
-                pipes = self._started()
-                for number, pipe in enumerate(pipes):
-                    share = jax.tree.map(
-                        lambda x, n=number: np.array_split(x, self._count)[n], rows
-                    )
-                    pipe.send((share, epoch))
-                results = [pipe.recv() for pipe in pipes]
-            except (EOFError, ConnectionError) as error:
-                self.close()
-                msg = (
-                    "a worker process ended while it read examples: out of memory, or "
-                    "because a script does not keep what it runs under `if __name__ == "
-                    "'__main__':`. What it printed says more, and num_workers=0."
-                )
-                raise DataError(msg) from error
-            except BaseException:  # answers that nobody has read may be on the way
-                self.close()
-                raise
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return [example for examples in results for example in examples]
+        shares = [
+            jax.tree.map(lambda x, n=number: np.array_split(x, self._count)[n], rows)
+            for number in range(self._count)
+        ]
+        try:
+            results = self._executor.map(_call, shares, itertools.repeat(epoch))
+            return list(itertools.chain.from_iterable(results))
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process ended while it read examples: out of memory, or "
+                "because a script does not keep what it runs under `if __name__ == "
+                "'__main__':`. What it printed says more, and num_workers=0."
+            ) from error
 
     def close(self) -> None:
-        """Ends the processes; they start again at the next call."""
-        workers, self._workers = self._workers, []
-        for process, _ in workers:
+        """Ends the processes."""
+        # A private attribute, until Python 3.14: test_data_exit notices a change.
+        for process in list((self._executor._processes or {}).values()):
             process.kill()
-            process.join()
-
-    def _started(self) -> list[Any]:
-        # JAX runs threads, and a forked child may inherit a lock that one of them
-        # holds. A daemon is ended with the program, whatever it is doing.
-        context = multiprocessing.get_context("spawn")
-        while len(self._workers) < self._count:
-            pipe, far_end = context.Pipe()
-            arguments = (far_end, self._function)
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
-            far_end.close()
-            self._workers.append((process, pipe))
-        return [pipe for _, pipe in self._workers]
+        self._executor.shutdown()
 
 
-def _work(pipe: Any, packed: bytes) -> None:
-    """Answers one share of rows after another, until the other end is closed."""
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for workers in list(_all):
+        workers.close()
+
+
+# Runs before the executor's own hook, which its import has registered.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+_function: Callable[..., list[PyTree]]
+
+
+def _start(packed: bytes) -> None:
+    """Prepares a worker process."""
+    global _function
     # Ctrl-C goes to all processes of a terminal, and is meant for the training process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # A user's function that calls JAX must not take the accelerators from it.
     jax.config.update("jax_platforms", "cpu")
-    function = pickle.loads(packed)
-    with suppress(EOFError, ConnectionError):
-        while True:
-            rows, epoch = pipe.recv()
-            try:
-                result = function(rows, epoch)
-            except BaseException as error:  # the training process raises all of them
-                result = _sendable(error)
-            pipe.send(result)
+    _function = pickle.loads(packed)
 
 
-def _sendable(error: BaseException) -> Exception:
-    """Returns an error whose pickle loads, and that ends no training process."""
-    text = "".join(traceback.format_exception(error)).rstrip()
-    plain = RuntimeError(f"{type(error).__name__}: {error}")
-    for each in (error, plain):
-        each.add_note(f"In a worker process:\n{text}")
-    with suppress(Exception):
-        if isinstance(copy := pickle.loads(pickle.dumps(error)), Exception):
-            return copy
-    return plain
+def _end_with_parent() -> None:
+    parent: Any = multiprocessing.parent_process()
+    parent.join()  # it may be killed
+    os._exit(1)
+
+
+def _call(rows: PyTree, epoch: int) -> list[PyTree]:
+    return _function(rows, epoch)

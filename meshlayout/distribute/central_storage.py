@@ -15,7 +15,6 @@ from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
-from meshlayout.distribute.values import PerReplica
 from meshlayout.distribute.variables import current
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
@@ -79,9 +78,9 @@ class CentralStorageStrategy(Strategy):
             return super()._layout(shape, dtype)
         return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
 
-    def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
-        if is_own or isinstance(x, (PerReplica, Tracer, jax.ShapeDtypeStruct)):
-            return super()._place(path, x, is_own=is_own)
+    def _place(self, x: Leaf) -> Any:
+        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+            return super()._place(x)
         x = jnp.asarray(x)
         layout = self._layout(x.shape, x.dtype)
         is_here = x.sharding.is_equivalent_to(layout.sharding, x.ndim)

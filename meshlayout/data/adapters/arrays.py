@@ -18,7 +18,6 @@ from meshlayout.data.examples import (
     ambiguous,
     as_array,
     empty,
-    is_placed,
     leaf_path,
     leaf_text,
     looks_batched,
@@ -56,8 +55,6 @@ def adapt(obj: Any, *, batched: bool | None) -> Source:
     if batched or is_mapping or not is_indexed or hasattr(obj, "__next__"):
         return iterables.adapt(obj, batched=batched)
     if batched is None and len(obj) and looks_batched(obj[0]):
-        if is_placed(obj[0]):  # nobody places single examples: a list of batches
-            return iterables.adapt(obj, batched=None)
         hint = " Columns of one dataset go into a tuple or a dict." * _is_array(obj[0])
         raise DataError(ambiguous("the source") + hint)
     return item_rows(obj)
