@@ -158,17 +158,19 @@ def _is_of_all(leaf: object) -> bool:
 # Code outside of a strategy runs as a single replica.
 _alone = ReplicaContext(None, None, 1)
 # The context of a replica; None in cross-replica context.
-_context: ContextVar[ReplicaContext | None] = ContextVar("replica", default=_alone)
+current_context: ContextVar[ReplicaContext | None] = ContextVar(
+    "replica", default=_alone
+)
 
 
 @contextlib.contextmanager
 def entered(context: ReplicaContext | None) -> Iterator[None]:
     """Makes a context current; None is the cross-replica context of a strategy."""
-    token = _context.set(context)
+    token = current_context.set(context)
     try:
         yield
     finally:
-        _context.reset(token)
+        current_context.reset(token)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -183,7 +185,7 @@ def get_replica_context() -> ReplicaContext | None:
         >>> context.num_replicas_in_sync, int(context.replica_id_in_sync_group)
         (1, 0)
     """
-    return _context.get()
+    return current_context.get()
 
 
 def in_cross_replica_context() -> bool:
@@ -193,4 +195,4 @@ def in_cross_replica_context() -> bool:
         >>> in_cross_replica_context()
         False
     """
-    return _context.get() is None
+    return current_context.get() is None

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _render
-from meshlayout.collectives import get_replica_context
+from meshlayout.collectives import current_context
 from meshlayout.errors import MetricError
 
 
@@ -437,8 +437,9 @@ def element_weights(
 
 def _replica_mask() -> jax.Array | None:
     """Returns which rows are real, in a function that a strategy runs."""
-    context = get_replica_context()
-    return None if context is None else context.example_mask
+    context = current_context.get()
+    has_padding = context is not None and context.mask is not None
+    return context.example_mask if has_padding else None
 
 
 def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> None:
