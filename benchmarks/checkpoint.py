@@ -238,7 +238,7 @@ def main() -> None:
         f"orbax-checkpoint {importlib.metadata.version('orbax-checkpoint')}, "
         f"Python {platform.python_version()}"
     )
-    for state in STATES:
+    for state in [options.state] if options.state else STATES:
         with tempfile.TemporaryDirectory(dir=options.directory) as directory:
             show(options, state, directory)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:

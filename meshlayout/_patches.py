@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 Patch: TypeAlias = tuple[type, str, Callable[[Any], Any]]
 
 # The number of users inside each patch, and a function that undoes it.
-_lock = threading.Lock()
+# A finalizer may leave while this thread enters: the garbage collector runs anywhere.
+_lock = threading.RLock()
 _num_inside: Counter[Patch] = Counter()
 _undo: dict[Patch, Callable[[], None]] = {}
 
@@ -54,9 +55,9 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         with _lock:
             for patch in self._patches:
-                if not _num_inside[patch]:
-                    _undo[patch] = _replace(*patch)
                 _num_inside[patch] += 1
+                if _num_inside[patch] == 1:
+                    _undo[patch] = _replace(*patch)
 
     def __exit__(self, *error: object) -> None:
         with _lock:

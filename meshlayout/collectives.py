@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Leaf, PyTree
@@ -154,17 +153,6 @@ class ReplicaContext:
 def _is_of_all(leaf: object) -> bool:
     # A PerReplica is a pytree; its parts would be taken for a replica's own arrays.
     return isinstance(leaf, DistributedValues)
-
-
-def array_of(leaf: Leaf) -> jax.Array | None:
-    """Returns an array or number as a JAX array; None for anything else."""
-    arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-    if not isinstance(leaf, arrays):
-        return None  # JAX would take a text for the name of a dtype
-    try:
-        return jnp.asarray(leaf)
-    except (TypeError, OverflowError):  # an array of objects; too large an int
-        return None
 
 
 # Code outside of a strategy runs as a single replica.

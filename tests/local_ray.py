@@ -8,7 +8,7 @@ import types
 import cloudpickle
 
 from meshlayout import _optional, distribute
-from meshlayout.distribute.parameter_server.worker import RemoteWorker
+from meshlayout.distribute.parameter_server.workers import RemoteWorker
 
 
 class WorkerKilled(BaseException):

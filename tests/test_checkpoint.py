@@ -592,7 +592,7 @@ def test_what_save_is_given_is_checked(tmp_path):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore({"x": 1}, data=Counter())
         assert str(caught.value) == (
-            "step 1 was saved without data=: restore it without, too."
+            "the step was saved without data=: restore it without."
         )
 
 

@@ -85,12 +85,13 @@ def files_of(directory):
 # Files that change.
 
 
-def test_every_flipped_bit_is_noticed(tmp_path, mesh_2x4, counts):
+@pytest.mark.parametrize("flips", [14, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_noticed(tmp_path, mesh_2x4, counts, flips):
     write_two_steps(tmp_path, mesh_2x4)
     rng = np.random.default_rng(0)
     some = [one for one in files_of(tmp_path / "2") if one.stat().st_size]
     ck = Checkpointer(tmp_path)
-    for turn in range(100):
+    for turn in range(flips):
         file = some[turn % len(some)]
         content = before = file.read_bytes()
         bit = int(rng.integers(8 * len(content)))
@@ -101,10 +102,13 @@ def test_every_flipped_bit_is_noticed(tmp_path, mesh_2x4, counts):
         assert (found, len(said)) == (1, 1), f"{file.name}, bit {bit}"
         file.write_bytes(before)
     assert restored(ck, mesh_2x4) == (2, [])
-    counts(f"100 flipped bits in {len(some)} files: all found")
+    counts(f"{flips} flipped bits in {len(some)} files: all found")
 
 
-@pytest.mark.parametrize("kind", ["cut off", "emptied", "zeroed", "deleted"])
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("emptied", "zeroed")]
+
+
+@pytest.mark.parametrize("kind", ["cut off", "deleted", *SLOW])
 def test_every_damaged_file_is_found(tmp_path, mesh_2x4, kind):
     write_two_steps(tmp_path, mesh_2x4)
     ck = Checkpointer(tmp_path)

@@ -504,7 +504,7 @@ WIDE = {
 
 @pytest.mark.parametrize("source", ["rows", "stream"])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_wide_dtypes_become_what_jax_makes_of_them_and_are_reported(dtype, source):
+def test_wide_dtypes_become_what_jax_makes_of_them(dtype, source):
     x = np.array([1, 2, 70000, 4, 5, 6, 7, 8], dtype)
     given: Any = {"x": x}
     if source == "stream":
@@ -514,11 +514,6 @@ def test_wide_dtypes_become_what_jax_makes_of_them_and_are_reported(dtype, sourc
     expected = jnp.asarray(x)
     assert batch["x"].dtype == expected.dtype == WIDE[dtype]
     np.testing.assert_array_equal(batch["x"], expected)
-    # Integers are checked to fit, so that only floats lose something.
-    note = f"x: {dtype} becomes {WIDE[dtype]}, as JAX does without jax_enable_x64."
-    assert data.report().notes == (
-        (note,) if dtype in ("float64", "complex128") else ()
-    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -662,13 +657,6 @@ def test_what_is_not_a_source_is_refused(source):
         "the source must be arrays, a list of examples, an iterable, a function that "
         "makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging "
         f"Face, got {source!r}."
-    )
-
-
-def test_a_function_that_returns_no_iterator_is_refused():
-    assert message(lambda: distributed(lambda: 7)) == (
-        "the source is a function that returned 7; it must return an iterator, or be a "
-        "generator function."
     )
 
 
@@ -1015,8 +1003,8 @@ def test_a_function_may_return_rows_and_say_the_batch_size():
     assert message(
         lambda: md.distribute_datasets_from_function(lambda context: columns(8), MESH)
     ) == (
-        "fn returned a source of single rows, from which the size of a batch cannot be "
-        "inferred. Give global_batch_size=, or return batches of the per-replica size."
+        "the function returned a source of single rows, which does not say the size of "
+        "a batch. Give global_batch_size=, or return batches of the per-replica size."
     )
 
 
@@ -1027,16 +1015,13 @@ def test_what_a_function_raises_says_for_which_part_of_the_input():
     with pytest.raises(FileNotFoundError, match="part-00000 is gone") as error:
         md.distribute_datasets_from_function(fn, MESH)
     assert error.value.__notes__ == [
-        "This was raised by fn, called with InputContext(num_input_pipelines=1, "
+        "This was raised by the function, called with InputContext(num_input_pipelines=1, "
         "input_pipeline_id=0, num_replicas_in_sync=8)."
     ]
 
 
-PARAMETERS = inspect.signature(md.distribute_datasets_from_function).parameters
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object()])
-@pytest.mark.parametrize("name", [*PARAMETERS, "dataset"])
+@pytest.mark.parametrize("name", ["dataset", "layout_or_mesh", "batched"])
 def test_odd_values_for_a_function_of_sources_work_or_are_refused(name, value):
     dataset = value if name == "dataset" else columns(16)
     options = {

@@ -83,25 +83,17 @@ def by_content(split):
 
 def test_a_prepared_directory_gives_every_example_as_it_was(prepared):
     dataset = load_dataset("mnist", prepared)
+    assert str(dataset) == (
+        f"mnist from the prepared TFDS directory {prepared}/mnist/3.0.1, "
+        "300 training and 100 test images."
+    )
+    builder: Any = tfds.builder("mnist", data_dir=prepared)
+    assert len(builder.as_data_source(split="test")) == NUM_TEST  # TFDS's own dataset
     for split, (images, labels) in ((dataset.train, TRAIN), (dataset.test, TEST)):
         assert split.images.shape == (len(labels), 28, 28, 1)
         assert split.images.dtype == np.uint8
         assert split.labels.dtype == np.int32
         assert by_content(split) == by_content(Split(images, labels))
-
-
-def test_a_prepared_directory_is_named_with_its_sizes(prepared):
-    assert str(load_dataset("mnist", prepared)) == (
-        f"mnist from the prepared TFDS directory {prepared}/mnist/3.0.1, "
-        "300 training and 100 test images."
-    )
-
-
-def test_what_was_prepared_without_tensorflow_is_tfds_own_dataset(prepared):
-    builder: Any = tfds.builder("mnist", data_dir=prepared)
-    source = builder.as_data_source(split="test")
-    assert len(source) == NUM_TEST
-    assert source[0]["image"].shape == (28, 28, 1)
 
 
 def truncate(file: Path):
@@ -116,16 +108,8 @@ def truncate(file: Path):
             "it has no dataset_info.json",
         ),
         (
-            lambda d: (d / "dataset_info.json").write_text("not json"),
-            "Failed to load JSON: Expecting value: line 1 column 1 (char 0)",
-        ),
-        (
             lambda d: next(d.glob("*test.array_record*")).unlink(),
             "mnist-test.array_record-00000-of-00001 is missing",
-        ),
-        (
-            lambda d: next(d.glob("*train.array_record*")).write_bytes(b""),
-            "ArrayRecord file should be at least 64KB big",
         ),
         (
             lambda d: truncate(next(d.glob("*train.array_record*"))),
@@ -178,21 +162,11 @@ def test_a_directory_in_tensorflows_format_is_refused(copied):
             "dataset 'mnist:9.9.9': Dataset mnist cannot be loaded at version 9.9.9, "
             "only: 3.0.1.",
         ),
-        (
-            "../mnist",
-            "'../mnist' is not a TFDS name, such as mnist, emnist/letters or "
-            "mnist:3.0.1.",
-        ),
         ("", "'' is not a TFDS name, such as mnist, emnist/letters or mnist:3.0.1."),
         (
             "cifar10",
             "dataset 'cifar10' holds images of shape (32, 32, 3); these models take "
             "(28, 28, 1), as mnist, fashion_mnist, kmnist and emnist have.",
-        ),
-        (
-            "imdb_reviews",
-            "dataset 'imdb_reviews' holds no images; these models take (28, 28, 1), as "
-            "mnist, fashion_mnist, kmnist and emnist have.",
         ),
         ("binarized_mnist", "dataset 'binarized_mnist' has no class labels to learn."),
     ],
@@ -364,20 +338,12 @@ def test_the_carried_part_says_what_it_is(tmp_path, offline):
         f"it is not prepared in {tmp_path}, and the server is away; `make data` "
         "prepares it."
     )
-
-
-def test_the_carried_part_has_images_of_all_classes(tmp_path, offline):
-    dataset = load_dataset("fashion_mnist", tmp_path)
     for split, size in ((dataset.train, 5000), (dataset.test, 1000)):
         assert split.images.shape == (size, 28, 28, 1)
-        assert split.images.dtype == np.uint8
         assert set(split.labels.tolist()) == set(range(10))
-
-
-def test_the_carried_part_comes_with_its_licence():
-    text = data.CARRIED_PART.with_suffix(".LICENSE").read_text()
-    assert "Copyright (c) 2017 Zalando SE" in text
-    assert "MIT License" in text
+    licence = data.CARRIED_PART.with_suffix(".LICENSE").read_text()
+    assert "Copyright (c) 2017 Zalando SE" in licence
+    assert "MIT License" in licence
 
 
 # Batches
@@ -388,8 +354,8 @@ def numbered(num_examples):
     return Split(images, np.arange(num_examples, dtype=np.int32))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 8, 10, 16])
-@pytest.mark.parametrize("num_examples", [1, 7, 8, 10])
+@pytest.mark.parametrize("size", [1, 3, 8, 16])
+@pytest.mark.parametrize("num_examples", [1, 7, 8])
 def test_batches_count_every_example_exactly_once(num_examples, size):
     split = numbered(num_examples)
     seen = list(batches(split, size, order=np.random.default_rng(0)))
@@ -399,16 +365,8 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
     weights = np.concatenate([batch["weight"] for batch in seen])
     assert set(weights.tolist()) <= {0.0, 1.0}
     assert sorted(labels[weights == 1].tolist()) == list(range(num_examples))
-
-
-def test_the_order_depends_on_the_generator_alone():
-    def labels(order):
-        return [b["label"].tolist() for b in batches(numbered(50), 8, order=order)]
-
-    assert labels(np.random.default_rng(1)) == labels(np.random.default_rng(1))
-    assert labels(np.random.default_rng(1)) != labels(np.random.default_rng(2))
-    in_order = [label for batch in labels(None) for label in batch]
-    assert in_order[:50] == list(range(50))
+    again = list(batches(split, size, order=np.random.default_rng(0)))
+    assert [b["label"].tolist() for b in again] == [b["label"].tolist() for b in seen]
 
 
 def test_pixel_statistics_are_the_mean_and_deviation():
@@ -419,14 +377,6 @@ def test_pixel_statistics_are_the_mean_and_deviation():
 
 
 # The command line of `make data`
-
-
-def test_preparing_again_says_that_it_is_there(prepared, capsys):
-    status = prepare_data.main(["--dataset", "mnist", "--data-dir", str(prepared)])
-    assert status == 0
-    assert capsys.readouterr().out == (
-        f"mnist is already prepared in {prepared}/mnist/3.0.1.\n"
-    )
 
 
 def test_preparing_fails_where_nothing_has_the_dataset(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,10 @@ def loss_fn(model, batch):
     return (model(batch["x"]).sum(-1) - batch["y"]) ** 2
 
 
+def predict_fn(model, batch):
+    return model(batch["x"])
+
+
 def state_on(mesh, rules=None):
     return ml.TrainState.create(
         lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
@@ -33,12 +37,6 @@ def mesh():
     return ml.create_mesh({"rows": 8})
 
 
-def refused(call):
-    with pytest.raises(ml.errors.StepError) as caught:
-        call()
-    return str(caught.value)
-
-
 MESSAGE = (
     "all 8 devices of Mesh(rows=8) would compute the same: no array of the batch, and "
     "none of the state, is sharded over an axis. Shard the rows: "
@@ -48,112 +46,138 @@ MESSAGE = (
     "or make a mesh of one device."
 )
 
+STEPS = {
+    "eval": lambda: ml.make_eval_step(loss_fn),
+    "predict": lambda: ml.make_predict_step(predict_fn),
+    "train": lambda: ml.make_train_step(loss_fn),
+}
+CALLS = {
+    "fit": lambda trainer: trainer.fit(DATA, batch_size=8, progress=False),
+    "evaluate": lambda trainer: trainer.evaluate(DATA, batch_size=8),
+    "evaluate batches": lambda trainer: trainer.evaluate([DATA]),
+    "predict": lambda trainer: trainer.predict(DATA, batch_size=8),
+}
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_step_whose_devices_all_compute_the_same_is_an_error(mesh, calls):
-    (batch,) = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
-    train_step = ml.make_train_step(loss_fn)
-    for _ in range(calls):  # not only the first
-        assert refused(lambda: train_step(state_on(mesh), batch)) == MESSAGE
+
+def trainer_of(state, **options):
+    return ml.Trainer(state, loss_fn, predict_fn=predict_fn, **options)
 
 
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_a_step_whose_devices_all_compute_the_same_is_an_error(mesh, name, is_placed):
+    batch = DATA
+    if is_placed:
+        (batch,) = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
+    step = STEPS[name]()
+    for _ in range(2):  # not only at the first call
+        with pytest.raises(ml.errors.StepError) as error:
+            step(state_on(mesh), batch)
+        assert str(error.value) == MESSAGE
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_fit_whose_devices_all_compute_the_same_is_an_error(mesh, steps_per_call):
-    trainer = ml.Trainer(state_on(mesh), loss_fn, steps_per_call=steps_per_call)
-    said = refused(lambda: trainer.fit(DATA, batch_size=8, progress=False))
-    assert said == MESSAGE
+def test_a_trainer_whose_devices_all_compute_the_same_is_an_error(
+    mesh, name, steps_per_call
+):
+    trainer = trainer_of(state_on(mesh), steps_per_call=steps_per_call)
+    with pytest.raises(ml.errors.StepError) as error:
+        CALLS[name](trainer)
+    assert str(error.value) == MESSAGE
 
 
 def test_a_batch_replicated_by_hand_is_an_error():
     mesh = ml.create_mesh({"batch": 8})
     batch = ml.relayout(DATA, mesh.layout(...))
-    message = refused(lambda: ml.make_train_step(loss_fn)(state_on(mesh), batch))
-    assert message.startswith("all 8 devices of Mesh(batch=8) would compute the same")
+    with pytest.raises(ml.errors.StepError, match=r"all 8 devices of Mesh\(batch=8\)"):
+        ml.make_train_step(loss_fn)(state_on(mesh), batch)
 
 
-def test_a_layout_shards_rows_over_an_axis_of_any_name(mesh):
-    layout = mesh.layout("rows", ...)
-    (batch,) = ml.distribute_dataset(DATA, layout, global_batch_size=16)
-    ml.make_train_step(loss_fn)(state_on(mesh), batch)
-    trainer = ml.Trainer(state_on(mesh), loss_fn, data_layout=layout)
-    trainer.fit(DATA, batch_size=8, progress=False)
+def computed(state, batch):
+    """The loss and the predictions, before a train step."""
+    loss = float(STEPS["eval"]()(state, batch)["loss"])
+    predictions = np.asarray(STEPS["predict"]()(state, batch))
+    STEPS["train"]()(state, batch)
+    return loss, predictions
 
 
-@pytest.mark.parametrize("axis", ["model", "stage"])
-def test_a_mesh_that_shards_the_state_alone_is_right(axis):
-    mesh = ml.create_mesh({axis: 8})
-    state = state_on(mesh, {"kernel": (None, axis)})
-    (batch,) = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
-    state, metrics = ml.make_train_step(loss_fn)(state, batch)
-    assert float(metrics.to_host()["loss"]) >= 0
-    ml.Trainer(state, loss_fn).fit(DATA, batch_size=8, progress=False)
-
-
-def test_a_mesh_that_shards_a_sequence_alone_is_right():
-    mesh = ml.create_mesh({"seq": 4}, devices=jax.devices()[:4])
-    layout = mesh.layout(None, "seq")
-    batches = ml.distribute_dataset({"x": X}, layout, global_batch_size=16)
-
-    def over_tokens(model, batch):
-        return (model(batch["x"]) ** 2).mean(-1)
-
-    for batch in batches:
-        ml.make_train_step(over_tokens)(state_on(mesh), batch)
-
-
-def test_a_step_that_shards_inside_itself_is_right():
-    mesh = ml.create_mesh({"seq": 4}, devices=jax.devices()[:4])
-    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec(None, "seq"))
-
-    def over_tokens(model, batch):
-        x = jax.lax.with_sharding_constraint(batch["x"], sharding)
-        return (model(x) ** 2).mean(-1)
-
-    (batch,) = ml.distribute_dataset({"x": X}, mesh, global_batch_size=16)
-    ml.make_train_step(over_tokens)(state_on(mesh), batch)
-
-
-def test_one_device_and_no_mesh_are_right():
+@pytest.fixture(scope="module")
+def alone():
+    """What one device computes."""
     one = ml.create_mesh({"rows": 1}, devices=jax.devices()[:1])
     (batch,) = ml.distribute_dataset(DATA, one, global_batch_size=16)
-    ml.make_train_step(loss_fn)(state_on(one), batch)
+    return computed(state_on(one), batch)
+
+
+@pytest.mark.parametrize("axis", ["model", "expert", "stage", "rows"])
+def test_a_mesh_that_shards_the_state_or_the_rows_alone_is_right(axis, alone):
+    mesh = ml.create_mesh({axis: 8})
+    rules = {} if axis == "rows" else {"kernel": (None, axis)}
+    layout = mesh.layout("rows", ...) if axis == "rows" else mesh
+    (batch,) = ml.distribute_dataset(DATA, layout, global_batch_size=16)
+    loss, predictions = computed(state_on(mesh, rules), batch)
+    close = {"rtol": 1e-5, "atol": 1e-6}  # another order of sums
+    np.testing.assert_allclose(loss, alone[0], **close)
+    np.testing.assert_allclose(predictions, alone[1], **close)
+
+
+@pytest.mark.parametrize("axis", ["model", "rows"])
+def test_a_trainer_on_a_mesh_that_shards_the_state_or_the_rows_is_right(axis):
+    mesh = ml.create_mesh({axis: 8})
+    if axis == "rows":
+        trainer = trainer_of(state_on(mesh), data_layout=mesh.layout("rows", ...))
+    else:
+        trainer = trainer_of(state_on(mesh, {"kernel": (None, axis)}))
+    for call in CALLS.values():
+        call(trainer)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_mesh_that_shards_a_sequence_alone_is_right(is_inside):
+    mesh = ml.create_mesh({"seq": 4}, devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec(None, "seq"))
+    layout = mesh if is_inside else mesh.layout(None, "seq")
+    (batch,) = ml.distribute_dataset({"x": X}, layout, global_batch_size=16)
+
+    def over_tokens(model, batch):
+        x = batch["x"]
+        if is_inside:
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return (model(x) ** 2).mean(-1)
+
+    for make in (ml.make_train_step, ml.make_eval_step, ml.make_predict_step):
+        make(over_tokens)(state_on(mesh), batch)
+
+
+def test_no_mesh_is_right():
     plain = ml.TrainState.create(
         lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), optax.sgd(0.1)
     )
-    ml.make_train_step(loss_fn)(plain, jax.tree.map(jnp.asarray, DATA))
+    for make in STEPS.values():
+        make()(plain, jax.tree.map(jnp.asarray, DATA))
 
 
 def test_rows_that_do_not_divide_are_computed_by_all(caplog):
+    five = jax.tree.map(lambda leaf: leaf[:5], DATA)
     mesh = ml.create_mesh({"batch": 8})
     trainer = ml.Trainer(state_on(mesh), lambda m, b: loss_fn(m, b).mean())
-    five = jax.tree.map(lambda leaf: leaf[:5], DATA)
-    history = trainer.fit([five], progress=False)
-    assert len(history["loss"]) == 1
+    assert len(trainer.fit([five], progress=False)["loss"]) == 1
     assert "does not divide" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "axis",
-    [
-        pytest.param(axis, marks=[pytest.mark.slow] * (axis not in ("data", "fsdp")))
-        for axis in _batches.BATCH_AXES
-    ],
-)
+@pytest.mark.parametrize("axis", _batches.BATCH_AXES)
 def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     mesh = ml.create_mesh({axis: 8})
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
     (batch,) = data
-    assert batch["x"].sharding.spec[0] in (axis, (axis,))
-    trainer = ml.Trainer(state_on(mesh), loss_fn)
-    trainer.fit(DATA, batch_size=8, progress=False)
+    assert batch["x"].sharding.shard_shape((16, 4)) == (2, 4)
+    trainer_of(state_on(mesh)).fit(DATA, batch_size=8, progress=False)
     assert ml.data.process_rows(mesh, 16).size == 16
     assert ml.data.per_replica_batch_size(16, mesh) == 2
     kernel = jax.ShapeDtypeStruct((784, 128), "float32")
-    assert (
-        not ml.parallel.fsdp(mesh)
-        .resolve({"kernel": kernel})["kernel"]
-        .layout.is_fully_replicated
-    )
+    resolved = ml.parallel.fsdp(mesh).resolve({"kernel": kernel})["kernel"]
+    assert not resolved.layout.is_fully_replicated
     assert not caplog.records
 
 
@@ -162,7 +186,7 @@ def test_all_places_that_list_batch_axes_list_the_same(said):
     assert all(axis in said.__doc__ for axis in _batches.BATCH_AXES)
 
 
-def test_all_rows_on_every_device_is_logged_once(mesh, caplog):
+def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(mesh, caplog):
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=8, epochs=2)
     assert len(list(data)) == 4
     assert [record.getMessage() for record in caplog.records] == [
@@ -173,5 +197,7 @@ def test_all_rows_on_every_device_is_logged_once(mesh, caplog):
         "mesh.layout(...)."
     ]
     caplog.clear()
-    list(ml.distribute_dataset(DATA, mesh.layout(...), global_batch_size=8))
+    for spec, rows in (((...,), 16), (("rows", ...), 2)):
+        (batch,) = ml.distribute_dataset(DATA, mesh.layout(*spec), global_batch_size=16)
+        assert batch["x"].sharding.shard_shape((16, 4)) == (rows, 4)
     assert not caplog.records

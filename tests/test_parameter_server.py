@@ -127,24 +127,18 @@ def test_one_worker_computes_what_flax_alone_does(make_training, num_servers):
     assert_same_state(training.model, trained_alone(8)[0])
 
 
-def test_two_workers_apply_each_closure_once(make_training):
-    training = make_training(2, 2)
-    assert np.isfinite(training.run(20)).all()
-    assert training.optimizer.step[...] == training.num_steps[...] == 20
-    assert training.coordinator.done()
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(make_training, when):
     def fault(*event):
         if event == (when, 3):
             raise WorkerKilled
 
-    training = make_training(1, 2, fault=fault)
-    losses = training.run(6)
+    training = make_training(2, 2, fault=fault)
+    losses = training.run(12)
     assert np.isfinite(losses).all()
-    assert training.ray.num_workers_started == 2
-    assert training.optimizer.step[...] == training.num_steps[...] == len(losses) == 6
+    assert training.ray.num_workers_started == 3
+    assert training.optimizer.step[...] == training.num_steps[...] == len(losses) == 12
+    assert training.coordinator.done()
 
 
 def test_a_closure_that_kills_every_worker_is_given_up(make_training):
@@ -152,10 +146,9 @@ def test_a_closure_that_kills_every_worker_is_given_up(make_training):
         raise WorkerKilled
 
     training = make_training(1, fault=fault)
-    with pytest.raises(RayActorError, match="killed") as caught:
+    with pytest.raises(RayActorError, match="killed"):
         training.run(1)
     assert training.ray.num_workers_started == 5
-    assert caught.value.__notes__[0].endswith("step was running on this worker.")
 
 
 def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
@@ -171,10 +164,9 @@ def test_a_dead_server_is_an_error_that_names_the_last_checkpoint(
         result = training.coordinator.schedule(training.step, (training.iterator,))
         message = message_of(training.coordinator.join)
         assert message == (
-            "parameter server 1 of 2 died, and with it all updates since the last join. "
-            f"The last checkpoint is step 3 in {tmp_path / 'run'}. Restore it, or keep "
-            "the objects as they were after that join, and go on with another "
-            "coordinator."
+            "parameter server 1 of 2 died, and all updates since the last join. "
+            f"The last checkpoint: step 3 in {tmp_path / 'run'}. Go on from that or from "
+            "the last join with another coordinator."
         )
         for call in (
             training.coordinator.join,
@@ -345,7 +337,7 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     results = [coordinator.schedule(pair, (iterator,)) for _ in range(2)]
     assert coordinator.fetch(results) == [10.0, 32.0]
     coordinator.schedule(pair, (iterator,))
-    assert ".pair asked for a batch on worker 0, where the dataset has ended." in (
+    assert ".pair asked for a batch on worker 0, where the dataset has ended: let" in (
         message_of(coordinator.join)
     )
 
@@ -357,15 +349,23 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
 
 # Refusals.
 
+OLD = not hasattr(nnx.Variable, "get_raw_value")
+
+
+def matrices(params):
+    """Returns a mask for Optax."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
 
 @pytest.mark.parametrize(
     ("tx", "num_servers"),
     [
         (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 1),
         (optax.MultiSteps(optax.lamb(0.1), 2), 2),
-        pytest.param(optax.contrib.muon(0.1), 2, marks=pytest.mark.slow),
         pytest.param(
-            optax.adafactor(0.1, min_dim_size_to_factor=2), 2, marks=pytest.mark.slow
+            optax.chain(optax.masked(optax.trace(0.9), matrices), optax.sgd(0.1)),
+            2,
+            marks=pytest.mark.skipif(OLD, reason="flax 0.11 cannot mask"),
         ),
     ],
 )
@@ -388,9 +388,8 @@ def test_optimizers_are_exact_where_a_server_has_all_they_look_at(
 def test_others_are_refused(make_training, tx):
     assert message_of(make_training(1, 2, tx=tx).run, 1) == (
         "the optimizer looks at all parameters at once, as clipping by the global norm "
-        "does, and they are on 2 parameter servers, each of which would see its own "
-        "alone. Use num_servers=1; or call optax.clip_by_global_norm on the gradients in "
-        "the closure, before optimizer.update."
+        "does, and they are on 2 parameter servers. Use num_servers=1; or clip the "
+        "gradients before optimizer.update."
     )
 
 
@@ -417,9 +416,8 @@ def test_closures_that_would_be_wrong_are_refused(make_training):
 
     for step, name in ((by_hand, "model/out/bias"), (for_itself, "own")):
         assert refused(step) == (
-            f"the closure changes {name} without an nnx.Optimizer, and what several "
-            "workers assign would get lost. Make it with nnx.Variable(x, "
-            'aggregation="sum") to add changes up.'
+            f"the closure assigns {name}, as others may. To add changes up, make it with "
+            'nnx.Variable(x, aggregation="sum").'
         )
 
     @nnx.jit
@@ -427,13 +425,12 @@ def test_closures_that_would_be_wrong_are_refused(make_training):
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
 
     assert refused(lambda: inner(model, optimizer)).startswith(
-        "optimizer.update got copies of its model's parameters"
+        "optimizer.update got copies, as in nnx.jit"
     )
     for _ in range(2):
         assert "the list history, which had 0" in refused(lambda: history.append(1))
     assert message_of(coordinator.schedule, lambda: spread.update(values=1.0)) == (
-        "schedule: the statistics of an nnx.metrics.Welford cannot be added up over "
-        "closures. Return the values, or use nnx.metrics.Average."
+        "schedule: closures cannot add up what an nnx.metrics.Welford keeps."
     )
     # None of these has left anything behind.
     training.run(1)
@@ -451,15 +448,13 @@ def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     for value in (lock, result, coordinator):
         with pytest.raises(TypeError, match="cannot pickle") as caught:
             schedule(lambda x: x, (value,))
-        assert (
-            "Make files and locks in the dataset function" in caught.value.__notes__[0]
-        )
+        assert "make files and locks in dataset functions" in caught.value.__notes__[0]
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
     assert "call next in a scheduled function" in message_of(next, iterator)
     assert "called on the coordinator" in message_of(strategy.run, lambda: 1)
     assert message_of(distribute.ClusterCoordinator, strategy) == (
-        "ParameterServerStrategy(1, 1) has a ClusterCoordinator, whose servers have the "
-        "values of its variables. Use that one, or call join() and shutdown() on it."
+        "ParameterServerStrategy(1, 1) has a ClusterCoordinator: call shutdown() on that "
+        "one."
     )
     coordinator.shutdown()
     assert message_of(schedule, max) == "the coordinator was shut down."
@@ -500,23 +495,6 @@ def test_what_is_restored_or_set_on_the_coordinator_arrives_on_all_servers(
     assert_same_state(training.optimizer, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("dataset_fn", "expected"),
-    [
-        (lambda: [1], 1),
-        (lambda ctx: [2 + ctx.input_pipeline_id], 2),
-        (lambda size=3: [size], 3),
-        (lambda *args: [5 + len(args)], 5),
-    ],
-)
-def test_a_dataset_function_gets_a_context_if_it_needs_one(
-    monkeypatch, dataset_fn, expected
-):
-    _, coordinator, _ = start(monkeypatch)
-    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-    assert coordinator.schedule(lambda x: next(x), (iterator,)).fetch() == expected
-
-
 def test_a_strategy_distributes_runs_and_reduces_in_a_closure(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
 
@@ -524,7 +502,8 @@ def test_a_strategy_distributes_runs_and_reduces_in_a_closure(monkeypatch):
         size = context.get_per_replica_batch_size(4)
         return [np.full(size, i, np.float32) for i in range(3)]
 
-    def per_worker_dataset_fn():
+    def per_worker_dataset_fn(size=4):  # it needs no context, and gets none
+        assert size == 4
         return strategy.distribute_datasets_from_function(dataset_fn)
 
     iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))

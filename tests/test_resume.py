@@ -178,7 +178,12 @@ def bits(state):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = [*KINDS][3:]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in KINDS]
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     kind, mesh, tmp_path
 ):

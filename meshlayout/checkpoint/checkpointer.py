@@ -61,9 +61,8 @@ class Checkpointer:
     raises its error, as do `wait`, `close` and `restore`. A process that ends finishes
     its save first.
 
-    The first save locks the directory for this run until `close`; any number of runs
-    may read, which changes nothing on the disk. All processes of a job share the
-    directory, and save and restore the same steps in the same order.
+    The first save locks the directory for this run until `close`; any number may read.
+    All processes share the directory, and save and restore in the same order.
 
     Args:
         directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
@@ -132,8 +131,7 @@ class Checkpointer:
 
         The state may be donated as soon as this returns. A step that already exists is
         replaced once the new files are complete. In a loop that began with `resume`,
-        call this after each step: after SIGTERM it saves, due or not, and ends the
-        process with status 75, "start me again".
+        it saves after SIGTERM, due or not, and ends the process with status 75.
 
         Args:
             step: The number of the step.
@@ -157,7 +155,7 @@ class Checkpointer:
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
         token = self._channel.on_first(functools.partial(self._open, step))
-        facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
+        facts: dict[str, Any] = {"format": 4, "step": step, "data": None}
         with self._channel.failure_told(), orbax.undisturbed():
             steps.find_token(self.directory, token)
             trees = {"state": state, **(_beside or {})}
@@ -167,7 +165,7 @@ class Checkpointer:
             facts["metrics"] = policy.metric_values(metrics, self.best)
             values = metadata() if callable(metadata) else metadata
             facts["metadata"] = positions.as_json(values, "metadata")
-            facts["processes"] = jax.process_count()
+            facts |= {"time": time.time(), "processes": jax.process_count()}
             digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
             own = {"the step": str(step), "the directory": str(self.directory)}
             own["the digest of paths, shapes and dtypes"] = digest[:8]
@@ -175,15 +173,15 @@ class Checkpointer:
             position = positions.position_of(data)
         messages = self._channel.exchange((own, sums, position))
         unlike = difference({p: x for p, (x, _, _) in messages.items()})
-        sums = {process: x for process, (_, x, _) in messages.items()}
-        unlike = unlike or replica_difference(sums)
+        unlike += replica_difference({p: x for p, (_, x, _) in messages.items()})
         if unlike:
             msg = f"nothing is saved, as the processes differ: {unlike}."
             raise CheckpointError(msg)
-        all_positions = [x for _, _, x in messages.values()]
-        facts["data"] = None if data is None else positions.joined(all_positions)
-        after = functools.partial(self._delete_old, step)
-        self._last = step
+        places = [x for _, _, x in messages.values()]
+        if data is not None:  # a single one if all are equal
+            is_one = all(x == places[0] for x in places)
+            facts["data"] = places[:1] if is_one else places
+        after, self._last = functools.partial(self._delete_old, step), step
         self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
         self._saving.start()
         if is_preempted:
@@ -324,9 +322,7 @@ class Checkpointer:
             like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
         )
         state, places = self.read(
-            step,
-            lambda saved: (saved.load(request), saved.positions(data)),
-            verify=verify,
+            step, lambda x: (x.load(request), x.facts["data"]), verify=verify
         )
         if data is not None:
             positions.move_to_position(data, places)

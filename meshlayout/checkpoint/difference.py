@@ -50,7 +50,7 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes; none for a number, which is not in the array files."""
+        """Its bytes; none for a Python number."""
         itemsize = 0 if is_number(self.dtype) else self.host_dtype.itemsize
         return math.prod(self.host_shape) * itemsize
 

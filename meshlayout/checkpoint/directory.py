@@ -6,9 +6,8 @@
     5.deleting-1712345            is being removed
     .lock                         held by the run that saves
 
-A save writes beside what is there, and a step takes its name by renames. So at no file
-call is there a moment without an intact copy of a step: readers take a sealed `5.new`
-for step 5 if there is no `5`, and whoever takes the lock finishes what was cut off.
+A step takes its name by renames, and there is an intact copy at every moment: readers
+take a sealed `5.new` if there is no `5`; who has the lock finishes what was cut off.
 
 In Google Cloud Storage nothing can be renamed. There Orbax writes a step under its own
 name, and commits it by a file that is written last and deleted first.

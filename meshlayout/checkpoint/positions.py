@@ -55,14 +55,10 @@ def position_of(data: object) -> Any:
     return as_json(data.get_state(), "data.get_state()")
 
 
-def joined(positions: Sequence[Any]) -> list[Any]:
-    """Returns the positions of all processes, or the one that all have."""
-    is_one = all(position == positions[0] for position in positions)
-    return list(positions[:1] if is_one else positions)
-
-
-def move_to_position(data: Any, positions: Sequence[Any]) -> None:
+def move_to_position(data: Any, positions: Sequence[Any] | None) -> None:
     """Moves this process's iterator to its position among those of all processes."""
+    if positions is None:
+        raise CheckpointError("the step was saved without data=: restore it without.")
     if len(positions) not in (1, jax.process_count()):
         count = f"{len(positions)} processes"
         msg = (

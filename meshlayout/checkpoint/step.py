@@ -12,7 +12,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +33,39 @@ logger = logging.getLogger("meshlayout.checkpoint")
 _PEEK_S = 1.0
 
 
+@dataclass(eq=False)
 class Save:
-    """One running save, of trees by name of arrays by path; see `orbax.start_writing`.
+    """One running save, of trees as for `orbax.start_writing`; `after` follows it.
 
     A Future tells of its end, and whether the thread or an interrupted caller was
-    first: in Python 3.11 and 3.12, Ctrl-C in `Thread.join` marks a running thread as
-    stopped. `after` is called on process 0 once the step exists.
+    first. In Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        step: int,
-        trees: Mapping[str, Mapping[Any, Any]],
-        facts: Mapping[str, Any],
-        channel: Channel,
-        after: Callable[[], None],
-    ) -> None:
-        self._directory, self._step, self._channel = directory, step, channel
-        self._trees, self._facts, self._after = trees, facts, after
-        self._copied = threading.Event()
-        self._end: Future[BaseException | None] = Future()
+    directory: Path
+    step: int
+    trees: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, Any]
+    channel: Channel
+    after: Callable[[], None]
+    copied: threading.Event = field(default_factory=threading.Event)
+    end: Future[BaseException | None] = field(default_factory=Future)
 
     def start(self) -> None:
         """Returns when the state may be donated."""
         orbax.finish_at_exit()
         orbax.unfinished[self] = self._finish
         try:
-            threading.Thread(target=self._run, name=f"checkpoint-{self._step}").start()
-            self._copied.wait()
+            threading.Thread(target=self._run, name=f"checkpoint-{self.step}").start()
+            self.copied.wait()
         except BaseException:  # Ctrl-C, after which the caller may donate the state
-            if not self._end.cancel():
-                self._copied.wait()
+            if not self.end.cancel():
+                self.copied.wait()
             raise
 
     def error(self) -> BaseException | None:
         """Waits for its end, and returns its error; may be interrupted and repeated."""
         # If Ctrl-C came before its thread, it never runs.
-        error = None if self._end.cancel() else self._end.result()
+        error = None if self.end.cancel() else self.end.result()
         orbax.unfinished.pop(self, None)
         return error
 
@@ -82,45 +77,45 @@ class Save:
     # In the thread.
 
     def _run(self) -> None:
-        if not self._end.set_running_or_notify_cancel():
+        if not self.end.set_running_or_notify_cancel():
             return
         error: BaseException | None = None
         try:
-            with activity.during(f"saving step {self._step} in {self._directory}"):
+            with activity.during(f"saving step {self.step} in {self.directory}"):
                 self._write()
         except BaseException as problem:
             error = problem
-        self._trees = {}
-        self._end.set_result(error)
-        self._copied.set()
+        self.trees = {}
+        self.end.set_result(error)
+        self.copied.set()
 
     def _write(self) -> None:
-        is_remote, channel = steps.is_remote(self._directory), self._channel
-        name = str(self._step) if is_remote else f"{self._step}.new"
-        path, begin_s = self._directory / name, time.perf_counter()
-        with channel.failure_told(), failures(self._step, self._directory):
-            trees, self._trees = self._trees, {}
+        is_remote, channel = steps.is_remote(self.directory), self.channel
+        name = str(self.step) if is_remote else f"{self.step}.new"
+        path, begin_s = self.directory / name, time.perf_counter()
+        with channel.failure_told(), failures(self.step, self.directory):
+            trees, self.trees = self.trees, {}
             nbytes = sum(x.nbytes for tree in trees.values() for x in tree.values())
             with orbax.undisturbed():
-                response = orbax.start_writing(path, trees, self._facts)
+                response = orbax.start_writing(path, trees, self.facts)
             del trees
-            self._copied.set()
+            self.copied.set()
             self._await(response)
             digests = {} if is_remote else steps.digests(path)
         parts = channel.exchange(digests).values()
 
         def finish() -> None:
             if not is_remote:
-                with failures(self._step, self._directory):
+                with failures(self.step, self.directory):
                     steps.seal(path, {k: v for part in parts for k, v in part.items()})
-                    steps.take_name(self._directory, self._step)
+                    steps.take_name(self.directory, self.step)
 
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
-        activity.now.checkpoint = f"step {self._step} in {self._directory}"
+        activity.now.checkpoint = f"step {self.step} in {self.directory}"
         seconds, size = time.perf_counter() - begin_s, _render.bytes_text(nbytes)
-        logger.info("saved step %d: %s in %.2f s", self._step, size, seconds)
-        channel.on_first(self._after)
+        logger.info("saved step %d: %s in %.2f s", self.step, size, seconds)
+        channel.on_first(self.after)
 
     def _await(self, response: Any) -> None:
         """Waits for Orbax, which would wait for minutes for a process that failed."""
@@ -131,7 +126,7 @@ class Save:
             except TimeoutError:
                 if time.monotonic() - begin_s < _PEEK_S:
                     raise  # Orbax's own
-            failure = self._channel.failure()
+            failure = self.channel.failure()
             if failure:
                 raise CheckpointError(failure)
         return response.result()
@@ -175,15 +170,6 @@ class SavedStep:
             msg = f"{path} is step {facts['step']}: the directory was renamed."
             raise DamagedCheckpointError(msg)
         return cls(number, path, facts, confirm)
-
-    def positions(self, data: object) -> list[Any]:
-        """Returns the positions of the input iterators; none if there is none here."""
-        if data is not None and self.facts["data"] is None:
-            msg = (
-                f"step {self.number} was saved without data=: restore it without, too."
-            )
-            raise CheckpointError(msg)
-        return self.facts["data"] or []
 
     def source(self, tree: str = "state") -> Source:
         """Returns one of its trees as a source to load from."""

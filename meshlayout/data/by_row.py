@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshlayout.data.examples import ExampleSpec
+from meshlayout.data.examples import Division
 from meshlayout.data.position import Position
-from meshlayout.data.protocols import RandomAccessSource
-from meshlayout.data.report import PipelineReport
 
 
 # Up to this many rows, the order of a whole epoch is computed at once, which is faster
@@ -32,14 +30,10 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class HostBatch:
-    """This process's rows of one batch, before they are placed.
+    """This process's rows of one batch, in JAX's order of leaves, before placing.
 
-    Attributes:
-        leaves: In JAX's order.
-        count: The number of real rows among those that this process read for it.
-        after: The position after the batch.
-        is_padded_elsewhere: Whether other processes, with sources of their own, have
-            padding in this batch.
+    `count` of them are real, and `after` is the position after the batch. Other
+    processes, with sources of their own, may have padding where this one has none.
     """
 
     leaves: list[np.ndarray]
@@ -96,25 +90,13 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 class RowReader:
-    """Gathers this process's `own` rows of each batch of `size` rows.
-
-    An epoch has `num_batches`, or runs into the next one (None).
-    """
+    """Gathers this process's rows; an epoch of None batches runs into the next one."""
 
     def __init__(
-        self,
-        source: RandomAccessSource,
-        spec: ExampleSpec,
-        size: int,
-        own: np.ndarray,
-        clock: PipelineReport,
-        *,
-        num_batches: int | None,
-        seed: int | None,
+        self, cut: Division, num_batches: int | None, seed: int | None
     ) -> None:
-        self._source, self._spec, self._clock = source, spec, clock
-        self._size, self._own, self._num_batches = size, own, num_batches
-        self._num_rows = num_rows = len(source)
+        self._cut, self._num_batches = cut, num_batches
+        self._num_rows = num_rows = len(cut.source)
         # A batch may span two epochs, so two orders are kept.
         self._order = functools.lru_cache(2)(functools.partial(order, num_rows, seed))
 
@@ -123,9 +105,9 @@ class RowReader:
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the end of the epoch."""
-        size, num_rows, passed = self._size, self._num_rows, 0
+        size, num_rows, passed = self._cut.size, self._num_rows, 0
         batch, row, count = position.batch + 1, position.row + size, size
-        places = position.row + self._own
+        places = position.row + self._cut.own
         if self._num_batches is None:  # epochs run into each other
             if position.row >= num_rows:
                 return None
@@ -144,10 +126,10 @@ class RowReader:
         start_s = time.perf_counter()
         leaves = self._rows(position.epoch, places)
         if count < size:
-            rows = np.minimum(np.arange(len(self._own)), len(places) - 1)
+            rows = np.minimum(np.arange(len(self._cut.own)), len(places) - 1)
             leaves = [leaf[rows] for leaf in leaves]
-        self._clock.read_s += time.perf_counter() - start_s
-        self._clock.rows += len(places)
+        self._cut.clock.read_s += time.perf_counter() - start_s
+        self._cut.clock.rows += len(places)
         epoch = position.epoch + passed
         return HostBatch(
             leaves, count, position._replace(epoch=epoch, batch=batch, row=row)
@@ -155,7 +137,7 @@ class RowReader:
 
     def _rows(self, epoch: int, places: np.ndarray) -> list[np.ndarray]:
         """Returns the rows at places of the order of an epoch and those after it."""
-        specs = self._spec.leaves
+        specs = self._cut.spec.leaves
         if not len(places):  # no device of this process is in the mesh
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         passed, parts = places // self._num_rows, []
@@ -163,8 +145,8 @@ class RowReader:
             here = places[passed == number] % self._num_rows
             indices = self._order(epoch + number)(here)
             if len(indices):
-                rows = self._source.read_rows(indices, epoch + number)
-                parts.append(self._spec.checked(rows, len(indices)))
+                rows = self._cut.source.read_rows(indices, epoch + number)
+                parts.append(self._cut.spec.checked(rows, len(indices)))
         columns = zip(specs, *parts, strict=True)
         return [
             spec.converted(leaves[0] if len(leaves) == 1 else np.concatenate(leaves))

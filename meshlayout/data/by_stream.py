@@ -17,7 +17,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
     NUMBERS,
-    ExampleSpec,
+    Division,
     ambiguous,
     as_array,
     as_batch,
@@ -29,11 +29,10 @@ from meshlayout.data.examples import (
 )
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, Stream, StreamSource
-from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
-class Pass:
+class StreamPass:
     """One pass over a stream.
 
     The first element decides about all (its shapes, and whether it is a batch), and a
@@ -92,24 +91,13 @@ class Pass:
 
 
 class StreamReader:
-    """Fills batches of `size` rows of a stream, and keeps this process's `own`."""
+    """Fills batches with rows of a stream, and keeps this process's own."""
 
     def __init__(
-        self,
-        source: StreamSource,
-        spec: ExampleSpec,
-        size: int,
-        own: np.ndarray,
-        clock: PipelineReport,
-        first: Pass | None,
-        *,
-        batched: bool,
-        remainder: str,
+        self, cut: Division, first: StreamPass | None, *, batched: bool
     ) -> None:
-        self._source, self._first, self._spec = source, first, spec
-        self._size, self._own, self._batched = size, own, batched
-        self._remainder, self._clock = remainder, clock
-        self._pass: Pass | None = None
+        self._cut, self._first, self._batched = cut, first, batched
+        self._pass: StreamPass | None = None
         # The latest batch of the source, how many of its rows were used and are left,
         # and the stream's position before it.
         self._block: list[np.ndarray] = []
@@ -128,19 +116,25 @@ class StreamReader:
         if self._pass is None or self._pass.epoch != position.epoch:
             self._seek(position)
         batch = self._next_batch(position)
-        self._clock.read_s += time.perf_counter() - start_s
-        if batch is None or batch.count == self._size or self._remainder != "drop":
+        self._cut.clock.read_s += time.perf_counter() - start_s
+        if (
+            batch is None
+            or batch.count == self._cut.size
+            or self._cut.remainder != "drop"
+        ):
             return batch
         if not position.batch:
             raise DataError(no_rows(position.epoch, batch.count))
-        self._clock.warn(f"Dropped the last {rows_text(batch.count)} of an epoch.")
+        self._cut.clock.warn(f"Dropped the last {rows_text(batch.count)} of an epoch.")
         return None
 
-    def _open(self, epoch: int) -> Pass:
+    def _open(self, epoch: int) -> StreamPass:
         """Returns the pass of an epoch at its start."""
         first, self._first = self._first, None
         self.close()
-        self._pass = first if first and not epoch else Pass(self._source, epoch)
+        self._pass = (
+            first if first and not epoch else StreamPass(self._cut.source, epoch)
+        )
         return self._pass
 
     def _seek(self, position: Position) -> None:
@@ -152,22 +146,22 @@ class StreamReader:
             missing = position.offset
         out = self._empty()
         while missing:
-            count = self._add(stream, out, max(self._size - missing, 0))
+            count = self._add(stream, out, max(self._cut.size - missing, 0))
             if not count:
                 msg = "the source ended before the position: it is shorter than it was."
                 raise DataError(msg)
             missing -= count
 
     def _empty(self) -> list[np.ndarray]:
-        leaves = self._spec.leaves
-        return [empty((self._size, *leaf.shape), leaf.dtype) for leaf in leaves]
+        leaves = self._cut.spec.leaves
+        return [empty((self._cut.size, *leaf.shape), leaf.dtype) for leaf in leaves]
 
     def _next_batch(self, position: Position) -> HostBatch | None:
         """Returns the next batch, whatever its length."""
         out, filled, epoch, row = self._empty(), 0, position.epoch, position.row
         stream = self._pass
         assert stream is not None
-        while filled < self._size:
+        while filled < self._cut.size:
             count = self._add(stream, out, filled)
             filled, row = filled + count, row + count
             if count:
@@ -176,17 +170,17 @@ class StreamReader:
                 raise DataError(no_rows(epoch))
             if not filled:
                 return None
-            if self._remainder != "repeat":
+            if self._cut.remainder != "repeat":
                 break
             # The batch runs on into the next epoch.
             epoch, row = epoch + 1, 0
             stream = self._open(epoch)
         leaves = []
-        for spec, array in zip(self._spec.leaves, out, strict=True):
+        for spec, array in zip(self._cut.spec.leaves, out, strict=True):
             array[filled:] = array[filled - 1]  # padding repeats the last row
-            is_all = len(self._own) == self._size
-            leaves.append(spec.converted(array if is_all else array[self._own]))
-        self._clock.rows += filled
+            is_all = len(self._cut.own) == self._cut.size
+            leaves.append(spec.converted(array if is_all else array[self._cut.own]))
+        self._cut.clock.rows += filled
         after = position._replace(
             epoch=epoch,
             batch=0 if epoch != position.epoch else position.batch + 1,
@@ -198,7 +192,7 @@ class StreamReader:
         )
         return HostBatch(leaves, filled, after)
 
-    def _add(self, stream: Pass, out: list[np.ndarray], start: int) -> int:
+    def _add(self, stream: StreamPass, out: list[np.ndarray], start: int) -> int:
         """Copies rows of the stream into `out[start:]`; returns how many, if any."""
         if not self._batched:
             return self._add_examples(stream, out, start)
@@ -207,21 +201,25 @@ class StreamReader:
             element = next(stream.rest(), None)
             if element is None:
                 return 0
-            self._block, self._used = self._spec.checked(element), 0
+            self._block, self._used = self._cut.spec.checked(element), 0
             self._left = len(self._block[0])
-        count = min(self._left, self._size - start)
+        count = min(self._left, self._cut.size - start)
         for array, rows in zip(out, self._block, strict=True):
             array[start : start + count] = rows[self._used : self._used + count]
         self._used, self._left = self._used + count, self._left - count
         return count
 
-    def _add_examples(self, stream: Pass, out: list[np.ndarray], start: int) -> int:
+    def _add_examples(
+        self, stream: StreamPass, out: list[np.ndarray], start: int
+    ) -> int:
         # By leaf, the type of its last number: others of that type need no check.
         kinds: list[type | None] = [None] * len(out)
-        leaves = [(spec, spec.shape, spec.dtype) for spec in self._spec.leaves]
-        flatten, row = self._spec.treedef.flatten_up_to, start - 1
+        leaves = [(spec, spec.shape, spec.dtype) for spec in self._cut.spec.leaves]
+        flatten, row = self._cut.spec.treedef.flatten_up_to, start - 1
         # The rows first: behind the last one, no other example is read.
-        for row, example in zip(range(start, self._size), stream.rest(), strict=False):
+        for row, example in zip(
+            range(start, self._cut.size), stream.rest(), strict=False
+        ):
             for i, leaf in enumerate(flatten(example)):
                 if type(leaf) is not kinds[i]:
                     spec, shape, dtype = leaves[i]

@@ -19,7 +19,6 @@ from meshlayout.data.adapters import (
     grain,
     hugging_face,
     tensorflow,
-    tfds,
     torch,
 )
 from meshlayout.data.examples import looks_batched
@@ -38,7 +37,7 @@ from meshlayout.errors import DataError
 _ADAPTERS: dict[str, Callable[..., Source | None]] = {
     "grain": grain.adapt,
     "tensorflow": tensorflow.adapt,
-    "tensorflow_datasets": tfds.adapt,
+    "tensorflow_datasets": tensorflow.adapt,
     "torch": torch.adapt,
     "datasets": hugging_face.adapt,
 }
@@ -171,13 +170,8 @@ def make_plan(
 def as_source(obj: object, *, batched: bool | None = None) -> Source:
     """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
-    if isinstance(obj, type):
-        # A class has the methods that a protocol checks for, but none that can be
-        # called: take it as a function that makes an iterable.
-        obj = functools.partial(obj)
-    source: Source | None = None
-    if isinstance(obj, (RandomAccessSource, StreamSource)):
-        source = obj
+    is_source = isinstance(obj, (RandomAccessSource, StreamSource))
+    source: Any = obj if is_source else None
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     class_names = {kind.__name__ for kind in type(obj).__mro__}
     for package in dict.fromkeys(packages):
@@ -186,10 +180,9 @@ def as_source(obj: object, *, batched: bool | None = None) -> Source:
     source = arrays.adapt(obj, batched=batched) if source is None else source
     yields = getattr(source, "batched", False)  # one with random access has rows
     if batched not in (None, yields):
-        known = {False: "yields single examples", True: "yields batches"}
-        what = known.get(yields, "decides by itself what it yields")
-        text = _checks.type_text(obj)
-        raise DataError(f"{text} {what}: leave out batched={batched}.")
+        what = {False: "single examples", True: "batches"}.get(yields, "what it says")
+        kind = _checks.type_text(obj)
+        raise DataError(f"{kind} yields {what}: leave out batched={batched}.")
     return source
 
 
@@ -243,15 +236,14 @@ class DistributedDataset:
             epoch: Where it starts, as for measuring the same rows each time; None for
                 the epoch after those of the iterations before it.
         """
-        if epoch is not None:
+        if epoch is None:
+            self._num_iterations += 1
+            number, start = self._num_iterations, self._next
+            start = start._replace(first_epoch=start.epoch, first_row=start.row)
+        else:
             epoch = _checks.count("epoch", epoch, at_least=0, error=DataError)
-            record = functools.partial(self._record, -1)
-            return DataIterator(self._plan, Position(epoch, first_epoch=epoch), record)
-        start = self._next._replace(
-            first_epoch=self._next.epoch, first_row=self._next.row
-        )
-        self._num_iterations += 1
-        record = functools.partial(self._record, self._num_iterations)
+            number, start = -1, Position(epoch, first_epoch=epoch)
+        record = functools.partial(self._record, number)
         record(start)
         return DataIterator(self._plan, start, record)
 

@@ -7,7 +7,8 @@ then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._checks import type_text
 from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
+from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -90,20 +92,28 @@ class ExampleSpec:
         return leaves
 
 
-def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, given the first; warns of lost precision."""
+@dataclass(frozen=True)
+class Division:
+    """How a source is cut into batches of `size` rows, of which `own` are kept."""
+
+    source: Any
+    spec: ExampleSpec
+    size: int
+    own: np.ndarray
+    remainder: str
+    clock: PipelineReport
+
+
+def describe(rows: PyTree, strings: str) -> ExampleSpec:
+    """Returns the spec of the examples, given the first."""
     named, treedef = named_leaves(rows)
     if not named:
         msg = "an example has no leaves: there is no array in it."
         raise DataError(msg)
-    specs = []
-    for path, leaf in named:
-        to = _device_dtype(path, leaf, strings)
-        # Integers are checked to fit, so that only floats are worth a warning.
-        if to is not None and leaf.dtype.kind in "fc" and to.itemsize < leaf.itemsize:
-            change = f"{path or 'the array'}: {leaf.dtype} becomes {to}"
-            warn(f"{change}, as JAX does without jax_enable_x64.")
-        specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to))
+    specs = (
+        LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
+        for path, leaf in named
+    )
     return ExampleSpec(treedef, tuple(specs))
 
 
@@ -159,6 +169,11 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if isinstance(leaf, NUMBERS):
         return np.asarray(leaf)
+    if type(leaf).__module__.partition(".")[0] == "torch":
+        leaf = leaf.detach().cpu()
+        if str(leaf.dtype) == "torch.bfloat16":  # which NumPy has through ml_dtypes
+            bits: Any = leaf.contiguous().view(sys.modules["torch"].int16)
+            return bits.numpy().view(np.dtype("bfloat16"))
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
         msg = (

@@ -20,10 +20,10 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
-from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.adapters.tensorflow import feature_dtypes
 from meshlayout.data.dataset import DistributedDataset, make_plan
 from meshlayout.data.examples import describe, named_leaves, stack
-from meshlayout.data.plan import checked_options
+from meshlayout.data.plan import DataOptions
 from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import PipelineReport
 from meshlayout.data.workers import Workers
@@ -73,8 +73,8 @@ def from_tfds(
         num_workers: How many processes read, decode and map; 0 leaves it to the
             prefetching thread. Processes import the script that starts them, as always
             in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept. None keeps it if it takes
-            at most 1 GiB; `report()` says why it does not.
+        in_memory: Whether the split is decoded once and kept. None keeps it if its
+            examples have one size and take at most 1 GiB; `report()` says what it does.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target, to which
@@ -88,11 +88,10 @@ def from_tfds(
     """
     _checks.choice("in_memory", in_memory, (True, False, None), error=DataError)
     num_workers = _checks.count("num_workers", num_workers, at_least=0, error=DataError)
-    is_supervised = _checks.flag("supervised", supervised, error=DataError)
-    if is_supervised:
+    if supervised:
         options.setdefault("weights", 2)  # appended to the pair
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
-    checked = checked_options(options)
+    checked = DataOptions(**options)
     is_random = map is not None and _is_random(map)
     clock, closing = PipelineReport(), contextlib.ExitStack()
 
@@ -111,25 +110,21 @@ def from_tfds(
     def open_source() -> Rows:
         builder = find_dataset(name, split, data_dir)
         source = builder.as_data_source(split=split, decoders=decoders)
-        keys = builder.info.supervised_keys if is_supervised else None
-        if is_supervised and keys is None:
+        keys = builder.info.supervised_keys if supervised else None
+        if supervised and keys is None:
             msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
             raise DataError(msg)
-        reader = _Reader(source, keys, feature_dtypes(builder.info.features))
-        mapped = replace(
-            reader, map=map, is_random=is_random, seed=checked.shuffle or 0
-        )
+        dtypes, seed = feature_dtypes(builder.info.features), checked.shuffle or 0
+        reader = _Reader(source, keys, dtypes, is_random, seed)
+        mapped = replace(reader, map=map)
         row = np.zeros(1, np.int64)
         with _checks.noted("TFDS raised this for the first example."):
             first = stack(reader((row, None), 0))
         # What cannot be placed is refused before the whole split is decoded.
-        describe(stack(mapped((row, first), 0)), checked.strings, lambda _: None)
-        why_not = ""
-        if in_memory is None:
-            why_not = _why_not_kept(first, builder.info, split)
-            if why_not:
-                clock.note(f"The split is not kept in memory: {why_not}.")
-        if in_memory is False or why_not:
+        describe(stack(mapped((row, first), 0)), checked.strings)
+        is_kept = _fits(first, builder.info, split) if in_memory is None else in_memory
+        if not is_kept:
+            clock.note("The split is not kept in memory, but decoded in every epoch.")
             return rows_of(mapped)
         decoded = _decoded(rows_of(reader), clock.note)
         closing.close()  # ends the workers that have decoded
@@ -146,17 +141,12 @@ def from_tfds(
     return DistributedDataset(plan)
 
 
-def _is_random(function: Any) -> bool:
+def _is_random(function: Callable[..., Any]) -> bool:
     """Returns whether a function of an example requires a generator, too."""
-    if not callable(function):
-        msg = f"map must be a function of an example, got {_checks.shown(function)}."
-        raise DataError(msg)
     try:
         inspect.signature(function).bind("an example")
-    except TypeError:
-        return True
-    except ValueError:  # some built-in functions have no signature
-        return False
+    except (TypeError, ValueError) as error:
+        return isinstance(error, TypeError)  # some built-ins have no signature
     return False
 
 
@@ -173,9 +163,9 @@ class _Reader:
     source: Any
     keys: PyTree
     dtypes: Mapping[str, np.dtype]
+    is_random: bool
+    seed: int
     map: Callable[..., Any] | None = None
-    is_random: bool = False
-    seed: int = 0
 
     def __call__(self, inputs: tuple[np.ndarray, PyTree], epoch: int) -> list[PyTree]:
         """Returns examples, given row indices and, if they were decoded, the rows."""
@@ -225,17 +215,13 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
     return array_rows(arrays)
 
 
-def _why_not_kept(first: PyTree, info: Any, split: str) -> str:
-    """Returns why a decoded split, of such rows, should not be kept in memory."""
+def _fits(first: PyTree, info: Any, split: str) -> bool:
+    """Returns whether a decoded split, of such rows, should be kept in memory."""
     # An unknown dim does not mean that examples differ, but an array cannot be
     # allocated for it without decoding all of them.
     infos = jax.tree.leaves(info.features.get_tensor_info())
-    if any(dim is None for leaf in infos for dim in leaf.shape):
-        return "examples differ in size"
+    has_one_size = all(None not in leaf.shape for leaf in infos)
     leaves = jax.tree.leaves(first)
     strings = [x for leaf in leaves if leaf.dtype == object for x in leaf.flat]
     row_bytes = sum(leaf.nbytes for leaf in leaves) + sum(map(sys.getsizeof, strings))
-    size = info.splits[split].num_examples * row_bytes
-    if size <= _KEPT_BYTES:
-        return ""
-    return f"decoded, it takes {bytes_text(size)}, more than {bytes_text(_KEPT_BYTES)}"
+    return has_one_size and info.splits[split].num_examples * row_bytes <= _KEPT_BYTES

@@ -3,12 +3,11 @@
 A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do, but
 for one thing: Python waits for those before it exits, for ever if a source blocks. A
 daemon thread that is in JAX or other C++ code while Python exits crashes the process,
-so the exit stops the threads, and waits a moment for them. A thread refers to the
+so the exit closes them, and waits a moment for each. A thread refers to the
 `_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
-closing and that is dropped, its finalizer stops the thread.
+closing and that is dropped, its finalizer closes the thread, as it does at the exit.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import queue
@@ -32,9 +31,9 @@ from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# How long closing an iterator and ending the program wait for a thread. One that is
-# inside the user's source cannot be stopped there; it ends when the source returns.
-_CLOSE_S, _EXIT_S = 0.2, 1.0
+# How long closing waits for a thread. One that is inside the user's source cannot be
+# stopped there; it ends when the source returns.
+_CLOSE_S = 1.0
 
 
 class DataIterator:
@@ -64,8 +63,7 @@ class DataIterator:
         start_s = time.perf_counter()
         if self._batches is None:
             self._batches = _Prefetcher(self._plan, self._position)
-            self._stop_later = weakref.finalize(self, self._batches.stop)
-            self._stop_later.atexit = False
+            self._close_later = weakref.finalize(self, self._batches.close)
         try:
             batch, self._position = next(self._batches)
         except BaseException as error:
@@ -145,7 +143,7 @@ class DataIterator:
     def _stop(self) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
-            self._stop_later.detach()
+            self._close_later.detach()
             batches.close()
 
 
@@ -166,7 +164,6 @@ class _Prefetcher:
             name = "meshlayout-data"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-            _running.add(self)
 
     def __next__(self) -> tuple[Batch, Position]:
         if self._thread is None:
@@ -177,21 +174,17 @@ class _Prefetcher:
         self._permits.release()
         return result
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the thread once it leaves the source, and drops what is ready."""
         # In this order: once woken by a permit, the thread has to see the flag.
         self._is_stopped = True
         self._permits.release()
         ready, self._ready = self._ready, queue.SimpleQueue()
         ready.put(StopIteration())  # for a loop that waits in another thread
-
-    def close(self, wait_s: float = _CLOSE_S) -> None:
-        """Stops the thread, and waits a moment for its end."""
-        self.stop()
         if self._thread is None:
             self._batches.close()
-        else:
-            self._thread.join(wait_s)
+        elif self._thread is not threading.current_thread():  # as a finalizer may be
+            self._thread.join(_CLOSE_S)
 
     def _made(self) -> tuple[Batch, Position]:
         batch = next(self._batches)
@@ -208,18 +201,6 @@ class _Prefetcher:
         except BaseException as error:  # raised again in the user's loop
             end = error
         self._ready.put(end)
-
-
-_running: weakref.WeakSet[_Prefetcher] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    running, end_s = list(_running), time.monotonic() + _EXIT_S
-    for prefetcher in running:
-        prefetcher.stop()
-    for prefetcher in running:
-        prefetcher.close(max(0.0, end_s - time.monotonic()))
 
 
 def _host_batches(

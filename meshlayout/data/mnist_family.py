@@ -32,9 +32,27 @@ def without_tensorflow(builder: Builder) -> Builder:
     tfds = importlib.import_module("tensorflow_datasets")
     if not isinstance(builder, tfds.image_classification.MNIST):
         return builder
+    base: Any = type(builder)
     with tfds.core.registered.skip_registration():
-        numpy_builder = _numpy_builder(type(builder))
-    return new_builder(builder, numpy_builder, file_format="array_record")
+
+        class NumpyBuilder(base):
+            name = base.name
+
+            def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+                files = mnist_files(self, dl_manager)
+                return {
+                    split: self._generate_examples(*pair)
+                    for split, pair in files.items()
+                }
+
+            def _generate_examples(
+                self, images: bytes, labels: bytes
+            ) -> Iterator[tuple[int, dict[str, Any]]]:
+                rows = zip(read_idx(images), read_idx(labels), strict=True)
+                for row, (image, label) in enumerate(rows):
+                    yield row, {"image": png(image), "label": int(label)}
+
+    return new_builder(builder, NumpyBuilder, file_format="array_record")
 
 
 def new_builder(builder: Builder, builder_class: Any = None, **options: Any) -> Builder:
@@ -45,29 +63,6 @@ def new_builder(builder: Builder, builder_class: Any = None, **options: Any) -> 
         version=str(builder.version),
         **options,
     )
-
-
-def _numpy_builder(base: Any) -> Any:
-    """Returns a builder class that differs from `base` only in how it reads files."""
-
-    class NumpyBuilder(base):
-        name = base.name
-
-        def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-            files = mnist_files(self, dl_manager)
-            return {
-                split: self._generate_examples(images, labels)
-                for split, (images, labels) in files.items()
-            }
-
-        def _generate_examples(
-            self, images: bytes, labels: bytes
-        ) -> Iterator[tuple[int, dict[str, Any]]]:
-            rows = zip(read_idx(images), read_idx(labels), strict=True)
-            for row, (image, label) in enumerate(rows):
-                yield row, {"image": png(image), "label": int(label)}
-
-    return NumpyBuilder
 
 
 def mnist_files(

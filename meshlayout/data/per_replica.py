@@ -26,11 +26,9 @@ from meshlayout.errors import DataError
 class InputContext:
     """Which part of the input this process makes.
 
-    Processes that hold parts of the same replicas form one pipeline, and must make the
-    same input.
-
     Attributes:
-        num_input_pipelines: The number of pipelines.
+        num_input_pipelines: The number of pipelines. Processes that hold parts of the
+            same replicas form one.
         input_pipeline_id: The index of this one, from 0.
         num_replicas_in_sync: The number of replicas, in all pipelines together.
 
@@ -104,31 +102,22 @@ def make_plan_from_function(
     layout_or_mesh: LayoutOrMesh,
     options: Mapping[str, Any],
     *,
-    name: str = "fn",
     batched: bool | None = None,
     assemble: Assemble | None = None,
 ) -> DataPlan:
-    """Returns the plan of a dataset of what `fn`, called `name` in messages, makes."""
+    """Returns the plan of a dataset of the sources that `fn` makes."""
 
     def make_source() -> Any:
-        _checks.function(name, fn, "context", error=DataError)
         context = InputContext.of(layout_or_mesh)
-        with _checks.noted(f"This was raised by {name}, called with {context}."):
-            source = fn(context)
-        if source is None:
-            raise DataError(
-                f"{name} returned None, and must return a source of batches of the "
-                "per-replica size. A function that ends without `return` gives None."
-            )
-        return source
+        with _checks.noted(f"This was raised by the function, called with {context}."):
+            return fn(context)
 
-    def batch_size_of(rows: int | None, is_only: Callable[[], bool]) -> int:
-        del is_only
+    def batch_size_of(rows: int | None, _: Callable[[], bool]) -> int:
         if rows is None:
             raise DataError(
-                f"{name} returned a source of single rows, from which the size of a "
-                "batch cannot be inferred. Give global_batch_size=, or return batches "
-                "of the per-replica size."
+                "the function returned a source of single rows, which does not say the "
+                "size of a batch. Give global_batch_size=, or return batches of the "
+                "per-replica size."
             )
         return rows * num_row_shards(batch_layout(layout_or_mesh))
 

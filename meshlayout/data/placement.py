@@ -53,7 +53,7 @@ def process_rows(
         array([0, 1, 2, 3, 4, 5])
     """
     is_shape = isinstance(global_shape, Sequence)
-    first = next(iter(global_shape), None) if is_shape else global_shape
+    first = (*global_shape, None)[0] if is_shape else global_shape
     num_rows = _checks.count("the number of rows", first, at_least=0, error=DataError)
     rows = _batches.leaf_layout(batch_layout(layout), 1)
     here = jax.process_index() if process_index is None else process_index
@@ -181,42 +181,38 @@ class Placement:
         self.has_weights = weights_index is not None
         # By leaf, what makes a global array of its shards, and the slices of this
         # process's rows that they are; None for a leaf that stays on the host.
-        self._shards: list[tuple[Callable[..., jax.Array], list[Any]] | None] = []
+        self._shards: list[tuple[Callable[..., jax.Array] | None, list[Any]]] = []
         abstract = []
         for leaf in spec.leaves:
             shape, dtype, sharding = (num_rows, *leaf.shape), leaf.dtype, None
-            shards = None
+            place, parts = None, []
             if leaf.to is not None:
                 dtype, sharding = leaf.to, _sharding(leaf, layout, shape)
-                slices = []
+                place = _jax.shard_placer(shape, dtype, sharding)
                 indices: Any = sharding.addressable_devices_indices_map(shape)
                 for rows, *others in indices.values():
                     first, stop, _ = rows.indices(num_rows)
                     start = int(np.searchsorted(own, first))
-                    slices.append((slice(start, start + stop - first), *others))
-                shards = _jax.shard_placer(shape, dtype, sharding), slices
-            self._shards.append(shards)
+                    parts.append((slice(start, start + stop - first), *others))
+            self._shards.append((place, parts))
             abstract.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         self.element_spec: PyTree = spec.treedef.unflatten(abstract)
         self._x64 = _jax.canonical_dtype(np.int64) == np.int64
 
     def __call__(self, leaves: list[np.ndarray], is_real: np.ndarray | None) -> Batch:
         """Returns a batch on the mesh, where rows that are not `is_real` weigh 0."""
-        index = self._weights_index
+        index, leaves = self._weights_index, list(leaves)
         if index is not None:
-            is_added = len(leaves) < len(self._shards)
-            weights = np.ones(self._num_own, np.float32) if is_added else leaves[index]
-            if is_real is not None:  # also of the source's own weights
-                weights = _batches.mask_padding(weights, is_real)
-            others = leaves[index:] if is_added else leaves[index + 1 :]
-            leaves = [*leaves[:index], weights, *others]
+            if len(leaves) < len(self._shards):  # the source has none
+                leaves.insert(index, np.ones(self._num_own, np.float32))
+            if is_real is not None:
+                leaves[index] = _batches.mask_padding(leaves[index], is_real)
         # `jax.enable_x64` as a context manager does not reach the prefetching thread.
         with _jax.x64_mode(enabled=self._x64):
-            arrays: list[Any] = list(leaves)
-            for number, shards in enumerate(self._shards):
-                if shards is not None:
-                    place, slices = shards
-                    arrays[number] = place([leaves[number][part] for part in slices])
+            arrays: list[Any] = [
+                leaf if place is None else place([leaf[part] for part in parts])
+                for leaf, (place, parts) in zip(leaves, self._shards, strict=True)
+            ]
         if index is not None:  # a step that looks for them elsewhere then refuses
             _batches.mark_weights(arrays[index])
         return self._treedef.unflatten(arrays)
@@ -254,13 +250,12 @@ def find_weights(
                 f"example, and is {given}. Give weights= another name."
             )
         return spec, index
-    if not _batches.takes_weights(numbered, key):
-        # The default key was not chosen by the user, and weights may not be needed.
-        if key != "weight":
-            msg = f"the source's examples have no place for weights={key!r}. "
-            raise DataError(msg + padding_hint(rows))
-        return spec, None
-    if not add:
+    has_place = _batches.takes_weights(numbered, key)
+    # The default key was not chosen by the user, and weights may not be needed.
+    if not has_place and key != "weight":
+        msg = f"the source's examples have no place for weights={key!r}. "
+        raise DataError(msg + padding_hint(rows))
+    if not has_place or not add:
         return spec, None
     weighted = _batches.with_weights(numbered, key, -1)
     entries, treedef = jax.tree_util.tree_flatten_with_path(weighted)

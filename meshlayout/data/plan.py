@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -21,8 +21,8 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
 from meshlayout.data.by_row import HostBatch, RowReader
-from meshlayout.data.by_stream import Pass, StreamReader
-from meshlayout.data.examples import as_batch, describe, no_rows, rows_text
+from meshlayout.data.by_stream import StreamPass, StreamReader
+from meshlayout.data.examples import Division, as_batch, describe, no_rows, rows_text
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.data.report import PipelineReport
@@ -51,7 +51,7 @@ def checked_seed(shuffle: object, where: str = "") -> int | None:
 class DataOptions:
     """The arguments of `distribute_dataset`, of the same names, checked."""
 
-    global_batch_size: int | None  # None if it is inferred from the source
+    global_batch_size: int | None = None  # which may be inferred from the source
     remainder: str = "pad"
     weights: str | int | None = "weight"
     shuffle: int | None = None
@@ -90,14 +90,6 @@ class DataOptions:
             )
 
 
-def checked_options(options: Mapping[str, Any]) -> DataOptions:
-    """Returns options by name, checked; refuses names that do not exist."""
-    names = [field.name for field in fields(DataOptions)]
-    for name in options:
-        _checks.choice("an option of a dataset", name, names, error=DataError)
-    return DataOptions(**{"global_batch_size": None, **options})
-
-
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
@@ -122,7 +114,7 @@ class DataPlan:
         assemble: Assemble | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.clock, self._assemble, self._close = clock, assemble, close
+        self.clock, self._assemble, self.close = clock, assemble, close
         agreement = Agreement(layout.mesh) if jax.process_count() > 1 else None
         agreement = agreement if agreement and agreement.has_others else None
         self.agreement = agreement
@@ -130,11 +122,11 @@ class DataPlan:
             agreement.channel.failure_told() if agreement else contextlib.nullcontext()
         ):
             if not isinstance(options, DataOptions):
-                options = checked_options(options)
+                options = DataOptions(**options)
             self._source = source = open_source()
             self.is_stream = not isinstance(source, RandomAccessSource)
             # A stream's first pass, whose first element a generator yields only once.
-            self._looked: list[Pass] = []
+            self._first: StreamPass | None = None
             rows, block = self._look(options, prefers_batches=batch_size_of is not None)
             if options.global_batch_size is None and batch_size_of is not None:
                 size = batch_size_of(block, lambda: _is_only_batch(source))
@@ -145,7 +137,7 @@ class DataPlan:
             if options.per_process:
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, options.strings, clock.warn)
+            self._spec = spec = describe(rows, options.strings)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
             facts = self._facts(rows) if agreement else {}
@@ -197,9 +189,9 @@ class DataPlan:
         # The numbers of rows that processes read in streams of their own may differ;
         # they agree in every step instead.
         self._num_rows = None if options.per_process else source.num_rows
-        self._looked.append(Pass(source, 0))
+        self._first = StreamPass(source, 0)
         how = {"batched": source.batched, "prefers_batches": prefers_batches}
-        return self._looked[0].look(**how)
+        return self._first.look(**how)
 
     def _facts(self, rows: PyTree) -> dict[str, JSON]:
         """Returns what must be the same on all processes."""
@@ -271,21 +263,12 @@ class DataPlan:
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        source: Any = self._source
-        what = source, self._spec, self.size, self.own, self.clock
+        rows = self._source, self._spec, self.size, self.own
+        cut = Division(*rows, self.options.remainder, self.clock)
         if not self.is_stream:
-            seed = self.options.shuffle
-            return RowReader(*what, num_batches=self._num_batches, seed=seed)
-        first = self._looked.pop() if self._looked else None
-        is_batched = self.identity["block"] is not None
-        remainder = self.options.remainder
-        return StreamReader(*what, first, batched=is_batched, remainder=remainder)
-
-    def close(self) -> None:
-        """Releases what no iteration is using."""
-        self._close()
-        while self._looked:
-            self._looked.pop().close()
+            return RowReader(cut, self._num_batches, self.options.shuffle)
+        first, self._first = self._first, None
+        return StreamReader(cut, first, batched=self.identity["block"] is not None)
 
 
 def _is_only_batch(source: Any) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from meshlayout import _checks
 from meshlayout.data.mnist_family import Builder, new_builder, without_tensorflow
 from meshlayout.errors import DataError
 
@@ -25,10 +24,6 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     split, it is not available, or it cannot be read without TensorFlow.
     """
     builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
-    if not hasattr(builder, "as_data_source") or isinstance(builder, type):
-        given = _checks.shown(name)
-        msg = f"from_tfds takes the name of a TFDS dataset or a builder, got {given}."
-        raise DataError(msg)
     # TFDS knows the splits only of prepared datasets.
     if not builder.info.splits:
         builder = _prepare(builder)
@@ -44,11 +39,9 @@ def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     try:
         # A file that is missing or damaged is noticed now, not after hours of training.
         files = splits[split].filepaths
-        problem = "" if files else "it has no examples"
-        for path in files:
-            problem = problem or ("" if path.exists() else f"{path.name} is missing")
-        if problem:
-            raise FileNotFoundError(problem)
+        problems = [f"{path.name} is missing" for path in files if not path.exists()]
+        if problems or not files:
+            raise FileNotFoundError(*problems[:1] or ["it has no examples"])
         source = builder.as_data_source(split=split)
         source.data_source.__getitems__([0, len(source) - 1])
     except Exception as error:
@@ -130,10 +123,8 @@ def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
 
 
 def _without_advice(record: logging.LogRecord) -> bool:
-    """Keeps TFDS from recommending OpenCV to everyone who decodes images with Pillow.
-
-    If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
-    """
+    """Keeps TFDS from recommending OpenCV to all who decode images with Pillow."""
+    # If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
     return "OpenCV is not installed" not in str(record.msg)
 
 

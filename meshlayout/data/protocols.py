@@ -47,19 +47,12 @@ class RandomAccessSource(Protocol):
         ...
 
     def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for.
+        """Returns rows as a tree of NumPy arrays, whose first dim is `len(indices)`.
 
-        Row `i` of an epoch must be the same on every process and in every run. Several
-        threads may call this at once.
-
-        Args:
-            indices: Row indices, int64, of shape (rows,), at least one.
-            epoch: The epoch they are read for, from 0: for sources that shuffle or
-                augment by themselves. Others ignore it.
-
-        Returns:
-            A tree of NumPy arrays whose first dim is `len(indices)`. The source must
-            not write to their memory again.
+        `indices` is an int64 array of at least one row, in the order asked for. Row `i`
+        of an `epoch`, from 0, must be the same on every process and in every run; only
+        sources that shuffle or augment by themselves differ by epoch. Several threads
+        may call this at once, and what was returned must not be written to again.
         """
         ...
 

@@ -38,14 +38,9 @@ class ReplicaTrace:
     Args:
         context: The context of the replica.
         value_of: Returns a traced value of a Variable.
-        decisions: What the first trace decided, for another one to repeat.
-        marks: In a first trace, bools that are mapped over the axes of marks.
+        decisions: What the first trace decided, for the second one to repeat.
+        marks: In the first trace, bools that are mapped over the axes of marks.
         path_of: Returns the path of a Variable, for messages.
-
-    Attributes:
-        decisions: What has been decided, in order.
-        terms: Values that are a Variable's plus something, by their ids, and the ids of
-            these Variables.
     """
 
     def __init__(
@@ -60,6 +55,7 @@ class ReplicaTrace:
         self._marks, self._path_of = marks or {}, path_of
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
+        # By the id of a value: the value, and the ids of Variables that are its terms.
         self.terms: dict[int, tuple[Any, frozenset[int]]] = {}
         self._averages: set[int] = set()
 
@@ -70,13 +66,11 @@ class ReplicaTrace:
 
     def marked(self, axis: str, value: PyTree) -> PyTree:
         """Returns a value with a mark, in a first trace."""
-
-        def mark(x: Leaf) -> Leaf:
-            # A sum of constants, as the number of replicas, is a number of Python's.
-            is_array = isinstance(x, jax.Array)
-            return jax.lax.select_n(self._marks[axis], x, x) if is_array else x
-
-        return jax.tree.map(mark, value) if axis in self._marks else value
+        if axis not in self._marks:
+            return value
+        # A sum of constants, as the number of replicas, is a number of Python's.
+        mark = lambda x: jax.lax.select_n(self._marks[axis], x, x)  # noqa: E731
+        return jax.tree.map(lambda x: mark(x) if isinstance(x, Tracer) else x, value)
 
     def _decide(self, choice: Callable[[], Any]) -> Any:
         """Decides in the first trace, and repeats that in the second."""
@@ -89,15 +83,15 @@ class ReplicaTrace:
         if self._axis is None:
             return grads
         leaves, treedef = jax.tree.flatten(grads)
-        is_missing = self._decide(
+        is_combined = self._decide(
             lambda: [
-                self.is_mapped(x) or not self.is_mapped(x, COMBINED) for x in leaves
+                self.is_mapped(x, COMBINED) and not self.is_mapped(x) for x in leaves
             ]
         )
         combine = functools.partial(self.context.combine, ReduceOp.SUM)
         with unwatched():  # these sums are ours
-            pairs = zip(leaves, is_missing, strict=True)
-            sums = [combine(x) if m else x for x, m in pairs]
+            pairs = zip(leaves, is_combined, strict=True)
+            sums = [x if is_whole else combine(x) for x, is_whole in pairs]
         return treedef.unflatten(sums)
 
     # What a watch calls.
@@ -161,10 +155,10 @@ class ReplicaTrace:
             return "add"
         msg = (
             f"the new value of the variable {self._path_of(variable)} is computed from "
-            "the old one, and how those of the replicas become one is unknown: they "
-            "are added up for `variable[...] += change`, outside of nnx.jit. For other "
-            "changes, combine first what differs, as get_replica_context().all_reduce"
-            "('MAX', x) does, and set a variable without aggregation='sum'."
+            "the old one, and not by `variable[...] += change`, which would be added "
+            "up. Write that, outside of nnx.jit; or combine what differs, as "
+            "get_replica_context().all_reduce('MAX', x) does, and set a variable "
+            "without aggregation='sum'."
         )
         raise StrategyError(msg)
 

@@ -21,14 +21,6 @@ from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
 
-# What JAX raises if Python asks a traced array for its value.
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
 @functools.cache  # Flax's classes are slow to ask
 def _is_kind(kind: type, *kinds: type) -> bool:
     return issubclass(kind, kinds)
@@ -94,7 +86,16 @@ class Arguments:
         if _is_per_replica(x):
             check_replicas(x, mesh, "run")
             if x.mask is not None and x.mask is not self.mask:
-                self._check_mask(x.mask)
+                is_traced = isinstance(x.mask, Tracer) or isinstance(self.mask, Tracer)
+                if self.mask is not None and (
+                    is_traced or not jnp.array_equal(x.mask, self.mask)
+                ):
+                    msg = (
+                        "run: two arguments have different rows that are padding, and "
+                        "a replica cannot tell which are meant. Pass values of one "
+                        "batch."
+                    )
+                    raise StrategyError(msg)
                 self.mask = x.mask
             if x.is_scalar:
                 self.scalars.add(len(self.arrays))
@@ -122,17 +123,6 @@ class Arguments:
         self.arrays.append(x)
         kind = jax.typeof(x)
         return kind.shape, kind.dtype, kind.weak_type
-
-    def _check_mask(self, mask: jax.Array) -> None:
-        if self.mask is None:
-            return
-        is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
-        if is_traced or not jnp.array_equal(mask, self.mask):
-            msg = (
-                "run: two arguments have different rows that are padding, and a "
-                "replica cannot tell which are meant. Pass values of one batch."
-            )
-            raise StrategyError(msg)
 
     @property
     def name(self) -> str:
@@ -166,15 +156,7 @@ class Arguments:
     def call(self, fn: Callable[..., PyTree], arrays: list[Any]) -> PyTree:
         """Calls the function with one replica's arrays, and with the objects."""
         args, kwargs = self.unflatten(arrays)
-        try:
-            return fn(*args, **kwargs)
-        except _NEEDS_A_VALUE as error:
-            error.add_note(
-                "run: while the function is compiled, its arguments are arrays without "
-                "values, also those that are Python numbers. Fix a number that Python "
-                "needs, as in range(n), with functools.partial or a closure."
-            )
-            raise
+        return fn(*args, **kwargs)
 
 
 def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:

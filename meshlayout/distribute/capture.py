@@ -1,11 +1,9 @@
 """The roots of a function: by which names it reaches objects, and whether they changed.
 
-A program is compiled for the objects that a function reaches: a closure's cells, the
-globals that its code names, the attributes of its `self`. Before each call they are
-looked up again and compared by identity, so that a name that is bound to another model
-means that model. Which Variables the function uses is not found here: its first trace
-tells (`variables.TraceWatch`). So a path that this walk does not see costs nothing but
-the notice of a rebinding.
+Before each call, closure cells, globals that the code names, attributes of `self` and
+arguments are looked up again, and compared by identity: a name that is bound to another
+model means that model. Which Variables a function uses its first trace tells; so a path
+that is not seen here costs nothing but the notice of a rebinding.
 """
 
 import contextlib
@@ -61,21 +59,16 @@ def _attribute(instance: Any, name: str) -> Any:
 
 
 class Roots:
-    """What a function reaches by names.
-
-    Args:
-        fn: The function.
-        objects: The NNX objects among its arguments, with their names.
-    """
+    """What a function, and the NNX objects among its arguments, reach by names."""
 
     def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
-        name, self._names = getattr(fn, "__name__", type(fn).__name__), {"__call__"}
-        values, num_names = (fn, *(value for _, value in objects)), 0
+        roots = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
+        self._names, num_names = {"__call__"}, 0
         while num_names < len(self._names):  # methods are found by names in others
-            num_names, seen = len(self._names), {id(values)}
-            self._entries = [_Entry(0, getitem, 0, "", values)]
-            for key, path in enumerate((name, *(path for path, _ in objects))):
-                self._entries.append(_Entry(0, getitem, key, path, values[key]))
+            num_names, seen = len(self._names), set[int]()
+            self._entries = [_Entry(0, getitem, 0, "", None)]
+            for key, root in enumerate(roots):
+                self._entries.append(_Entry(0, getitem, key, *root))
             for index, entry in enumerate(self._entries):  # which grow
                 if id(entry.value) not in seen:
                     seen.add(id(entry.value))
@@ -109,21 +102,17 @@ class Roots:
                 raise StrategyError(msg)
 
     def keep(self, touched: set[int], gone: Callable[[], None]) -> None:
-        """Keeps what decides on a program, and no NNX object alive.
-
-        Names are compared, whatever they stand for; items, and attributes that no code
-        names, if they lead to an NNX object of which the id was `touched`.
-        """
+        """Keeps what code names or leads to the ids touched, and no object alive."""
         entries, self._entries = self._entries, []
         used = [x for x in entries if id(x.value) in touched and not x.is_named]
         containers = {x.parent for x in used if x.get is getitem}
         kept, num_parts = {0}, Counter[int]()
         for index in range(len(entries) - 1, 0, -1):
-            _, _, _, path, value, is_named = entry = entries[index]
-            is_beside = entry.parent in containers and is_nnx_object(value)
+            parent, _, _, _, value, is_named = entries[index]
+            is_beside = parent in containers and is_nnx_object(value)
             if is_named or is_beside or index in kept or id(value) in touched:
-                kept |= {index, entry.parent}
-                num_parts[entry.parent] += 1
+                kept |= {index, parent}
+                num_parts[parent] += 1
         places = {index: place for place, index in enumerate(sorted(kept))}
         self._functions: dict[int, Any] = {}
         self._alive: list[Any] = []

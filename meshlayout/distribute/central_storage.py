@@ -1,7 +1,6 @@
 """`CentralStorageStrategy`: variables in the host's memory, replicas on its devices."""
 
 import functools
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,23 +14,17 @@ from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
-from meshlayout.distribute.values import PerReplica
 from meshlayout.distribute.variables import current
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 
 
-HOST_MEMORY = "pinned_host"
-
-
 class CentralStorageStrategy(Strategy):
     """Variables in the memory of the host, and a replica on each of its devices.
 
-    Use this if optimizer state and parameters are too large for a device between steps,
-    as when several models take turns. Each program moves the variables that it uses to
-    the devices at its beginning, and those that it changed back at its end. The numbers
-    are those of `MirroredStrategy`. Scalars and PRNG keys are stored on the devices.
+    Use this if several models take turns on the devices. Each program moves what it
+    uses to the devices at its beginning, and what it changed back at its end.
 
     A stack of blocks that is an `nnx.Param(stack, streamed=True)` is left where it is:
     the model moves each block itself, in the body of its scan, by
@@ -57,16 +50,14 @@ class CentralStorageStrategy(Strategy):
         super().__init__(local_mesh(devices, "CentralStorageStrategy"))
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
-        if is_old or (kinds and HOST_MEMORY not in kinds):
+        if is_old or (kinds and "pinned_host" not in kinds):
             msg = (
-                f"CentralStorageStrategy keeps variables in {HOST_MEMORY} memory, "
-                f"which programs on {self.mesh.platform.upper()} devices cannot use "
-                f"with jax {jax.__version__}: that takes jax 0.8 or newer. Use "
-                "MirroredStrategy."
+                "CentralStorageStrategy keeps variables in pinned_host memory, which "
+                f"programs on {self.mesh.platform.upper()} devices cannot use with jax "
+                f"{jax.__version__}: that takes jax 0.8 or newer. Use MirroredStrategy."
             )
             raise StrategyError(msg)
-        _reads.__enter__()
-        weakref.finalize(self, _reads.__exit__)
+        _reads.__enter__()  # for good: the garbage collector must not wait for a lock
 
     @property
     def layouts(self) -> LayoutMap:
@@ -77,11 +68,11 @@ class CentralStorageStrategy(Strategy):
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         if not shape or _jax.is_extended(dtype):
             return super()._layout(shape, dtype)
-        return Layout([None] * len(shape), self.mesh, memory_kind=HOST_MEMORY)
+        return Layout([None] * len(shape), self.mesh, memory_kind="pinned_host")
 
-    def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
-        if is_own or isinstance(x, (PerReplica, Tracer, jax.ShapeDtypeStruct)):
-            return super()._place(path, x, is_own=is_own)
+    def _place(self, x: Leaf) -> Any:
+        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+            return super()._place(x)
         x = jnp.asarray(x)
         layout = self._layout(x.shape, x.dtype)
         is_here = x.sharding.is_equivalent_to(layout.sharding, x.ndim)
@@ -111,6 +102,6 @@ def _fetching(read: Any) -> Any:
     return property(replacement, read.fset) if get is not read else replacement
 
 
-# While there is such a strategy. The method is a property in flax 0.11.
+# Once there is such a strategy. The method is a property in flax 0.11.
 _READ = "get_value" if hasattr(nnx.Variable, "get_value") else "value"
 _reads = SharedPatches((nnx.Variable, _READ, _fetching))

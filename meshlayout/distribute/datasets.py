@@ -89,7 +89,6 @@ def distribute_datasets_from_function(
         dataset_fn,
         mesh.layout(REPLICA_AXIS, ...),
         {"weights": None, **options},
-        name="dataset_fn",
         batched=batched,
         assemble=functools.partial(_assembled, mesh),
     )

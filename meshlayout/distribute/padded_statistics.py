@@ -22,35 +22,30 @@ from meshlayout.step.model_call import ModuleCall, intercepting
 from meshlayout.step.objective import WeightMask
 
 
-def _padding_mask() -> jax.Array | None:
-    context = get_replica_context()
-    return None if context is None else context.mask
-
-
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
     """Leaves padding out of what is updated inside, in a context of a replica."""
-    mask = _padding_mask()
     # Linen calls back for any module's calls; NNX has nothing of the kind.
-    masks = () if mask is None else (WeightMask(mask),)
+    masks = () if _mask() is None else (WeightMask(_mask()),)
     with _patches, intercepting(nn.Module(), masks):
         yield
 
 
+def _mask() -> Any:
+    return getattr(get_replica_context(), "mask", None)
+
+
 def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> Any:
-    mask = _padding_mask()
-    if mask is None:
+    if _mask() is None:
         return call(norm, *args, **kwargs)
-    args = args or (kwargs.pop("x"),)
-    return WeightMask(mask).call(
-        ModuleCall("", norm, partial(call, norm)), args, kwargs
-    )
+    module_call = ModuleCall("", norm, partial(call, norm))
+    return WeightMask(_mask()).call(module_call, args or (kwargs.pop("x"),), kwargs)
 
 
 def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:
     # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
     # none and ignores what it is given.
-    if _padding_mask() is None or metric.argname not in kwargs:
+    if _mask() is None or metric.argname not in kwargs:
         update(metric, **({} if mask is None else {"mask": mask}), **kwargs)
         return
     values, weights = _weighted(metric, kwargs, mask)
@@ -82,7 +77,7 @@ def _merged(metric: Any, update: Any, **kwargs: Any) -> None:
 def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
     """Returns a metric's values, with 1 for each that is real and 0 for padding."""
     values = jnp.asarray(kwargs[metric.argname])
-    padding, weights = _padding_mask(), jnp.float32(1)
+    padding, weights = _mask(), jnp.float32(1)
     if padding is not None and not values.ndim:
         weights = padding.max()  # one number counts once, if any row is real
     elif padding is not None and len(values) == len(padding):

@@ -21,11 +21,7 @@ _MOST_PROGRAMS = 64
 
 
 class ProgramCache:
-    """The programs of a strategy.
-
-    Args:
-        strategy: The strategy.
-    """
+    """The programs of a strategy."""
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy

@@ -10,11 +10,10 @@ constant, as in every recurrent layer.)
 """
 
 import collections
-import functools
 import itertools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +42,6 @@ from meshlayout.errors import StrategyError
 from meshlayout.step import compile_step
 
 
-if TYPE_CHECKING:
-    from meshlayout.distribute.strategy import Strategy
-
-Function: TypeAlias = Callable[..., PyTree]
-
 _phases = itertools.count()
 
 
@@ -64,9 +58,7 @@ class Examination(NamedTuple):
     decisions: list[Any]  # how values of replicas are combined, in order
 
 
-def examine(
-    strategy: "Strategy", fn: Function, arguments: Arguments, path_of: Any
-) -> Examination:
+def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Examination:
     """Traces a function under `jax.vmap` over the replicas, for what it does.
 
     A batch with padding gets twice its rows, so that the second trace, which has as
@@ -77,10 +69,8 @@ def examine(
     def examined(arrays: list[Any], **marks: jax.Array) -> tuple[()]:
         options = {"marks": marks, "path_of": path_of}
         traced = _traced(strategy, fn, arguments, arrays, _placeholder, **options)
-        found.append(_read(arguments.name, path_of, *traced))
+        found.append(_read(arguments, path_of, *traced))
         _check_states(arguments, arrays, traced[2], traced[0].is_mapped)
-        if not traced[0].context.mask_was_read:
-            _check_padding(arguments.name, found[-1])
         return ()
 
     def marked(arrays: list[Any]) -> tuple[()]:
@@ -90,14 +80,14 @@ def examine(
         return call(*[jnp.zeros(1, bool)] * 2)
 
     count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
-    arrays, axes = list(arguments.arrays), []
-    for index, (x, is_own) in enumerate(zip(arrays, arguments.is_own, strict=True)):
-        axes.append(0 if is_own else None)
-        if is_own:
-            is_scalar = index in arguments.scalars
-            rows = () if is_scalar else (x.shape[0] // count * (1 + has_mask),)
-            shape = (*((count,) if count > 1 else ()), *rows, *x.shape[1:])
-            arrays[index] = jax.ShapeDtypeStruct(shape, x.dtype)
+    axes = [0 if is_own else None for is_own in arguments.is_own]
+    arrays = list(arguments.arrays)
+    for index in itertools.compress(range(len(arrays)), arguments.is_own):
+        (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
+        rows = length // count * (1 + has_mask)
+        shape = rest if index in arguments.scalars else (rows, *rest)
+        shape = (count, *shape) if count > 1 else shape
+        arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
     try:
         if count > 1:
             sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
@@ -117,11 +107,11 @@ def examine(
 
 
 def _traced(
-    strategy: "Strategy",
-    fn: Function,
+    strategy: Any,
+    fn: Any,
     arguments: Arguments,
-    arrays: list[Any],
-    value_of: Callable[[Variable], Any],
+    arrays: Any,
+    value_of: Any,
     **options: Any,
 ) -> tuple[ReplicaTrace, TraceWatch, PyTree]:
     """Runs a function on one replica, while it is traced."""
@@ -151,7 +141,7 @@ def _placeholder(variable: Variable) -> Any:
     def value(x: Leaf) -> Any:
         if isinstance(x, PerReplica):
             own = x.array.reshape(x.num_replicas, *x.shape)
-            return own[jax.lax.axis_index(REPLICA_AXIS) if x.num_replicas > 1 else 0]
+            return own[jax.lax.axis_index(REPLICA_AXIS)]
         is_abstract = isinstance(x, jax.ShapeDtypeStruct)
         x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
         return jax.lax.optimization_barrier(x)
@@ -160,39 +150,54 @@ def _placeholder(variable: Variable) -> Any:
 
 
 def _read(
-    name: str, path_of: Any, trace: ReplicaTrace, watch: TraceWatch, result: PyTree
+    arguments: Arguments,
+    path_of: Any,
+    trace: ReplicaTrace,
+    watch: TraceWatch,
+    result: Any,
 ) -> Examination:
-    """Reads a first trace, inside of it."""
-    is_changed, differing = [], []
+    """Reads a first trace, inside of it; refuses what replicas cannot do."""
+    is_changed, differing, is_safe = [], [], True
     for variable, before in watch.entered.values():
         after = watch.values[id(variable)]
-        differs = trace.is_mapped(after)
+        differs, kind = trace.is_mapped(after), aggregation(variable)
         # nnx.scan hands a replica's own keys back as new arrays.
         is_key = isinstance(variable, nnx.RngKey) and differs
         is_changed.append(_is_changed(before, after) and not is_key)
-        if is_changed[-1] and differs and aggregation(variable) != "per_replica":
-            differing.append(variable)
+        if is_changed[-1]:
+            is_statistic = isinstance(variable, nnx.BatchStat) or kind == "metric"
+            is_safe &= is_statistic and "aggregation" not in variable.get_metadata()
+            if differs and kind != "per_replica":
+                differing.append(path_of(variable))
     if differing:
         msg = (
-            f"{name} would leave different values of "
-            f"{', '.join(map(path_of, differing[:3]))} on the replicas: the new values "
-            "are computed from what differs between them. Combine that first, as "
+            f"{arguments.name} would leave different values of "
+            f"{', '.join(differing[:3])} on the replicas: the new values are computed "
+            "from what differs between them. Combine that first, as "
             "get_replica_context().all_reduce('MEAN', x) does, or say how the "
             "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
             "'sum', 'first', 'per_replica'."
         )
         raise StrategyError(msg)
-    arrays, treedef = _flattened(name, result)
-    mask = trace.context.mask
+    arrays, treedef = _flattened(arguments.name, result)
+    mask, shapes = trace.context.mask, [x.shape for x in arrays]
+    rows = 0 if mask is None else mask.shape[0]
+    is_safe &= all(shape[:1] == (rows,) for shape in shapes)
+    if rows and not is_safe and not trace.context.mask_was_read:
+        msg = (
+            f"{arguments.name} got a short batch, which is padded to the shape of the "
+            "others, and did not ask which rows are real: padding would count. Use "
+            "losses.compute_average_loss, which asks; or multiply by "
+            "get_replica_context().example_mask and divide by its num_examples; or "
+            "return one value per row and combine these with reduce(..., axis=0); or "
+            "leave such batches out with distribute_dataset(..., remainder='drop')."
+        )
+        raise StrategyError(msg)
+    variables = [variable for variable, _ in watch.entered.values()]
+    nodes = [node for node, *_ in watch.nodes.values()]
+    differs, decisions = list(map(trace.is_mapped, arrays)), trace.decisions
     return Examination(
-        variables=[variable for variable, _ in watch.entered.values()],
-        is_changed=is_changed,
-        nodes=[node for node, *_ in watch.nodes.values()],
-        treedef=treedef,
-        shapes=[x.shape for x in arrays],
-        differs=list(map(trace.is_mapped, arrays)),
-        rows=0 if mask is None else mask.shape[0],
-        decisions=trace.decisions,
+        variables, is_changed, nodes, treedef, shapes, differs, rows, decisions
     )
 
 
@@ -222,31 +227,28 @@ def _strong(x: Leaf) -> jax.Array:
     return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
 
 
-def _check_states(
-    arguments: Arguments, arrays: list[Any], result: PyTree, differs: Any
-) -> None:
+def _check_states(arguments: Arguments, arrays: Any, result: Any, differs: Any) -> None:
     """Refuses a state that came in the same on all replicas, and goes out different.
 
     NNX objects are changed in place, where that is an error. A state of Linen is
     returned, and a forgotten all-reduce would give each replica one of its own.
     """
+
+    def shapes(leaves: list[Any]) -> list[Any]:
+        return [None if is_leaf(x) else np.shape(x) for x in leaves]
+
     args, kwargs = arguments.unflatten(arrays)
     parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
-    for state in (*args, *kwargs.values()):
-        before, treedef = jax.tree.flatten(state, is_leaf=is_leaf)
-        shapes = [] if any(map(is_leaf, before)) else list(map(np.shape, before))
-        is_bare = jax.tree_util.treedef_is_leaf(treedef)
-        if is_bare or not any(shapes) or differs(before):  # two numbers are no state
-            continue
-        for part in parts:
-            after, structure = jax.tree.flatten_with_path(part)
-            if structure != treedef or [np.shape(x) for _, x in after] != shapes:
-                continue
-            names = [
-                jax.tree_util.keystr(path, simple=True, separator="/")
-                for path, x in after
-                if differs(x)
-            ]
+    for state, part in itertools.product((*args, *kwargs.values()), parts):
+        before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
+        after, new_structure = jax.tree.flatten_with_path(part)
+        is_bare = jax.tree_util.treedef_is_leaf(structure)
+        is_state = any(shapes(before)) and not is_bare  # two numbers are none
+        is_same = structure == new_structure and not differs(before)
+        if is_state and is_same and shapes(before) == shapes([x for _, x in after]):
+            text = jax.tree_util.keystr
+            keys = [key for key, x in after if differs(x)]
+            names = [text(key, simple=True, separator="/") for key in keys]
             if names:
                 msg = (
                     f"{arguments.name} returns a state that came in the same on all "
@@ -255,25 +257,6 @@ def _check_states(
                     "get_replica_context().all_reduce('SUM', grads)."
                 )
                 raise StrategyError(msg)
-
-
-def _check_padding(name: str, seen: Examination) -> None:
-    """Refuses a function that did not ask for the mask and may count padding."""
-    is_safe = all(shape[:1] == (seen.rows,) for shape in seen.shapes) and all(
-        isinstance(x, nnx.BatchStat | nnx.metrics.MetricState)
-        and "aggregation" not in x.get_metadata()
-        for x in itertools.compress(seen.variables, seen.is_changed)
-    )
-    if seen.rows and not is_safe:
-        msg = (
-            f"{name} got a short batch, which is padded to the shape of the others, "
-            "and did not ask which rows are real: padding would count. Use "
-            "losses.compute_average_loss, which asks; or multiply by "
-            "get_replica_context().example_mask and divide by its num_examples; or "
-            "return one value per row and combine these with reduce(..., axis=0); or "
-            "leave such batches out with distribute_dataset(..., remainder='drop')."
-        )
-        raise StrategyError(msg)
 
 
 class ReplicaProgram:
@@ -287,11 +270,7 @@ class ReplicaProgram:
     """
 
     def __init__(
-        self,
-        strategy: "Strategy",
-        fn: Function,
-        arguments: Arguments,
-        gone: Callable[[], None],
+        self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
     ) -> None:
         self._strategy, self._name = strategy, arguments.name
         self.roots = roots = Roots(fn, arguments.named_objects())
@@ -302,8 +281,8 @@ class ReplicaProgram:
         self.modes = Modes(seen.nodes, gone)
         is_rest = map(operator.not_, seen.is_changed)
         self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
-        self._rest = [*itertools.compress(seen.variables, is_rest)]
-        self._placed: tuple[Any, ...] = ()  # the values that the Variables have
+        self._variables = [*self._changed, *itertools.compress(seen.variables, is_rest)]
+        self._values: list[Any] = []  # after the last call
         self._aligned: set[int] = (
             set()
         )  # results with one value per row of a short batch
@@ -313,51 +292,43 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = self._next = compile_step(step, on_recompile="ignore")
+        self.step = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
         if self._strategy.num_replicas_in_sync == 1:
             return self._replica(state, rest, arrays)
-        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
-
-        def specs(is_own: list[bool]) -> tuple[PartitionSpec, ...]:
-            return tuple(own if x else whole for x in is_own)
-
-        changed, rest_specs = (
-            specs([aggregation(x) == "per_replica" for x in variables])
-            for variables in (self._changed, self._rest)
-        )
+        specs = lambda flags: [PartitionSpec(*[REPLICA_AXIS] * x) for x in flags]  # noqa: E731
+        variables = specs([aggregation(x) == "per_replica" for x in self._variables])
+        changed = tuple(variables[: len(state)])
+        rest_specs = tuple(variables[len(state) :])
         return jax.shard_map(
             self._replica,
             mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(changed, rest_specs, [*specs(self._call[1].is_own)]),
-            out_specs=(changed, [*specs(self._seen.differs)]),
+            in_specs=(changed, rest_specs, specs(self._call[1].is_own)),
+            out_specs=(changed, specs(self._seen.differs)),
             check_vma=False,
         )(state, rest, arrays)
 
     def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        fn, arguments = self._call
-        pairs = zip((*self._changed, *self._rest), (*state, *rest), strict=True)
-        values = {id(variable): x for variable, x in pairs}
+        values = dict(zip(map(id, self._variables), (*state, *rest), strict=True))
+        (fn, arguments), seen = self._call, self._seen
 
         def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
             return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
 
-        scalars, options = arguments.scalars, {"decisions": self._seen.decisions}
+        scalars, options = arguments.scalars, {"decisions": seen.decisions}
         arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
-        _, watch, result = _traced(
-            self._strategy, fn, arguments, arrays, value_of, **options
-        )
+        traced = _traced(self._strategy, fn, arguments, arrays, value_of, **options)
+        _, watch, result = traced
         results, treedef = _flattened(self._name, result)
         expected = {*map(id, self._changed)}
-        is_same = treedef == self._seen.treedef
+        is_same = treedef == seen.treedef
         is_same &= expected <= watch.entered.keys() <= values.keys()
         for key, (variable, before) in watch.entered.items():
-            is_changed = _is_changed(before, watch.values[key])
             is_expected = key in expected or isinstance(variable, nnx.RngKey)
-            is_same &= is_expected or not is_changed
+            is_same &= is_expected or not _is_changed(before, watch.values[key])
         if not is_same:
             msg = (
                 f"{self._name} did something else when it was traced again: it depends "
@@ -370,11 +341,16 @@ class ReplicaProgram:
             new.append(jax.tree.map(form, watch.values[id(variable)]))
         return tuple(new), list(map(self._result, itertools.count(), results))
 
-    def _whole(self, x: Leaf) -> PerReplica:
+    def _whole(self, x: Leaf) -> Any:
         """Returns a replica's own value as its part of the values of all."""
-        count, is_scalar = self._strategy.num_replicas_in_sync, not np.ndim(x)
-        rows = _strong(x)[None] if is_scalar else _strong(x)
-        return PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
+        count, is_scalar, x = (
+            self._strategy.num_replicas_in_sync,
+            not np.ndim(x),
+            _strong(x),
+        )
+        rows = x[None] if is_scalar else x
+        value = PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
+        return x if count == 1 else value
 
     def _result(self, index: int, x: jax.Array) -> jax.Array:
         shape, rows = self._seen.shapes[index], self._seen.rows
@@ -397,57 +373,53 @@ class ReplicaProgram:
 
     def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        values = self._values()
-        is_same = len(values) == len(self._placed)
-        if not is_same or not all(map(operator.is_, values, self._placed)):
-            self._place()
-            self._placed = values = self._values()
-            self._next = self.step
+        values = list(map(raw_value, self._variables))
+        is_same = len(values) == len(self._values)
+        self._is_again = is_same and all(map(operator.is_, values, self._values))
+        if not self._is_again:
+            values = self._placed()
         count = len(self._changed)
-        return values[:count], values[count:], arguments.arrays
+        return tuple(values[:count]), tuple(values[count:]), arguments.arrays
 
-    def _values(self) -> tuple[Any, ...]:
-        return (*map(raw_value, self._changed), *map(raw_value, self._rest))
-
-    def _place(self) -> None:
-        """Places the Variables on the devices of all replicas.
+    def _placed(self) -> list[Any]:
+        """Places the Variables on the devices of all replicas; returns their values.
 
         The program uses up the arrays of those that it changes. So what several hold is
         copied: clones share arrays, and so do Variables that were set to the same one.
         """
         seen: set[int] = set()
-        for variable in (*self._rest, *self._changed):
+        for variable in reversed(self._variables):  # those that change come last
             before = raw_value(variable)
-            is_own = aggregation(variable) == "per_replica"
-            place = functools.partial(self._strategy._place, "", is_own=is_own)
             with jax.ensure_compile_time_eval():
-                after = jax.tree.map(place, before, is_leaf=_is_per_replica)
-            # A placed array may have the memory of the one that it is from.
-            ids = {id(x) for x in jax.tree.leaves((before, after))}
+                value = self._strategy._placed(variable)
+            # With jax 0.7, a placed array may have the memory of the one it is from.
+            ids = set(map(id, jax.tree.leaves((before, value))))
             if ids & seen and not _jax.is_tracing():
-                after = jax.tree.map(jnp.copy, after)
+                value = jax.tree.map(jnp.copy, value)
             seen |= ids
-            set_raw_value(variable, after)
+            set_raw_value(variable, value)
+        return list(map(raw_value, self._variables))
 
-    def held(self, fn: Function, arguments: Arguments) -> Any:
+    def held(self, fn: Any, arguments: Arguments) -> Any:
         """Returns the compiled step, for a look at the program alone."""
         self._call = fn, arguments
         return self.step
 
-    def __call__(self, fn: Function, arguments: Arguments) -> PyTree:
+    def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        inputs = self.inputs(arguments)
+        inputs, step = self.inputs(arguments), self.step
         if _jax.is_tracing():
             self._check_trace(fn, arguments)
+        elif self._is_again:  # the state is what the last call returned
+            step = self.step.again
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            state, out = self._next(*inputs)
-            self._next = self.step.again  # until Variables are set otherwise
+            state, out = step(*inputs)
         finally:
             self._call = None
+        self._values = [*state, *inputs[1]]
         collections.deque(map(set_raw_value, self._changed, state), 0)
-        self._placed = (*state, *inputs[1])
         count = self._strategy.num_replicas_in_sync
         for index in itertools.compress(range(len(out)), self._seen.differs):
             mask = arguments.mask if index in self._aligned else None
@@ -455,7 +427,7 @@ class ReplicaProgram:
             out[index] = PerReplica(out[index], mask, **options)
         return self._seen.treedef.unflatten(out)
 
-    def _check_trace(self, fn: Function, arguments: Arguments) -> None:
+    def _check_trace(self, fn: Any, arguments: Arguments) -> None:
         """Refuses to change variables from outside of the trace under way, if any."""
         for variable in itertools.filterfalse(belongs_here, self._changed):
             path = Roots(fn, arguments.named_objects()).path_of(variable)

@@ -90,11 +90,8 @@ class TPUStrategy(Strategy):
     """Copies of the variables on the chips of a TPU slice, trained in step.
 
     Replicas are in the order of the slice's network. On a slice of several hosts, call
-    `ml.initialize()` first. Where there are no TPUs, it says so and takes the devices
+    `ml.initialize()` first. Where there are no TPUs, it warns and takes the devices
     there are.
-
-    Warns:
-        LayoutWarning: If there are no TPUs.
     """
 
     def __init__(self) -> None:

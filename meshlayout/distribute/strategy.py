@@ -34,7 +34,6 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
 from meshlayout.mesh_creation import create_mesh
-from meshlayout.step import compile_step
 
 
 # The strategy whose scope is open, or whose `run` is under way.
@@ -187,10 +186,6 @@ class Strategy:
             program = self._programs.find(fn, arguments)
             return program.held(fn, arguments), program.inputs(arguments)
 
-    def _compile(self, step: Callable[..., Any]) -> Any:
-        """Compiles `step(state, other variables, arguments)`; the state is used up."""
-        return compile_step(step, on_recompile="ignore")
-
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """Makes this the current strategy, in cross-replica context."""
@@ -288,12 +283,21 @@ class Strategy:
         """Returns how a variable is stored: whole on each replica."""
         return self.mesh.layout(...).with_rank(len(shape))
 
-    def _place(self, path: str, x: Leaf, *, is_own: bool) -> Any:
+    def _placed(self, variable: "nnx.Variable[Any]") -> Any:
+        """Returns the value of a Variable where this strategy keeps it."""
+        is_own = aggregation(variable) == "per_replica" and self.mesh.size > 1
+
+        def place(x: Leaf) -> Any:
+            if isinstance(x, PerReplica):
+                return x
+            copies = [x] * len(self.mesh.local_devices)
+            return per_replica(copies, self.mesh) if is_own else self._place(x)
+
+        is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
+        return jax.tree.map(place, raw_value(variable), is_leaf=is_leaf)
+
+    def _place(self, x: Leaf) -> Any:
         """Returns an array of a variable where this strategy keeps it."""
-        if isinstance(x, PerReplica):
-            return x
-        if is_own and self.mesh.size > 1:
-            return per_replica([x] * len(self.mesh.local_devices), self.mesh)
         if isinstance(x, jax.ShapeDtypeStruct):
             sharding = self._layout(x.shape, x.dtype).sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -309,10 +313,7 @@ class Strategy:
     def _stored(self, value: PyTree) -> PyTree:
         """Returns a value, which as a Variable is first put where this keeps it."""
         if isinstance(value, nnx.Variable):
-            is_own, x = aggregation(value) == "per_replica", raw_value(value)
-            place = functools.partial(self._place, "variable", is_own=is_own)
-            is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
-            set_raw_value(value, jax.tree.map(place, x, is_leaf=is_leaf))
+            set_raw_value(value, self._placed(value))
         return value
 
     def __repr__(self) -> str:

@@ -282,26 +282,26 @@ class Modes:
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        self._refs = [weakref.ref(node, lambda _: gone()) for node in nodes]
-        self._remember([vars(node) for node in nodes])
-
-    def _remember(self, attributes: list[dict[str, Any]]) -> None:
-        self._inner = [*_containers(x for each in attributes for x in each.values())]
-        self._before, self._ids = list(map(_frozen, attributes)), self._read(attributes)
-
-    def _read(self, attributes: list[dict[str, Any]]) -> list[int]:
-        values = itertools.chain(map(dict.values, attributes), self._inner)
-        return list(map(id, itertools.chain.from_iterable(values)))
+        self._refs: list[Any] = [weakref.ref(node, lambda _: gone()) for node in nodes]
+        self._before = [_frozen(vars(node)) for node in nodes]
+        self._ids, self._inner = list[int](), list[Iterable[Any]]()
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
-        nodes = [ref() for ref in self._refs]
-        if None in nodes:
+        try:
+            attributes = [ref().__dict__ for ref in self._refs]
+        except AttributeError:  # of None: a module is gone
             return False
-        attributes = [vars(node) for node in nodes]
-        if self._read(attributes) == self._ids:
+        chain = itertools.chain.from_iterable
+        values = [*map(dict.values, attributes), *self._inner]
+        if self._ids and list(map(id, chain(values))) == self._ids:
             return True
-        if list(map(_frozen, attributes)) != self._before:
+        frozen = list(map(_frozen, attributes))
+        if frozen != self._before:
             return False
-        self._remember(attributes)  # Flax's transforms replace attributes by equal ones
+        # Flax's transforms replace attributes by equal ones.
+        self._before = frozen
+        self._inner = [*_containers(chain(map(dict.values, attributes)))]
+        values = [*map(dict.values, attributes), *self._inner]
+        self._ids = list(map(id, chain(values)))
         return True

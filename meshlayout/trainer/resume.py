@@ -105,7 +105,7 @@ def resume(
         look(notes)
 
         def put(iterator: Continues) -> None:
-            move_to_position(iterator, saved.positions(iterator))
+            move_to_position(iterator, saved.facts["data"])
 
         batches.take_up(notes["place"], put)
         batch = batches.look()

@@ -36,7 +36,11 @@ def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | 
     if "MapDataset" in class_names:
         return _map_dataset(obj, steps, batched=batched)
     if "IterDataset" in class_names or "DataLoader" in class_names:
-        return IteratorSource(lambda epoch: _pass(obj), batched)
+        # Grain's worker processes read a flag of absl's, which raises unless flags were
+        # parsed, by `absl.app.run` or like this. A test of worker processes notices.
+        flags: Any = sys.modules["absl.flags"]
+        flags.FLAGS.mark_as_parsed()
+        return IteratorSource(lambda epoch: iter(obj), batched)  # it has no epochs
     return None
 
 
@@ -59,26 +63,9 @@ def _map_dataset(dataset: Any, steps: str, *, batched: bool | None) -> Source:
         raise DataError(ambiguous("the Grain dataset"))
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
-        examples = [dataset[row] for row in (indices + epoch * length).tolist()]
-        if any(example is None for example in examples):
-            msg = (
-                "the Grain MapDataset has None for some rows: one of its steps "
-                "filters. Give its to_iter_dataset(), which leaves them out."
-            )
-            raise DataError(msg)
-        return stack(examples)
+        return stack([dataset[row] for row in (indices + epoch * length).tolist()])
 
     return Rows(length, read)
-
-
-def _pass(dataset: Any) -> Iterator[PyTree]:
-    """Returns an iterator over an IterDataset or a DataLoader; neither has epochs."""
-    # Grain's worker processes read a flag of absl's, which raises unless flags were
-    # parsed, by `absl.app.run` or like this. A test of worker processes notices.
-    flags: Any = sys.modules["absl.flags"]
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    return iter(dataset)
 
 
 def _steps(dataset: object) -> Iterator[object]:

@@ -22,11 +22,10 @@ from meshlayout.errors import DataError
 def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
     """Returns a Dataset or IterableDataset of the `datasets` package as a source."""
     if "DatasetDict" in class_names or "IterableDatasetDict" in class_names:
-        msg = (
+        raise DataError(
             f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
             f"Choose one, as dataset[{next(iter(obj), 'train')!r}]."
         )
-        raise DataError(msg)
     if "IterableDataset" in class_names:
         readers: set[_Pass] = set()
         return IteratorSource(lambda epoch: _Pass(obj, epoch, readers), batched)
@@ -41,9 +40,10 @@ def _dataset_rows(dataset: Any) -> Rows:
         others = [name for name in names if name not in texts]
         # A dtype of None keeps those of the features; otherwise, all numbers would
         # become int64 and float32. NumPy's strings would lose trailing nulls.
-        numbers = dataset.with_format("numpy", columns=others, dtype=None)
-        views = [numbers] * bool(others)
-        views += [dataset.with_format(None, columns=texts)] * bool(texts)
+        views = [
+            dataset.with_format("numpy", columns=others, dtype=None),
+            dataset.with_format(None, columns=texts),
+        ]
 
     def column(values: Any, name: str) -> PyTree:
         is_array = isinstance(values, np.ndarray)
@@ -63,8 +63,8 @@ def _dataset_rows(dataset: Any) -> Rows:
 class _Pass(Iterator[PyTree]):
     """The elements of one pass over an IterableDataset, with lists as arrays.
 
-    A dataset keeps a single position, which is also where its next iteration starts. So
-    it is set when a pass starts reading, and trusted only while no other pass reads:
+    A dataset keeps a single position, which is also where its next iteration starts:
+    it is set when a pass starts reading, and trusted only while no other pass reads.
     `readers` are those that have read since the latest of them started.
     """
 
@@ -97,10 +97,9 @@ class _Pass(Iterator[PyTree]):
 def _can_seek(step: Any) -> bool:
     """Returns whether a dataset's own state leads to the same examples again.
 
-    A shuffle buffer is refilled after resuming, with other examples, and no public
-    attribute reveals whether there is one. With other names in it, or without the
-    private `_ex_iterable`, states are not trusted, and resuming asks for `skip=True`.
-    `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
+    A shuffle buffer is refilled after resuming, with other examples, which no public
+    attribute reveals. Without the private `_ex_iterable`, states are not trusted, and
+    resuming asks for `skip=True`; a test of the package's own datasets notices.
     """
     if step is None or "BufferShuffled" in type(step).__name__:
         return False

@@ -131,13 +131,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
             )
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
-        iterable = source if hasattr(obj, "__iter__") else source()
-        if not hasattr(iterable, "__iter__"):
-            raise DataError(
-                f"the source is a function that returned {_checks.shown(iterable)}; it "
-                "must return an iterator, or be a generator function."
-            )
-        return iter(iterable)
+        return iter(source if hasattr(obj, "__iter__") else source())
 
     num_rows = len(source) if batched is False and hasattr(obj, "__len__") else None
     # Where batches differ, reading them raises a better error.

@@ -16,29 +16,24 @@ from meshlayout.errors import DataError
 
 def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
     """Returns a DataLoader, or a Dataset with a length, as a source."""
-    if "DataLoader" in class_names:
-        return _loader_source(obj, batched=batched)
     if "IterableDataset" in class_names:
         raise DataError(
             "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
             "torch.utils.data.DataLoader."
         )
-    is_rows = "Dataset" in class_names and hasattr(obj, "__len__")
-    return item_rows(obj) if is_rows else None
-
-
-def _loader_source(loader: Any, *, batched: bool | None) -> IteratorSource:
-    """Returns a DataLoader as a source, of batches if it makes any."""
-    batches = loader.batch_sampler
+    if "DataLoader" not in class_names:
+        is_rows = "Dataset" in class_names and hasattr(obj, "__len__")
+        return item_rows(obj) if is_rows else None
+    batches = obj.batch_sampler
     if batched is None and batches is not None:
         batched = True
     # With a batch sampler of the user's, the sampler of rows is inside of that.
-    sampler: Any = getattr(batches, "sampler", loader.sampler)
+    sampler: Any = getattr(batches, "sampler", obj.sampler)
 
     def begin(epoch: int) -> Iterator[PyTree]:
         for each in (sampler, batches):
             getattr(each, "set_epoch", lambda _: None)(epoch)
-        return iter(loader)
+        return iter(obj)
 
     num_rows = None
     # A batch sampler of another class may choose rows by itself, and a sampler without

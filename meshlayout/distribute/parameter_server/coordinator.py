@@ -24,21 +24,8 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.distribute.parameter_server.servers import (
-    ParameterServer,
-    VariableStore,
-)
+from meshlayout.distribute.parameter_server import servers, workers
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
-from meshlayout.distribute.parameter_server.worker import (
-    MOST_FUNCTIONS,
-    Closure,
-    ClosureInput,
-    RemoteWorker,
-    is_whole,
-    on_worker,
-    pickled,
-    ray_module,
-)
 from meshlayout.errors import StrategyError
 
 
@@ -72,26 +59,21 @@ class PerWorkerDataset:
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
-        return on_worker, ("iterator", self._number)
+        return workers.on_worker, ("iterator", self._number)
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    A scheduled function runs on one worker as it is, one operation at a time; what is
-    worth compiling goes through `strategy.run(fn, args)`. `next(iterator)` takes a
-    worker's own next batch. What `optimizer.update` gets is applied on the parameter
-    servers, exactly once, when the function has ended; it sees parameters as they were
-    when it began. `nnx.BatchStat` variables, metrics, and variables with
+    A scheduled function runs on one worker, one operation at a time; what is worth
+    compiling goes through `strategy.run(fn, args)`. What `optimizer.update` gets is
+    applied on the servers, exactly once, when the function has ended; it sees
+    parameters as they were when it began. Batch statistics, metrics, and variables with
     `aggregation="sum"` or `"mean"` get the changes of all functions added.
 
     Args:
-        strategy: The strategy.
-        checkpointer: The one that saves the models of this training; the error that a
-            parameter server died names its last checkpoint.
-
-    Raises:
-        StrategyError: If another coordinator of the strategy is still in use.
+        strategy: The strategy, which has one coordinator at a time.
+        checkpointer: Whose last checkpoint is named if a parameter server dies.
     """
 
     def __init__(
@@ -100,26 +82,25 @@ class ClusterCoordinator:
         checkpointer: Checkpointer | None = None,
     ) -> None:
         if strategy._coordinator is not None and not strategy._coordinator._store.ended:
-            msg = (
-                f"{strategy!r} has a ClusterCoordinator, whose servers have the values "
-                "of its variables. Use that one, or call join() and shutdown() on it."
-            )
+            msg = f"{strategy!r} has a ClusterCoordinator: call shutdown() on that one."
             raise StrategyError(msg)
-        self.strategy, self._ray, strategy._coordinator = strategy, ray_module(), self
+        self.strategy, self._ray = strategy, workers.ray_module()
+        strategy._coordinator = self
         if not self._ray.is_initialized():
             with warnings.catch_warnings():
                 # The fork is followed by exec at once, which is harmless.
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
                 self._ray.init(include_dashboard=False)
         # Equal bytes are put once, and so workers know them.
-        self._put = functools.lru_cache(MOST_FUNCTIONS)(self._ray.put)
-        start = self._ray.remote(ParameterServer).options(**strategy._server_options)
-        self._servers = [start.remote() for _ in range(strategy.num_servers)]
-        self._store = VariableStore(self._ray, self._servers, checkpointer)
+        self._put = functools.lru_cache(workers.MOST_FUNCTIONS)(self._ray.put)
+        options, count = strategy._server_options, strategy.num_servers
+        actor = self._ray.remote(servers.ParameterServer).options(**options)
+        self._servers = [actor.remote() for _ in range(count)]
+        self._store = servers.VariableStore(self._ray, self._servers, checkpointer)
         self._workers: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._queue = queue.Queue[tuple[Closure, RemoteValue] | None]()
+        self._queue = queue.Queue[tuple[workers.Closure, RemoteValue] | None]()
         self._failed: BaseException | None = None
         for worker in range(strategy.num_workers):
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
@@ -132,15 +113,14 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Runs a function on any worker, some time later; returns at once.
 
+        If a function that was scheduled before has raised an exception, this one is
+        cancelled, until `join` has raised that.
+
         Args:
             fn: The function. It may use NNX models, optimizers and metrics.
             args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
-
-        Returns:
-            Where its result will be. If a function that was scheduled before has raised
-            an exception, this one is cancelled, until `join` has raised that.
         """
         if not callable(fn) or not isinstance(args, (tuple, list)):
             msg = "schedule takes a function and a tuple of its arguments: args=(x,)."
@@ -155,21 +135,17 @@ class ClusterCoordinator:
             if not isinstance(leaf, kinds) or isinstance(leaf, bool):  # mostly a switch
                 return leaf
             inputs.append(leaf)
-            return ClosureInput(len(inputs) - 1)
+            return workers.ClosureInput(len(inputs) - 1)
 
         tree = tuple(args), dict(kwargs or {})
-        arguments = jax.tree.map(apart, tree, is_leaf=is_whole)
+        arguments = jax.tree.map(apart, tree, is_leaf=workers.is_whole)
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        note = (
-            f"schedule pickles {name}, with all that it uses, to send it to a worker. "
-            "Make files and locks in the dataset function, which runs there."
-        )
-        with self._store.lock:
-            with _checks.noted(note):
-                payload, variables = pickled((fn, arguments), self._store.name)
-            self._store.place(variables)
+        note = f"{name} is sent to a worker: make files and locks in dataset functions."
+        with _checks.noted(note):
+            payload, variables = workers.pickled((fn, arguments), self._store.name)
+        self._store.place(variables)
         number, values = next(self._numbers), pickle.dumps(inputs)
-        closure = Closure(name, number, self._put(payload), values, variables)
+        closure = workers.Closure(name, number, self._put(payload), values, variables)
         result = RemoteValue()
         result.set_running_or_notify_cancel()
         self._queue.put((closure, result))
@@ -182,23 +158,23 @@ class ClusterCoordinator:
         values of the parameter servers.
 
         Raises:
-            Exception: The exception of a function, with the worker's traceback as a
-                note. Those that had not started are cancelled. It is raised once; then
-                functions can be scheduled again.
+            Exception: A function's exception, once, with the worker's traceback as a
+                note; functions that had not started are cancelled.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
-        with self._store.lock:
-            self._store.place()
+        self._store.place([])
         self._queue.join()
-        with self._store.lock:
-            self._store.read_back()
-        self._raise_error()
+        self._store.read_back()
+        self.done()
 
     def done(self) -> bool:
         """Returns whether all scheduled functions have run; raises as `join`."""
+        self._store.wait({})
         if self._queue.unfinished_tasks:
             return False
-        self._raise_error()
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
         return True
 
     def fetch(self, value: PyTree) -> PyTree:
@@ -206,19 +182,16 @@ class ClusterCoordinator:
         fetched = lambda x: x.fetch() if isinstance(x, RemoteValue) else x  # noqa: E731
         return jax.tree.map(fetched, value)
 
-    def create_per_worker_dataset(
-        self, dataset_fn: Callable[..., Any]
-    ) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker, by calling a function there.
 
-        `iter` makes an iterator of it, to be passed to scheduled functions. A batch
-        that one has taken is used up, also if it then fails.
+        `iter` makes an iterator of it, for scheduled functions. A batch that one has
+        taken is used up, also if it then fails.
 
         Args:
             dataset_fn: Called as `dataset_fn(context)` if it needs an argument, else as
-                `dataset_fn()`; returns anything that yields batches.
-                `context.input_pipeline_id` is the worker's number. A worker that
-                replaces a dead one calls it anew.
+                `dataset_fn()`, by each new worker; returns anything that yields
+                batches. `context.input_pipeline_id` is the worker's number.
         """
         takes_context = any(
             x.default is x.empty and x.kind < x.VAR_POSITIONAL
@@ -236,9 +209,6 @@ class ClusterCoordinator:
         for actor in (*self._workers.values(), *self._servers):
             self._ray.kill(actor)
 
-    def __enter__(self) -> "ClusterCoordinator":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
@@ -253,7 +223,6 @@ class ClusterCoordinator:
                 if is_lost:
                     del self._workers[worker]
                     result.num_lost += 1
-                    error.add_note(f"{closure.name} was running on this worker.")
                 if is_lost and result.num_lost < _MOST_LOST and not self._store.ended:
                     self._queue.put(scheduled)
                 else:
@@ -261,37 +230,27 @@ class ClusterCoordinator:
                     result.set_exception(error)
             self._queue.task_done()
 
-    def _run(self, worker: int, closure: Closure) -> PyTree:
+    def _run(self, worker: int, closure: workers.Closure) -> PyTree:
         store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
             msg = f"{closure.name} was cancelled: another one raised {self._failed!r}."
             raise StrategyError(msg)
         if worker not in self._workers:
-            start = ray.remote(RemoteWorker).options(**strategy._worker_options).remote
-            self._workers[worker] = start(worker, strategy.num_workers)
+            start = ray.remote(workers.RemoteWorker).options(**strategy._worker_options)
+            self._workers[worker] = start.remote(worker, strategy.num_workers)
         pulled = store.pull(closure.variables)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
         answers = run.remote(closure, dict(self._iterators), *pulled.values())
         try:
             result, params = ray.get(answers[:2])
-            with store.lock:
-                for optimizer, names in params.items():
-                    store.place_optimizer(optimizer, names)
+            for optimizer, names in params.items():
+                store.place_optimizer(optimizer, names)
             pushes = zip(pulled, answers[2:], strict=True)
             store.wait({s: self._servers[s].push.remote(x) for s, x in pushes})
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ray.exceptions.RayActorError):
                 store.wait(pulled)  # raises: it is a server that died
-            for answer in answers:  # or Ray prints the error for each
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(answer)
             error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
             raise error.cause from None
         return result
-
-    def _raise_error(self) -> None:
-        self._store.wait({})
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error

@@ -1,16 +1,14 @@
 """Parameter servers, and what the coordinator knows of them.
 
-Variables go to the servers whole, in turn, when a closure first uses them; an
-optimizer's state goes where its parameters are, when it first updates, since only the
-call of `update` says which parameters these are. What the user assigns on the
-coordinator is sent before the next closure, and `join` reads all back.
+Variables go to the servers whole, in turn, when a closure first uses them; the state of
+an optimizer goes where its parameters are, when a first `update` says which these are.
 """
 
 import functools
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +17,9 @@ import optax
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import PyTree
-from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_slots import find_slots
-
-
-# What a closure changes on a server: gradients for optimizers, and increments.
-Push: TypeAlias = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
 
 class UpdateRule(NamedTuple):
@@ -39,10 +32,7 @@ class UpdateRule(NamedTuple):
 
 
 class ParameterServer:
-    """Variables, and the optimizers that update them; a Ray actor.
-
-    It runs one call at a time, so that a push is applied completely or not at all.
-    """
+    """Variables, and what updates them: a Ray actor, which runs one call at a time."""
 
     def __init__(self) -> None:
         self._values: dict[str, jax.Array] = {}
@@ -61,8 +51,8 @@ class ParameterServer:
         """Returns variables, all of one moment."""
         return {name: np.asarray(self._values[name]) for name in names}
 
-    def push(self, push: Push) -> None:
-        """Applies what a closure changes."""
+    def push(self, push: tuple[Any, dict[str, Any]]) -> None:
+        """Applies what a closure changes: gradients for optimizers, and increments."""
         updates, added = push
         new = {name: self._values[name] + x for name, x in added.items()}
         for optimizer, grads in updates:
@@ -83,48 +73,48 @@ def _update(rule: UpdateRule, values: Any, grads: Mapping[str, Any]) -> dict[str
 
 
 class VariableStore:
-    """The Variables and optimizers that closures have used, on parameter servers.
+    """The Variables and optimizers that closures have used, on parameter servers."""
 
-    Whoever names or places Variables holds the `lock`; `ended` says why the training is
-    over, once it is.
-    """
-
-    def __init__(
-        self, ray: Any, servers: Sequence[Any], checkpointer: Checkpointer | None
-    ) -> None:
+    def __init__(self, ray: Any, servers: Sequence[Any], checkpointer: Any) -> None:
         self._ray, self._servers, self._checkpointer = ray, servers, checkpointer
         self._turns = itertools.cycle(range(len(servers)))
-        # Kept alive, so that no other object gets the id of one.
-        self._objects: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # so that no other gets the id of one
         self._names: dict[int, str] = {}
-        # One server, but all of an optimizer's for its counters.
+        # One server; for the counters of an optimizer, all of its servers.
         self._places: dict[str, tuple[int, ...]] = {}
         # The value that each Variable had when it was last equal to the servers'.
         self._known: dict[str, Any] = {}
         self._rules: dict[str, UpdateRule] = {}
-        self.lock = threading.RLock()
-        self.ended: StrategyError | None = None
+        self._lock = threading.RLock()
+        self.ended: StrategyError | None = None  # why the training is over
 
     def name(self, node: Any) -> str:
         """Returns the name of a Variable or an optimizer."""
-        if id(node) not in self._names:
-            name = self._names[id(node)] = f"{type(node).__name__}_{len(self._names)}"
-            self._objects[name] = node
-        return self._names[id(node)]
+        with self._lock:
+            if id(node) not in self._names:
+                name = f"{type(node).__name__}_{len(self._names)}"
+                self._names[id(node)], self._objects[name] = name, node
+            return self._names[id(node)]
 
-    def place(self, names: Sequence[str] = ()) -> None:
+    def place(self, names: Sequence[str]) -> None:
         """Puts variables on the servers that are not there yet, and sends changes."""
-        for name in names:
-            if name not in self._places:
-                self._places[name] = (next(self._turns),)
-        every = {*self._known, *names}
-        self._send([n for n in every if self._known.get(n) is not self._value(n)], {})
+        with self._lock:
+            for name in names:
+                if name not in self._places:
+                    self._places[name] = (next(self._turns),)
+            every, known = {*self._known, *names}, self._known
+            changed = [n for n in every if known.get(n) is not self._value(n)]
+            self._send({name: self._places[name] for name in changed}, {})
 
     def place_optimizer(self, name: str, params: PyTree) -> None:
-        """Puts the state of an optimizer on the servers of its parameters."""
-        optimizer, places = self._objects[name], self._places
-        if name in self._rules and self._rules[name].tx is optimizer.tx:
-            return
+        """Puts the state of an optimizer on the servers of its parameters, once."""
+        with self._lock:
+            rule, optimizer = self._rules.get(name), self._objects[name]
+            if rule is None or rule.tx is not optimizer.tx:
+                self._rules[name] = self._sent_rule(name, optimizer, params)
+
+    def _sent_rule(self, name: str, optimizer: Any, params: PyTree) -> UpdateRule:
+        places = self._places
 
         def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
             value = _paths.box_value(variable)
@@ -139,27 +129,24 @@ class VariableStore:
         if len(parts) > 1 and any(_mixes(rule, values, state, part) for part in parts):
             msg = (
                 "the optimizer looks at all parameters at once, as clipping by the "
-                f"global norm does, and they are on {len(parts)} parameter servers, "
-                "each of which would see its own alone. Use num_servers=1; or call "
-                "optax.clip_by_global_norm on the gradients in the closure, before "
-                "optimizer.update."
+                f"global norm does, and they are on {len(parts)} parameter servers. "
+                "Use num_servers=1; or clip the gradients before optimizer.update."
             )
             raise StrategyError(msg)
-        added, places[rule.step] = jax.tree.leaves(slots), servers
         found = find_slots(*(_paths.flatten(tree).leaves for tree in (state, values)))
-        for slot_name, slot in zip(added, found, strict=True):
-            places[slot_name] = places[names[slot.param]] if slot else servers
-        self._send([*added, rule.step], {name: rule})
-        self._rules[name] = rule
+        pairs = zip(jax.tree.leaves(slots), found, strict=True)
+        added = {n: places[names[slot.param]] if slot else servers for n, slot in pairs}
+        self._send({**added, rule.step: servers}, {name: rule})
+        return rule
 
-    def _send(self, names: Sequence[str], rules: Mapping[str, UpdateRule]) -> None:
-        known, places = {name: self._value(name) for name in names}, self._places
-        answers: dict[int, Any] = {}
-        for server in {server for name in names for server in places[name]}:
+    def _send(self, places: Any, rules: Mapping[str, UpdateRule]) -> None:
+        known, answers = {name: self._value(name) for name in places}, {}
+        for server in {server for on in places.values() for server in on}:
             values = {n: np.asarray(x) for n, x in known.items() if server in places[n]}
             answers[server] = self._servers[server].place.remote(values, rules)
         self.wait(answers)
         self._known |= known
+        self._places |= places
 
     def read_back(self) -> None:
         """Gives the Variables on the coordinator the servers' values."""
@@ -183,16 +170,13 @@ class VariableStore:
             try:
                 results.append(self._ray.get(answer))
             except self._ray.exceptions.RayActorError:
-                last = "No Checkpointer was given to the ClusterCoordinator"
-                if (checkpointer := self._checkpointer) is not None:
-                    step = checkpointer.latest_step()
-                    what = "none yet" if step is None else f"step {step}"
-                    last = f"The last checkpoint is {what} in {checkpointer.directory}"
+                saved, last = self._checkpointer, "none"
+                if saved is not None and (step := saved.latest_step()) is not None:
+                    last = f"step {step} in {saved.directory}"
                 self.ended = StrategyError(
-                    f"parameter server {server} of {len(self._servers)} died, and with "
-                    f"it all updates since the last join. {last}. Restore it, or keep "
-                    "the objects as they were after that join, and go on with another "
-                    "coordinator."
+                    f"parameter server {server} of {len(self._servers)} died, and all "
+                    f"updates since the last join. The last checkpoint: {last}. Go on "
+                    "from that or from the last join with another coordinator."
                 )
         if self.ended is not None:
             raise self.ended

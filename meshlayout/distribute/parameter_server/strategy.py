@@ -1,9 +1,6 @@
 """`ParameterServerStrategy`: asynchronous training with parameter servers.
 
-Workers compute gradients independently of each other, and push them to the servers that
-hold the variables. Nobody waits for the slowest; the price is that a gradient may be
-computed from variables that others have changed meanwhile. Ray starts the processes on
-the machines of its cluster, which takes the place of `TF_CONFIG`.
+Nobody waits for the slowest worker; the price is gradients of former variables.
 """
 
 from collections.abc import Mapping
@@ -12,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 
 from meshlayout import _checks
-from meshlayout.distribute.parameter_server.worker import ray_module, worker_strategy
+from meshlayout.distribute.parameter_server.workers import WorkerStrategy, ray_module
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
@@ -22,24 +19,15 @@ from meshlayout.mesh_creation import create_mesh
 class ParameterServerStrategy(Strategy):
     """Variables on parameter servers, and workers that train without waiting.
 
-    Use this where workers differ in speed or come and go; with equal accelerators that
-    stay, `MultiWorkerMirroredStrategy` trains faster and with the numbers of one
-    device. Make models, optimizers and metrics in `scope()`, and schedule training
-    steps through a `ClusterCoordinator`; in a step, `strategy.run(fn, args)` compiles
-    and calls the function, as each worker is one replica, on its first device.
-
-    Workers and servers are Ray actors, which need `pip install 'meshlayout[ray]'`. They
-    run in the Ray that the program has joined by `ray.init`, or on this machine.
+    Use this where workers differ in speed or come and go. Schedule training steps
+    through a `ClusterCoordinator`. Workers and servers are actors of the Ray that
+    `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
 
     Args:
         num_workers: The number of workers.
         num_servers: The number of parameter servers; variables go to them in turn.
         worker_options: Options of a worker's Ray actor, such as `{"num_gpus": 1}`.
         server_options: Options of a server's Ray actor.
-
-    Raises:
-        StrategyError: If an argument is wrong.
-        MeshLayoutError: If Ray is not installed.
     """
 
     def __init__(
@@ -64,15 +52,11 @@ class ParameterServerStrategy(Strategy):
         self._coordinator: Any = None
 
     def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
-        msg = (
-            "ParameterServerStrategy.run was called on the coordinator, which computes "
-            "nothing itself: call it in a function that you pass to "
-            "ClusterCoordinator.schedule."
-        )
+        msg = "run was called on the coordinator: call it in a scheduled function."
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
-        return worker_strategy, ()
+        return WorkerStrategy, ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_workers}, {self.num_servers})"

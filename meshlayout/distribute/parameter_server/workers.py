@@ -1,20 +1,18 @@
 """A worker: runs closures, one at a time, on the values that it is given.
 
-It returns what a function returned, and what each server is to change. So a worker that
-is killed has changed nothing, and its closure can run on another one. All closures
-share its Variables, one per name; and a function that was sent before is the same
-object, so that what has been compiled for it is used again.
+It returns what each server is to change: a worker that is killed changed nothing, and
+its closure can run on another. A function that was sent before is the same object, with
+the same Variables, so that what has been compiled for it is used again.
 
-A closure is pickled with all that it uses, except for three things. A Variable travels
-as its name, since its value is on the servers (only a random stream has its own); an
-optimizer without its Optax transformation and state; an iterator of a per-worker
-dataset as its number.
+In a pickled closure, a Variable is a name: its value is on the servers (not that of a
+random stream), an optimizer has no Optax transformation and no state, and an iterator
+of a per-worker dataset is a number.
 """
 
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -27,7 +25,6 @@ from meshlayout import _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
 from meshlayout.distribute.capture import Roots
-from meshlayout.distribute.parameter_server.servers import Push
 from meshlayout.distribute.strategies import OneDeviceStrategy
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
@@ -74,16 +71,15 @@ class RemoteWorker:
         self._random: dict[str, Any] = {}
         self.variables: dict[str, nnx.Variable[Any]] = {}
         self.params: dict[str, PyTree] = {}
-        # By optimizer, and a number that makes each update another one.
-        self.grads: dict[tuple[str, int], dict[str, Any]] = {}
+        self.grads: dict[tuple[str, int], dict[str, Any]] = {}  # by optimizer and call
 
     def run(
         self, closure: Closure, datasets: Mapping[int, Any], *pulled: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Runs a closure on variables that were pulled, each dict from one server.
+        """Runs a closure on variables, each dict of them from one server.
 
-        Returns what the function returned, the names of the parameters of each
-        optimizer that it updated, and a push for each of these servers.
+        Returns its result, the names of the parameters of each optimizer that it
+        updated, and a push for each of these servers.
         """
         _worker.set(self)
         self._datasets, self.grads = datasets, {}
@@ -107,42 +103,32 @@ class RemoteWorker:
         except StopIteration:
             msg = (
                 f"{closure.name} asked for a batch on worker {self._index}, where the "
-                "dataset has ended. Let the dataset function return one that repeats: "
-                "it is not known how many closures a worker will run."
+                "dataset has ended: let the dataset function return one that repeats."
             )
             raise StrategyError(msg) from None
-        changed = {
-            n for n, x in arrays.items() if raw_value(self.variables[n]) is not x
-        }
-        pushes = [self._push(roots, part, changed) for part in pulled]
+        pushes = [self._push(roots, part, arrays) for part in pulled]
         params = {optimizer: self.params[optimizer] for optimizer, _ in self.grads}
         return jax.device_get(result), params, *pushes
 
-    def _push(self, roots: Roots, values: Mapping[str, Any], changed: set[str]) -> Push:
+    def _push(self, roots: Roots, values: dict[str, Any], arrays: Any) -> Any:
         """Returns what a closure changes on the server that has these variables."""
-        push: Push = [], {}
+        push: Any = [], {}
         for (optimizer, _), grads in self.grads.items():
             own = {n: np.asarray(x) for n, x in grads.items() if n in values}
             push[0].extend([(optimizer, own)] if own else [])
-        for name in sorted(changed & values.keys()):
-            variable, old = self.variables[name], values[name]
-            new = np.asarray(raw_value(variable))
-            if new.tobytes() == old.tobytes():
-                continue  # Flax's transforms give Variables back as new arrays.
+        for name, old in values.items():
+            new = raw_value(variable := self.variables[name])
+            # Flax's transforms give Variables back as new arrays.
+            if new is arrays[name] or np.asarray(new).tobytes() == old.tobytes():
+                continue
             if aggregation(variable) in (None, "first", "per_replica"):
                 msg = (
-                    f"the closure changes {roots.path_of(variable)} without an "
-                    "nnx.Optimizer, and what several workers assign would get lost. "
-                    'Make it with nnx.Variable(x, aggregation="sum") to add changes up.'
+                    f"the closure assigns {roots.path_of(variable)}, as others may. To "
+                    'add changes up, make it with nnx.Variable(x, aggregation="sum").'
                 )
                 raise StrategyError(msg)
-            push[1][name] = new - old
+            push[1][name] = np.asarray(new) - old
         return push
-
-    def take(self, updates: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Takes the gradients of optimizers, which are pushed when the closure ends."""
-        for optimizer, grads in updates:
-            self.grads[optimizer, len(self.grads)] = grads
 
     def iterator(self, number: int) -> Any:
         """Returns what an iterator of a per-worker dataset is on this worker."""
@@ -160,7 +146,6 @@ class RemoteWorker:
         return self.variables[name]
 
 
-# The worker whose closure runs in this thread.
 _worker: ContextVar[RemoteWorker] = ContextVar("worker")
 
 
@@ -177,20 +162,16 @@ def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list
 
     def reduce(obj: Any) -> Any:
         if isinstance(obj, nnx.metrics.Welford):
-            msg = (
-                "schedule: the statistics of an nnx.metrics.Welford cannot be added up "
-                "over closures. Return the values, or use nnx.metrics.Average."
-            )
+            msg = "schedule: closures cannot add up what an nnx.metrics.Welford keeps."
             raise StrategyError(msg)
         if isinstance(obj, nnx.Optimizer):
             model = vars(obj).get("model")
             return RemoteOptimizer, (name_of(obj), obj.wrt, obj.step, model)
         if not isinstance(obj, nnx.Variable):
             return reduce_other(obj)
-        name, is_random = name_of(obj), isinstance(obj, nnx.RngState)
-        names.extend([] if is_random else [name])  # once for each, as it is pickled
-        random = _paths.box_value(obj) if is_random else None
-        metadata = dict(obj.get_metadata())
+        name, metadata = name_of(obj), dict(obj.get_metadata())
+        random = _paths.box_value(obj) if isinstance(obj, nnx.RngState) else None
+        names.extend([name] if random is None else [])
         return on_worker, ("variable", name, type(obj), metadata, random)
 
     pickler.reducer_override = reduce
@@ -213,37 +194,34 @@ class RemoteOptimizer:
         params = jax.tree.map(lambda x: own.get(id(x), ""), state, is_leaf=is_whole)
         names, values = jax.tree.leaves(params), nnx.state(grads, self.wrt)
         if "" in names:
-            msg = (
-                "optimizer.update got copies of its model's parameters, as in nnx.jit. "
-                "Compile the step by strategy.run."
-            )
+            msg = "optimizer.update got copies, as in nnx.jit: compile by strategy.run."
             raise StrategyError(msg)
         leaves = jax.tree.leaves(values, is_leaf=is_whole)
         arrays = [raw_value(x) if is_whole(x) else x for x in leaves]
         worker.params[self.name] = params
-        worker.take([(self.name, dict(zip(names, arrays, strict=True)))])
+        by_name = dict(zip(names, arrays, strict=True))
+        worker.grads[self.name, len(worker.grads)] = by_name
 
 
 class WorkerStrategy(OneDeviceStrategy):
     """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
 
+    def __init__(self) -> None:
+        super().__init__(jax.local_devices()[0])
+
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         result, grads = super()._run(functools.partial(_with_grads, fn), args, kwargs)
-        _worker.get().take((name, by_name) for (name, _), by_name in grads.items())
+        worker = _worker.get()
+        for (optimizer, _), by_name in grads.items():
+            worker.grads[optimizer, len(worker.grads)] = by_name
         return result
 
 
 def _with_grads(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> Any:
-    """Returns gradients, too, which leave a compiled program as its results."""
+    """Returns gradients as results, too: so they leave a compiled program."""
     worker = _worker.get()
     outer, worker.grads = worker.grads, {}
     try:
         return fn(*args, **kwargs), worker.grads
     finally:
         worker.grads = outer
-
-
-@functools.cache
-def worker_strategy() -> WorkerStrategy:
-    """Returns the strategy of this worker."""
-    return WorkerStrategy(jax.local_devices()[0])
