@@ -174,7 +174,10 @@ KINDS = ("Auto", "Explicit")
 @pytest.mark.parametrize(
     "orders",
     [
-        [("explicit", "Auto"), ("other auto", "Explicit")],
+        [("explicit", "Auto")],
+        pytest.param(
+            [("explicit", "Auto"), ("other auto", "Explicit")], marks=pytest.mark.slow
+        ),
         pytest.param(
             [*itertools.product(["explicit", "other auto"], KINDS)],
             marks=pytest.mark.slow,

@@ -1,6 +1,7 @@
 """Tensor and expert parallelism, read off a model's traced program."""
 
 import functools
+import itertools
 import re
 import time
 
@@ -70,8 +71,16 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+LATER = [("nnx", "transformer"), ("linen", "resnet")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one in LATER))
+        for one in itertools.product(("nnx", "linen"), EXAMPLES)
+    ],
+)
 def test_the_rules_are_those_that_were_written_by_hand(mesh_2x4, name, kind):
     build, module, inputs, by_hand = EXAMPLES[name]
     if kind == "nnx":

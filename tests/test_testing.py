@@ -662,23 +662,28 @@ def test_predict_steps_agree_with_plain_flax(mesh, precision):
 
 def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
     def contrastive(model, batch):
-        scores = model(batch["x"])
+        scores = model(batch["image"])[:, 0]
         return optax.softmax_cross_entropy_with_integer_labels(
             scores[:, None] * scores[None], jnp.arange(len(scores))
         )
 
-    state = conv_state(mesh)
+    state, batch = mlp_state(mesh, {}, optax.sgd(0.1)), mlp_batch(mesh)
     step = ml.make_train_step(contrastive)
-    testing.verify(step, state, conv_batch(mesh, real=None))
+    testing.verify(step, state, {"image": batch["image"]})
     step = ml.make_train_step(contrastive)
-    text = message(lambda: testing.verify(step, state, conv_batch(mesh)))
+    text = message(lambda: testing.verify(step, state, batch))
     assert text.startswith("step 1: aux/loss f32[] differs between ")
 
 
 def test_several_batches_of_a_call_agree_with_plain_flax(mesh):
-    step = ml.make_train_step(conv_loss, steps_per_call=2)
-    batches = [conv_batch(mesh), conv_batch(mesh, real=8, seed=1)]
-    found = testing.verify(step, conv_state(mesh), batches)
+    def loss_fn(model, batch):
+        logits = model(batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    step = ml.make_train_step(loss_fn, steps_per_call=2)
+    batches = [mlp_batch(mesh), mlp_batch(mesh, seed=1)]
+    state = mlp_state(mesh, {}, optax.sgd(0.1, momentum=0.9))
+    found = testing.verify(step, state, batches)
     assert "aux/loss" in {leaf.path for leaf in found.differences}
 
 

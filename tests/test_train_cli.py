@@ -118,9 +118,10 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
             ["--layouts", "fsdp+tensor", "--flax", "linen"],
             "fully sharded and tensor-parallel on Mesh(batch=2, model=4)",
         ),
-        (
+        pytest.param(
             ["--flax", "linen", "--mesh", "batch=8", "--global-batch-size", "24"],
             "data-parallel on Mesh(batch=8)",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--model", "convnet", "--mesh", "batch=2,model=4"],
@@ -456,6 +457,7 @@ def epoch_lines(text):
     ]
 
 
+@pytest.mark.slow
 def test_options_of_the_step_change_how_it_computes_and_not_what(capsys):
     one = [*SHORT, "--layouts", "data_parallel", "--global-batch-size", "64"]
     assert train.main(one) == 0
