@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import types
+from typing import Any
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -131,7 +132,7 @@ class Trainer(Base):
 
 
 PLACES = types.SimpleNamespace(model=None)
-NAMED = {"model": None}
+NAMED: dict[str, Any] = {"model": None}
 TRAINER = Trainer()
 
 
@@ -387,7 +388,7 @@ def test_attributes_of_modules_are_put_back_and_a_change_is_refused(two):
     layer = block.layers[0]
 
     def adds(x):
-        block.layers[0].extra = nnx.Param(x)
+        setattr(block.layers[0], "extra", nnx.Param(x))  # noqa: B010
 
     def replaces(x):
         block.layers = nnx.Sequential(Scale(3.0)).layers

@@ -438,8 +438,9 @@ def element_weights(
 def _replica_mask() -> jax.Array | None:
     """Returns which rows are real, in a function that a strategy runs."""
     context = current_context.get()
-    has_padding = context is not None and context.mask is not None
-    return context.example_mask if has_padding else None
+    if context is None or context.mask is None:
+        return None
+    return context.example_mask
 
 
 def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> None:
