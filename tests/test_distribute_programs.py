@@ -4,10 +4,10 @@ import collections
 import functools
 import gc
 import types
-from typing import Any
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import flax
 import jax
