@@ -91,7 +91,7 @@ def from_tfds(
     if supervised:
         options.setdefault("weights", 2)  # appended to the pair
     options |= {"global_batch_size": global_batch_size, "shuffle": shuffle}
-    checked = DataOptions(**options)
+    checked = DataOptions.of(options)
     is_random = map is not None and _is_random(map)
     clock, closing = PipelineReport(), contextlib.ExitStack()
 

@@ -60,6 +60,16 @@ class DataOptions:
     per_process: bool = False
     strings: str = "error"
 
+    @classmethod
+    def of(cls, options: "Mapping[str, Any] | DataOptions") -> "DataOptions":
+        """Returns a user's options, of which one may be misspelled."""
+        if isinstance(options, DataOptions):
+            return options
+        for name in options:
+            known = tuple(cls.__dataclass_fields__)
+            _checks.choice("an option of a dataset", name, known, error=DataError)
+        return cls(**options)
+
     def __post_init__(self) -> None:
         # NumPy's integers become Python's: JSON, which positions are saved as, takes no
         # others.
@@ -121,8 +131,7 @@ class DataPlan:
         with (
             agreement.channel.failure_told() if agreement else contextlib.nullcontext()
         ):
-            if not isinstance(options, DataOptions):
-                options = DataOptions(**options)
+            options = DataOptions.of(options)
             self._source = source = open_source()
             self.is_stream = not isinstance(source, RandomAccessSource)
             # A stream's first pass, whose first element a generator yields only once.
