@@ -61,16 +61,19 @@ def match(
     """
     names, paths = [*saved], [spec.path for spec in wanted]
     name_of = dict(zip(_without_flax(names), names, strict=True))
-    left = _left_as_they_are(request.partial, {*name_of, *names, *paths})
-    rest = {path: x for path, x in name_of.items() if not left & {path, x}}
+    path_of = dict(zip(_without_flax(paths), paths, strict=True))
+    # Patterns mean names that the user sees, on either side.
+    left = _left_as_they_are(request.partial, {*names, *paths})
+    stays = {x for x in {*name_of, *path_of} if left & {name_of.get(x), path_of.get(x)}}
+    rest = {path: x for path, x in name_of.items() if path not in stays}
     dtype, kind = _requested(request.dtype, wanted)
     pairs: list[tuple[str, DType] | None] = []
     missing: dict[str, ArraySpec] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
-    for spec, path in zip(wanted, _without_flax(paths), strict=True):
+    for spec, path in zip(wanted, path_of, strict=True):
         pairs.append(None)
-        if left & {path, spec.path}:
+        if path in stays:
             continue
         if path not in rest:
             missing[spec.path] = spec
