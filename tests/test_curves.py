@@ -93,3 +93,14 @@ def test_long_runs_are_averaged_and_names_are_escaped():
     assert sorted(spark) == list(spark)
     assert "<b>" not in curves._repr_html_()
     assert "&lt;b&gt;" in curves._repr_html_()
+
+
+def test_curves_are_one_image_for_pages_that_strip_html():
+    history = ml.History()
+    history.set([1, 2], {"loss": [0.9, 0.5], "accuracy": [0.1, 0.2]})
+    image = ET.fromstring(history.plot()._repr_svg_())
+    panels = image.findall(f"{SVG}svg")
+    ends = [float(svg.get("x")) + float(svg.get("width")) for svg in panels]
+    assert ends == sorted({*ends})
+    assert ends[-1] <= float(image.get("width"))
+    assert ml.History().plot()._repr_svg_() is None

@@ -91,6 +91,24 @@ class Curves:
         style = "display:flex;flex-wrap:wrap;gap:8px"
         return html_block(f'<div style="{style}">{drawn}</div>')
 
+    def _repr_svg_(self) -> str | None:
+        """One image, for pages that remove SVG from a notebook's HTML, such as GitHub.
+
+        It cannot know the color of the page, and brings its own.
+        """
+        if not self.panels:
+            return None
+        panels = [_panel_svg(panel, self.epochs) for panel in self.panels]
+        placed = [
+            svg.replace("<svg", f'<svg x="{at * _PANEL_WIDTH}"', 1)
+            for at, svg in enumerate(panels)
+        ]
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" '
+            f'width="{len(panels) * _PANEL_WIDTH}" height="{_PANEL_HEIGHT}" '
+            f'style="color:#1f2328;background:#fff">{"".join(placed)}</svg>'
+        )
+
 
 def _is_finite(value: Any) -> bool:
     return not getattr(value, "shape", ()) and math.isfinite(value)
@@ -133,6 +151,7 @@ def _sparkline(
 # The SVG, in pixels: a plot with the limits of its values to the left, and those of the
 # epochs below.
 _WIDTH, _HEIGHT, _LEFT, _TOP = 300, 150, 70, 30
+_PANEL_WIDTH, _PANEL_HEIGHT = _LEFT + _WIDTH + 14, _TOP + _HEIGHT + 24
 
 
 def _panel_svg(panel: dict[str, Series], epochs: tuple[float, float]) -> str:
@@ -168,8 +187,9 @@ def _panel_svg(panel: dict[str, Series], epochs: tuple[float, float]) -> str:
         parts.append(_text(name, x, 16, "start", f'fill="{color}" font-weight="600"'))
         x += 7.5 * cell_width(one_line(name)) + 16
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 14}" '
-        f'height="{bottom + 24}" viewBox="0 0 {right + 14} {bottom + 24}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_PANEL_WIDTH}" '
+        f'height="{_PANEL_HEIGHT}" viewBox="0 0 {_PANEL_WIDTH} {_PANEL_HEIGHT}" '
+        f'role="img" '
         f'fill="currentColor" style="max-width:100%;font-family:{SANS};font-size:12px">'
         f"{''.join(parts)}</svg>"
     )
