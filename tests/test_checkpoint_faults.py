@@ -348,7 +348,7 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
             with pytest.raises(ml.errors.CheckpointError) as caught:
                 ck.save(step, state_of(1, mesh_2x4))
             assert str(caught.value) == (
-                f"{tmp_path}/{step} is in the way: it is no intact step of this "
+                f"{tmp_path}/{step} is in the way: it is not an intact step of this "
                 "version. Remove it."
             )
     assert files_of(tmp_path) == before

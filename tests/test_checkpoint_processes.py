@@ -278,7 +278,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
             f"out. {end}"
         )
         assert one["directory"] == (
-            f"CheckpointError: {tmp_path}/3 is in the way: it is no intact step of this "
+            f"CheckpointError: {tmp_path}/3 is in the way: it is not an intact step of this "
             "version. Remove it."
         )
         assert one["data"] == (

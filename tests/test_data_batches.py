@@ -866,7 +866,7 @@ def test_a_stream_without_the_methods_of_one_is_refused():
         (lambda epoch: None, "None"),
     ):
         assert message(lambda: distributed(Opens(start))) == (  # noqa: B023
-            f"open of the Opens returned {text}, which is no ml.data.Stream."
+            f"Opens.open returned {text}, which is not an ml.data.Stream."
         )
 
 

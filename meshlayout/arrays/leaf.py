@@ -21,17 +21,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
-from meshlayout._host_arrays import host_array
+from meshlayout._host_arrays import aligned_empty, host_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.cluster.agreement import assert_same
 from meshlayout.cluster.channel import processes_text
 from meshlayout.errors import ClusterError, LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 from meshlayout.mesh import Mesh
-
-
-# In bytes; with less, XLA's CPU client copies host memory instead of using it.
-_ALIGNMENT = 64
 
 
 def resolve(
@@ -392,9 +388,7 @@ def private_copy(x: Leaf, device: _jax.Device) -> Any:
     """
     if not isinstance(x, np.ndarray) or device.platform != "cpu":
         return x
-    memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy = aligned_empty(x.shape, x.dtype)
     copy[...] = x
     return copy
 

@@ -94,7 +94,7 @@ def _is_step(path: Path) -> bool:
 
 
 def mark(path: Path) -> bytes | None:
-    """Returns what tells this copy of a step from one that takes its place."""
+    """Returns bytes that differ between a step and a later save of the same number."""
     with contextlib.suppress(OSError):
         return (path / _FACTS).read_bytes()  # the time of the save is among them
 
@@ -156,7 +156,8 @@ def clear(directory: Path, step: int) -> None:
         if is_ours:
             delete(path)
     if not is_ours:
-        msg = f"{path} is in the way: it is no intact step of this version. Remove it."
+        msg = f"{path} is in the way: it is not an intact step of this version. "
+        msg += "Remove it."
         raise CheckpointError(msg)
 
 
@@ -187,7 +188,7 @@ def take_name(directory: Path, step: int) -> None:
 
 
 def delete(path: Path) -> None:
-    """Removes a step, which is no step any more before any of its files goes."""
+    """Removes a step, which readers no longer find once its first file is gone."""
     try:
         if is_remote(path):
             (path / _COMMIT).unlink(missing_ok=True)

@@ -199,7 +199,7 @@ def _targets(
 
 
 def _placeholder(spec: ArraySpec) -> Any:
-    """Returns what stands for a saved leaf in a state without `like`."""
+    """Returns a leaf like the saved one, for a restore without `like`."""
     if is_number(spec.dtype):
         return spec.dtype()
     if spec.is_numpy:

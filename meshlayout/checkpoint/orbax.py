@@ -49,7 +49,7 @@ _one_at_a_time = threading.Lock()
 
 
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns what JSON holds of each leaf, and the arrays to write by path.
+    """Returns the description of each leaf for JSON, and the arrays to write by path.
 
     PRNG keys are written as their words, and NumPy arrays are copies.
     """
@@ -73,7 +73,7 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
-    """Returns what JSON holds of a leaf, and the array to write."""
+    """Returns the description of a leaf for JSON, and the array to write."""
     kind = type(value).__name__
     # By exact type: a subclass, such as an IntEnum, would come back as another type.
     if _NUMBERS.get(kind) is type(value):
@@ -99,9 +99,8 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
     if problem:
         raise CheckpointError(f"{path}: {problem}")
     if not isinstance(value, jax.Array):
-        array = np.array(
-            value, value.dtype.newbyteorder("=")
-        )  # the caller's may change
+        # A copy, as the caller may change the original.
+        array = np.array(value, value.dtype.newbyteorder("="))
         return {"kind": "numpy", "shape": array.shape, "dtype": str(array.dtype)}, array
     leaf = {"kind": "array", "shape": value.shape, "dtype": str(value.dtype)}
     if isinstance(value.sharding, NamedSharding):

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout._host_arrays import aligned_empty
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
     NUMBERS,
@@ -21,7 +22,6 @@ from meshlayout.data.examples import (
     ambiguous,
     as_array,
     as_batch,
-    empty,
     looks_batched,
     no_rows,
     rows_text,
@@ -42,8 +42,10 @@ class StreamPass:
     def __init__(self, source: StreamSource, epoch: int) -> None:
         stream = source.open(epoch)
         if not isinstance(stream, Stream):  # a list would begin anew in each batch
-            given = f"open of the {type(source).__name__} returned"
-            msg = f"{given} {_checks.shown(stream)}, which is no ml.data.Stream."
+            msg = (
+                f"{type(source).__name__}.open returned {_checks.shown(stream)}, which "
+                "is not an ml.data.Stream."
+            )
             raise DataError(msg)
         self.epoch, self._stream, self._elements = epoch, stream, iter(stream)
         # The element that was looked at, with the position before it; until it is read.
@@ -154,7 +156,9 @@ class StreamReader:
 
     def _empty(self) -> list[np.ndarray]:
         leaves = self._cut.spec.leaves
-        return [empty((self._cut.size, *leaf.shape), leaf.dtype) for leaf in leaves]
+        return [
+            aligned_empty((self._cut.size, *leaf.shape), leaf.dtype) for leaf in leaves
+        ]
 
     def _next_batch(self, position: Position) -> HostBatch | None:
         """Returns the next batch, whatever its length."""

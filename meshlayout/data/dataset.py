@@ -151,10 +151,10 @@ def make_plan(
     clock = clock or PipelineReport()
 
     def open_source() -> Source:
-        made = source if is_made else source()
-        if batched is None and batch_size_of and isinstance(made, list) and made:
-            return as_source(made, batched=looks_batched(made[0]))
-        return as_source(made, batched=batched)
+        data = source if is_made else source()
+        if batched is None and batch_size_of and isinstance(data, list) and data:
+            return as_source(data, batched=looks_batched(data[0]))
+        return as_source(data, batched=batched)
 
     return DataPlan(
         open_source,

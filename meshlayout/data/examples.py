@@ -6,7 +6,6 @@ that differs. Leaves keep the dtype of the source until a batch is complete, and
 then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._checks import type_text
-from meshlayout._host_arrays import plain_array
+from meshlayout._host_arrays import aligned_empty, plain_array
 from meshlayout._render.tables import array_text
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
@@ -53,7 +52,7 @@ class LeafSpec:
                     f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
-        out = empty(values.shape, self.to)
+        out = aligned_empty(values.shape, self.to)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
             out[...] = values
         return out
@@ -184,19 +183,6 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
     return array
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialized array that goes to CPU devices without a copy.
-
-    JAX takes the memory of an array that starts at a multiple of 64 bytes as it is.
-    """
-    if dtype.hasobject:
-        return np.empty(shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + 64, np.uint8)
-    start = -memory.__array_interface__["data"][0] % 64
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
 def looks_batched(element: PyTree) -> bool:
     """Returns whether an element could be a batch: all arrays share their first dim."""
     leaves = jax.tree.leaves(element)
@@ -243,7 +229,7 @@ def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array)
-    return np.stack(arrays, out=empty((len(arrays), *spec.shape), spec.dtype))
+    return np.stack(arrays, out=aligned_empty((len(arrays), *spec.shape), spec.dtype))
 
 
 def ambiguous(what: str) -> str:

@@ -244,10 +244,10 @@ def find_weights(
     if index is not None:
         leaf = spec.leaves[index] if isinstance(index, int) else None
         if leaf is None or leaf.to is None or leaf.dtype.kind == "c":
-            given = _checks.type_text(index) if leaf is None else leaf.dtype
+            kind = _checks.type_text(index) if leaf is None else leaf.dtype
             raise DataError(
                 f"the source's {key!r} is taken for the weights, one number per "
-                f"example, and is {given}. Give weights= another name."
+                f"example, and is {kind}. Give weights= another name."
             )
         return spec, index
     has_place = _batches.takes_weights(numbered, key)

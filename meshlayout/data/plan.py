@@ -203,7 +203,7 @@ class DataPlan:
         return self._first.look(**how)
 
     def _facts(self, rows: PyTree) -> dict[str, JSON]:
-        """Returns what must be the same on all processes."""
+        """Returns the facts on which all processes must agree."""
         facts = asdict(self.options)
         facts["the list of leaves"] = [
             f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"

@@ -20,8 +20,8 @@ from meshlayout.errors import DataError
 def find_dataset(name: Any, split: Any, data_dir: Any) -> Builder:
     """Returns TFDS's builder of a dataset, which is prepared if necessary.
 
-    Arguments are those of `from_tfds`. Raises DataError if there is no such dataset or
-    split, it is not available, or it cannot be read without TensorFlow.
+    The arguments are those of `from_tfds`. Raises DataError if the dataset or the split
+    does not exist, is not available, or cannot be read without TensorFlow.
     """
     builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
     # TFDS knows the splits only of prepared datasets.

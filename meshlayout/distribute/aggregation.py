@@ -68,9 +68,12 @@ class ReplicaTrace:
         """Returns a value with a mark, in a first trace."""
         if axis not in self._marks:
             return value
+        mark = self._marks[axis]
         # A sum of constants, as the number of replicas, is a number of Python's.
-        mark = lambda x: jax.lax.select_n(self._marks[axis], x, x)  # noqa: E731
-        return jax.tree.map(lambda x: mark(x) if isinstance(x, Tracer) else x, value)
+        return jax.tree.map(
+            lambda x: jax.lax.select_n(mark, x, x) if isinstance(x, Tracer) else x,
+            value,
+        )
 
     def _decide(self, choice: Callable[[], Any]) -> Any:
         """Decides in the first trace, and repeats that in the second."""
@@ -212,7 +215,7 @@ def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         result, watch = operator(self, other), current.get()
         if watch is not None and (name != "getitem" or other is ...):
             x, y = map(watch.replica.terms_of, (self, other))
-            # v + v is no change of v, nor is x - v.
+            # v + v does not add to v, and neither does x - v.
             if terms := x - y if name == "sub" else x ^ y:
                 watch.replica.terms[id(result)] = result, terms
         return result

@@ -62,7 +62,11 @@ class CentralStorageStrategy(Strategy):
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: in the memory of the host."""
-        rule: Any = lambda path, shape, dtype: self._layout(shape, dtype)  # noqa: E731
+
+        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
+            del path
+            return self._layout(shape, dtype)
+
         return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
@@ -91,7 +95,9 @@ class CentralStorageStrategy(Strategy):
 def _fetching(read: Any) -> Any:
     """Makes code outside of `run` read a Variable's value on the device."""
     get: Any = read.fget if isinstance(read, property) else read
-    put = lambda x: _jax.in_device_memory(x) if isinstance(x, jax.Array) else x  # noqa: E731
+
+    def put(x: Leaf) -> Any:
+        return _jax.in_device_memory(x) if isinstance(x, jax.Array) else x
 
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ class ProgramCache:
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
         # Of programs, the last called first: function and signature; roots; the program
-        # itself, until an object of it is gone; the how manieth roots of that key.
+        # itself, until an object of it is gone; how many roots that key had by then.
         self._programs: list[tuple[Any, Roots, list[ReplicaProgram], int]] = []
 
     def find(self, fn: Any, arguments: Arguments) -> ReplicaProgram:

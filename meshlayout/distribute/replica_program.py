@@ -12,7 +12,7 @@ constant, as in every recurrent layer.)
 import collections
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +74,12 @@ def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Exami
         return ()
 
     def marked(arrays: list[Any]) -> tuple[()]:
-        call = lambda a, c: examined(arrays, added_up=a, combined=c)  # noqa: E731
-        call = jax.vmap(call, (0, None), axis_name=ADDED_UP)
-        call = jax.vmap(call, (None, 0), axis_name=COMBINED)
-        return call(*[jnp.zeros(1, bool)] * 2)
+        def call(added_up: jax.Array, combined: jax.Array) -> tuple[()]:
+            return examined(arrays, added_up=added_up, combined=combined)
+
+        once = jax.vmap(call, (0, None), axis_name=ADDED_UP)
+        twice = jax.vmap(once, (None, 0), axis_name=COMBINED)
+        return twice(jnp.zeros(1, bool), jnp.zeros(1, bool))
 
     count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
     axes = [0 if is_own else None for is_own in arguments.is_own]
@@ -217,8 +219,9 @@ def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
             raise StrategyError(msg)
         return _strong(leaf)
 
-    # A Variable or state, as gradients are, is its values.
-    is_refused = lambda x: is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)  # noqa: E731
+    def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
+        return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
+
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
     return list(map(array, leaves)), treedef
 
@@ -283,9 +286,8 @@ class ReplicaProgram:
         self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
         self._variables = [*self._changed, *itertools.compress(seen.variables, is_rest)]
         self._values: list[Any] = []  # after the last call
-        self._aligned: set[int] = (
-            set()
-        )  # results with one value per row of a short batch
+        # Which results have one value per row of a short batch.
+        self._aligned: set[int] = set()
         self._call: Any = None
 
         def step(state: Any, rest: Any, arrays: Any) -> Any:
@@ -298,8 +300,11 @@ class ReplicaProgram:
         """Traces the function for the second time."""
         if self._strategy.num_replicas_in_sync == 1:
             return self._replica(state, rest, arrays)
-        specs = lambda flags: [PartitionSpec(*[REPLICA_AXIS] * x) for x in flags]  # noqa: E731
-        variables = specs([aggregation(x) == "per_replica" for x in self._variables])
+
+        def specs(flags: Iterable[bool]) -> list[PartitionSpec]:
+            return [PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags]
+
+        variables = specs(aggregation(x) == "per_replica" for x in self._variables)
         changed = tuple(variables[: len(state)])
         rest_specs = tuple(variables[len(state) :])
         return jax.shard_map(
@@ -343,11 +348,8 @@ class ReplicaProgram:
 
     def _whole(self, x: Leaf) -> Any:
         """Returns a replica's own value as its part of the values of all."""
-        count, is_scalar, x = (
-            self._strategy.num_replicas_in_sync,
-            not np.ndim(x),
-            _strong(x),
-        )
+        count, x = self._strategy.num_replicas_in_sync, _strong(x)
+        is_scalar = not x.ndim
         rows = x[None] if is_scalar else x
         value = PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
         return x if count == 1 else value

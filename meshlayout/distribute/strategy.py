@@ -293,8 +293,9 @@ class Strategy:
             copies = [x] * len(self.mesh.local_devices)
             return per_replica(copies, self.mesh) if is_own else self._place(x)
 
-        is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
-        return jax.tree.map(place, raw_value(variable), is_leaf=is_leaf)
+        return jax.tree.map(
+            place, raw_value(variable), is_leaf=lambda x: isinstance(x, PerReplica)
+        )
 
     def _place(self, x: Leaf) -> Any:
         """Returns an array of a variable where this strategy keeps it."""

@@ -99,7 +99,7 @@ def _dims_of(
         return None
     if shape == whole:
         return tuple(range(len(whole)))
-    if math.prod(shape) == 1:  # the placeholder of a factor that there is not
+    if math.prod(shape) == 1:  # a placeholder, where a parameter is not factored
         return ()
     extra = len(shape) - len(whole)
     if extra > 0 and whole and shape[extra:] == whole:  # a history, as L-BFGS keeps

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._host_arrays import aligned_empty
 from meshlayout.data.adapters import iterables
 from meshlayout.data.examples import (
     ambiguous,
     as_array,
-    empty,
     leaf_path,
     leaf_text,
     looks_batched,
@@ -111,7 +111,7 @@ def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
 
 
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    out = empty((len(indices), *column.shape[1:]), column.dtype)
+    out = aligned_empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy would gather into a temporary buffer first.
     return np.take(column, indices, axis=0, out=out, mode="clip")
 

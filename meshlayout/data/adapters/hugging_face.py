@@ -71,7 +71,7 @@ class _Pass(Iterator[PyTree]):
     def __init__(self, dataset: Any, epoch: int, readers: "set[_Pass]") -> None:
         self._dataset, self._epoch, self._readers = dataset, epoch, readers
         self._can_seek = _can_seek(getattr(dataset, "_ex_iterable", None))
-        self.set_state("start")  # where nothing is read yet, and there is no state
+        self.set_state("start")  # before the first row, where there is no state yet
 
     def __next__(self) -> PyTree:
         if self._iterator is None:

@@ -179,8 +179,9 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
 
     def fetch(self, value: PyTree) -> PyTree:
         """Waits for the `RemoteValue`s in a tree, and returns their results."""
-        fetched = lambda x: x.fetch() if isinstance(x, RemoteValue) else x  # noqa: E731
-        return jax.tree.map(fetched, value)
+        return jax.tree.map(
+            lambda x: x.fetch() if isinstance(x, RemoteValue) else x, value
+        )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker, by calling a function there.

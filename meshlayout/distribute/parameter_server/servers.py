@@ -42,8 +42,10 @@ class ParameterServer:
         """Takes values of variables, in place of former ones, and optimizers."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
         for optimizer, rule in rules.items():
-            own = lambda n: n if n in self._values else optax.MaskedNode()  # noqa: E731
-            params, slots = jax.tree.map(own, (rule.params, rule.slots))
+            params, slots = jax.tree.map(
+                lambda name: name if name in self._values else optax.MaskedNode(),
+                (rule.params, rule.slots),
+            )
             rule = rule._replace(params=params, slots=slots)
             self._updates[optimizer] = jax.jit(functools.partial(_update, rule))
 
@@ -133,7 +135,7 @@ class VariableStore:
                 "Use num_servers=1; or clip the gradients before optimizer.update."
             )
             raise StrategyError(msg)
-        found = find_slots(*(_paths.flatten(tree).leaves for tree in (state, values)))
+        found = find_slots(_paths.flatten(state).leaves, _paths.flatten(values).leaves)
         pairs = zip(jax.tree.leaves(slots), found, strict=True)
         added = {n: places[names[slot.param]] if slot else servers for n, slot in pairs}
         self._send({**added, rule.step: servers}, {name: rule})
@@ -164,7 +166,7 @@ class VariableStore:
         return {s: self._servers[s].pull.remote(x) for s, x in by_server.items()}
 
     def wait(self, answers: Mapping[int, Any]) -> list[Any]:
-        """Returns what servers answer; one that died ends the training."""
+        """Waits for the servers' answers; the death of a server ends the training."""
         results: list[Any] = []
         for server, answer in answers.items() if self.ended is None else ():
             try:
@@ -194,8 +196,11 @@ def _mixes(rule: UpdateRule, params: PyTree, state: PyTree, part: set[str]) -> b
     names, depends = jax.tree.leaves(rule.params), []
 
     def update(x: jax.Array) -> jax.Array:
-        grad = lambda n, p: jnp.zeros_like(p) + (0 if n in part else x)  # noqa: E731
-        grads = jax.tree.map(grad, rule.params, params)
+        grads = jax.tree.map(
+            lambda name, param: jnp.zeros_like(param) + (0 if name in part else x),
+            rule.params,
+            params,
+        )
         updates = jax.tree.leaves(rule.tx.update(grads, state, params)[0])
         pairs = zip(names, updates, strict=True)
         depends.extend(_jax.is_mapped(u, "others") for n, u in pairs if n in part)

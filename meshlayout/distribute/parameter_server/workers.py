@@ -85,8 +85,11 @@ class RemoteWorker:
         self._datasets, self.grads = datasets, {}
         fn, arguments = self._load(closure.payload)
         inputs = pickle.loads(closure.inputs)
-        put = lambda x: inputs[x] if isinstance(x, ClosureInput) else x  # noqa: E731
-        args, kwargs = jax.tree.map(put, arguments, is_leaf=is_whole)
+        args, kwargs = jax.tree.map(
+            lambda x: inputs[x] if isinstance(x, ClosureInput) else x,
+            arguments,
+            is_leaf=is_whole,
+        )
         arrays = {n: jnp.asarray(x) for part in pulled for n, x in part.items()}
         for name, x in self._random.items():
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -111,7 +114,7 @@ class RemoteWorker:
         return jax.device_get(result), params, *pushes
 
     def _push(self, roots: Roots, values: dict[str, Any], arrays: Any) -> Any:
-        """Returns what a closure changes on the server that has these variables."""
+        """Returns a closure's changes to the variables of one server."""
         push: Any = [], {}
         for (optimizer, _), grads in self.grads.items():
             own = {n: np.asarray(x) for n, x in grads.items() if n in values}
@@ -131,7 +134,7 @@ class RemoteWorker:
         return push
 
     def iterator(self, number: int) -> Any:
-        """Returns what an iterator of a per-worker dataset is on this worker."""
+        """Returns this worker's iterator over a per-worker dataset."""
         if number not in self._iterators:
             dataset_fn, takes_context = ray_module().get(self._datasets[number])
             batches = dataset_fn(*[self._context] * takes_context)
