@@ -388,8 +388,6 @@ def metrics_of_all_rows(run):
         "mean": metrics.Mean(),
         "sum": metrics.Sum("value"),
         "last": metrics.Last("row"),
-        "mae": metrics.MeanAbsoluteError("value", "row"),
-        "mse": metrics.MeanSquaredError("value", "row"),
     }
     measured |= others if run.variants > 1 else {}
     mesh, found = run.mesh("batch"), None

@@ -631,12 +631,17 @@ def test_a_mesh_of_explicit_axes(option):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Largest:
-    """Any pytree with update, merge and compute."""
+    """Any pytree with clu's protocol."""
 
     value: Any = -np.inf
 
-    def update(self, off):
-        return Largest(jnp.maximum(self.value, off.max()))
+    @classmethod
+    def empty(cls):
+        return cls()
+
+    @classmethod
+    def from_model_output(cls, off):
+        return cls(off.max())
 
     def merge(self, other):
         return Largest(jnp.maximum(self.value, other.value))
@@ -936,7 +941,7 @@ def test_a_state_that_is_not_prepared_is_refused_in_words_by_lower(mesh, batch):
         train_step.lower(create(mesh), batch)
 
 
-def test_any_pytree_with_update_merge_and_compute_is_a_metric(mesh, batch):
+def test_any_pytree_with_the_protocol_of_clu_is_a_metric(mesh, batch):
     state = create(mesh)
     params = on_host(state.params)
 
@@ -944,8 +949,7 @@ def test_any_pytree_with_update_merge_and_compute_is_a_metric(mesh, batch):
         each = squares(model, batch)
         return each, {"off": each}
 
-    largest = Largest(jnp.float32(-np.inf))
-    train_step = ml.make_train_step(loss_fn, metrics={"largest": largest})
+    train_step = ml.make_train_step(loss_fn, metrics={"largest": Largest})
     _, metrics = train_step(state, batch)
     error = X @ params["kernel"] + params["bias"] - Y
     np.testing.assert_allclose(metrics["largest"], np.square(error).max(), rtol=1e-5)

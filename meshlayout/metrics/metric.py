@@ -248,18 +248,14 @@ def element_weights(
         MetricError: If the shapes do not fit.
     """
     context = current_context.get()
-    is_padded = context is not None and context.mask is not None
-    mask = context.example_mask if is_padded else None
+    mask = None
+    if context is not None and context.mask is not None:
+        mask = context.example_mask
     if weights is None and mask is None:
         return jnp.ones_like(elements, dtype=jnp.float32)
-    if weights is None and elements.ndim and elements.shape[0] != mask.shape[0]:
-        msg = (
-            f"{where}: {text(name, elements)} has not one entry per row of this "
-            f"replica's batch of {mask.shape[0]} rows, some of which may be padding. "
-            "Give weights, made of get_replica_context().example_mask."
-        )
-        raise MetricError(msg)
-    weights = as_float(mask if weights is None else weights, "weights", where)
+    if weights is None:
+        weights = _mask_of(elements, mask, name, where)
+    weights = as_float(weights, "weights", where)
     if mask is not None and weights.shape[:1] == mask.shape:
         is_real = mask.reshape(-1, *[1] * (weights.ndim - 1)) > 0
         weights = jnp.where(is_real, weights, 0)
@@ -274,6 +270,18 @@ def element_weights(
         raise MetricError(msg)
     missing = tuple(range(weights.ndim, elements.ndim))
     return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
+
+
+def _mask_of(elements: jax.Array, mask: Any, name: str, where: str) -> jax.Array:
+    """Returns which rows are real, if it is known which elements are of padding."""
+    if elements.ndim and elements.shape[0] != mask.shape[0]:
+        msg = (
+            f"{where}: {text(name, elements)} has not one entry per row of this "
+            f"replica's batch of {mask.shape[0]} rows, some of which may be padding. "
+            "Give weights, made of get_replica_context().example_mask."
+        )
+        raise MetricError(msg)
+    return mask
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:

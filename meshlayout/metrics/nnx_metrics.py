@@ -60,12 +60,10 @@ class NnxAccuracy(MeanMetric):
         """Returns the metric with a batch added."""
         scores = as_array(logits, "logits", "Accuracy")
         true = as_array(labels, "labels", "Accuracy")
-        is_binary = self.threshold is not None
-        if scores.shape[: true.ndim] != true.shape or scores.ndim != true.ndim + (
-            not is_binary
-        ):
-            msg = f"Accuracy: {text('logits', scores)} does not fit {text('labels', true)}."
-            raise MetricError(msg)
+        classes = 0 if self.threshold is not None else 1
+        if scores.shape[: scores.ndim - classes] != true.shape:
+            both = f"{text('logits', scores)} and {text('labels', true)}"
+            raise MetricError(f"Accuracy: {both} do not fit.")
         if self.threshold is not None:
             right = (scores >= self.threshold) == (true > 0)
         else:
