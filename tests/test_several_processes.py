@@ -425,8 +425,8 @@ def a_trainer_with_callbacks(run):
             validation_data=data_on(mesh),
             progress=False,
             callbacks=[
-                callbacks.CSVLogger(own.with_suffix(".csv")),
-                callbacks.JSONLLogger(own.with_suffix(".jsonl"), every=1),
+                callbacks.Log(own.with_suffix(".csv")),
+                callbacks.Log(own.with_suffix(".jsonl"), every=1),
                 callbacks.Checkpoint(ck),
                 callbacks.EarlyStopping("val_accuracy", patience=1, restore_best=True),
                 callbacks.StopOnNaN(),

@@ -501,7 +501,7 @@ def test_nothing_is_read_before_the_end_of_an_epoch(mesh, monkeypatch, tmp_path)
     callbacks = [
         ml.callbacks.Progress(terminal),
         ml.callbacks.StopOnNaN(),
-        ml.callbacks.JSONLLogger(tmp_path / "log", every=1),
+        ml.callbacks.Log(tmp_path / "log.jsonl", every=1),
         Count(),
     ]
     trainer.fit(cut(examples(24), 8), callbacks=callbacks)

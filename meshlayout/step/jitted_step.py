@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
@@ -480,7 +480,20 @@ def _has_convolutions(jaxpr: Any) -> bool:
 
 def layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
     """Returns the layouts of arrays; for those that have none, `whole`."""
-    return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
+    leaves = jax.tree.leaves(tree)
+    return tuple([_without_unsharded_end(layout_of(x)) or whole for x in leaves])
+
+
+def _without_unsharded_end(sharding: Any) -> Any:
+    """Returns `P()` for `P(None)`, which JAX makes of it, and compares as another."""
+    if not isinstance(sharding, NamedSharding) or sharding.spec[-1:] != (None,):
+        return sharding
+    specs = list(sharding.spec)
+    while specs and specs[-1] is None:
+        specs.pop()
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*specs), memory_kind=sharding.memory_kind
+    )
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
