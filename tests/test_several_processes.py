@@ -269,7 +269,6 @@ OPTIONS = {
     "skip": {"on_nonfinite": "skip"},
     "float16": {"precision": "float16"},
     "remat": {"remat": "full"},
-    "trainable": {"trainable": "down"},
     "regularizers": {"regularizers": [ml.losses.l2(1e-2, "kernel")]},
 }
 
@@ -496,24 +495,6 @@ def all_stop_after_the_same_step(run):
     stop = ml.callbacks.StopOnNaN()
     trainer.fit(batches, 2, progress=False, callbacks=[stop])
     return {"why": trainer.stopped, "of several": {"step": trainer.position.step}}
-
-
-@program()
-def all_raise_the_same_error_in_the_same_call(run):
-    mesh = run.mesh("batch")
-    state = linear_on(mesh)
-    train_step = ml.make_train_step(loss_fn, on_nonfinite="error")
-    (batch, *_), calls = data_on(mesh), []
-
-    def run_on():
-        nonlocal state
-        bad = batch | {"x": batch["x"] * jnp.nan}
-        for _ in range(20):
-            calls.append(len(calls))
-            state, _ = train_step(state, bad)
-
-    text = message(run_on)
-    return {"text": text.partition(" before that step")[0], "of several": calls}
 
 
 # Arrays.

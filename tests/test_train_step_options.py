@@ -124,33 +124,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(mesh, batch, accumulat
     assert int(state.step) == 2
 
 
-def test_a_step_that_is_not_finite_raises_and_leaves_the_state(mesh, batch):
-    train_step = ml.make_train_step(squares, on_nonfinite="error")
-    state, _ = train_step(create(mesh), batch)
-    train_step.check()
-    before = on_host(state.params)
-    state, metrics = train_step(state, on(mesh, {"x": X * np.nan, "y": Y}))
-    with pytest.raises(ml.errors.StepError) as caught:
-        train_step.check()
-    assert str(caught.value) == (
-        "the loss or a gradient was not finite in step 1: the loss first. The state is "
-        "as it was before that step. Lower the learning rate, clip with clip_norm=, or "
-        'use on_nonfinite="skip".'
-    )
-    assert_same_bits(on_host(state.params), before)
-    assert metrics["skipped"] == 1
-
-
-def test_one_step_that_is_not_finite_raises_once(mesh, batch):
-    train_step = ml.make_train_step(squares, on_nonfinite="error")
-    bad = on(mesh, {"x": X * np.nan, "y": Y})
-    state, metrics = train_step(create(mesh), bad)
-    with pytest.raises(ml.errors.StepError):
-        train_step.check()
-    train_step(state, batch, metrics)
-    train_step.check()
-
-
 def test_by_default_nothing_is_checked(mesh):
     bad = on(mesh, {"x": X * np.nan, "y": Y})
     state, metrics = ml.make_train_step(squares)(create(mesh), bad)
@@ -194,11 +167,9 @@ def test_the_moving_average_of_bfloat16_parameters_moves(mesh):
 SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
 
 
-@pytest.mark.parametrize("is_injected", [True, False])
-def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch, is_injected):
-    tx = optax.inject_hyperparams(optax.sgd) if is_injected else optax.sgd
-    option = {} if is_injected else {"learning_rate": SCHEDULE}
-    train_step = ml.make_train_step(squares, **option)
+def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch):
+    tx = optax.inject_hyperparams(optax.sgd)
+    train_step = ml.make_train_step(squares)
     state, shown, used = create(mesh, tx(learning_rate=SCHEDULE)), [], []
     for _ in range(3):
         before = on_host(state.params)
@@ -212,20 +183,18 @@ def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch, is_injected
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_only_what_matches_is_trained(mesh, batch, accumulate):
-    state = create(mesh, optax.adamw(0.1, weight_decay=0.5))
+def test_only_what_an_optimizer_is_given_for_is_trained(mesh, batch, accumulate):
+    tx = {"bias$": optax.adamw(0.1, weight_decay=0.5), "": None}
+    state = create(mesh, ml.optimizer_by_path(tx))
     before = on_host(state.params)
-    train_step = ml.make_train_step(
-        squares, trainable="bias$", clip_norm=100.0, accumulate=accumulate
-    )
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
     for _ in range(2):
-        norm = norm_of(grads_by_hand(on_host(state.params))["bias"])
-        state, metrics = train_step(state, batch)
-        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-5)
+        state, _ = train_step(state, batch)
     after = on_host(state.params)
     assert_same_bits(after["kernel"], before["kernel"])
     assert (after["bias"] != before["bias"]).all()
-    assert not np.asarray(state.opt_state[0].mu["kernel"]).any()
+    slots = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert set(slots) == {(8,)}  # none for the kernel
 
 
 # Precision.
@@ -523,20 +492,6 @@ def test_a_rate_is_reduced_on_a_plateau(mesh, batch):
     assert float(state.opt_state[1].scale) < 1
 
 
-def test_a_line_search_is_refused_in_words(mesh, batch):
-    with pytest.raises(ml.errors.StepError) as caught:
-        ml.make_train_step(squares)(create(mesh, optax.lbfgs()), batch)
-    assert str(caught.value) == (
-        "the optimizer's update needs 'grad' and 'value_fn': a step passes value=, "
-        "the loss, and nothing else besides gradients and parameters. A line search, "
-        "which calls the loss again, cannot run inside a step; give a learning rate "
-        "instead, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
-    )
-    without = optax.lbfgs(0.1, linesearch=None)
-    state, _ = ml.make_train_step(squares)(create(mesh, without), batch)
-    assert int(state.step) == 1
-
-
 # Several steps in one call.
 
 
@@ -683,17 +638,12 @@ STEPS = {
     ),
     "on_nonfinite": (
         lambda: ml.make_train_step(squares, on_nonfinite="skpi"),
-        "make_train_step: on_nonfinite must be 'error', 'skip' or 'ignore', got 'skpi'. "
+        "make_train_step: on_nonfinite must be 'skip' or 'ignore', got 'skpi'. "
         "Did you mean 'skip'?",
     ),
     "ema": (
         lambda: ml.make_train_step(squares, ema=1.0),
         "make_train_step: ema must be a finite number of at least 0 and below 1, got 1.0.",
-    ),
-    "trainable": (
-        lambda: ml.make_train_step(squares, trainable="*"),
-        "make_train_step: trainable='*' is not a regular expression: nothing to repeat "
-        "at position 0.",
     ),
     "zero": (
         lambda: ml.make_train_step(squares, zero=2),
@@ -840,12 +790,6 @@ CALLS = {
         {},
         "a global batch of 16 examples does not divide into 3 microbatches over 8 "
         "shards. Global batch sizes that do: 24.",
-    ),
-    "nothing to train": (
-        squares,
-        {"trainable": "decoder"},
-        {},
-        "trainable='decoder' matches no parameter; there are 'bias', 'kernel'.",
     ),
     "nothing to regularize": (
         squares,

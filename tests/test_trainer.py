@@ -1195,22 +1195,6 @@ def test_batches_of_a_mean_never_reach_the_loss_with_weights_in_a_step_that_runs
     assert keys == [["x", "y"]] * 4
 
 
-def test_a_step_that_is_not_finite_names_the_newest_checkpoint(mesh, tmp_path):
-    batches = cut(examples(24), 8)
-    batches[2]["y"] = np.full(8, np.inf, "float32")
-    trainer = ml.Trainer(create_state(mesh), loss_fn, on_nonfinite="error")
-    with ml.Checkpointer(tmp_path) as checkpointer:
-        saving = ml.callbacks.Checkpoint(checkpointer, every=2)
-        with pytest.raises(ml.errors.StepError) as caught:
-            quiet_fit(trainer, batches, callbacks=[saving])
-        assert "was not finite in step 2: the loss first" in str(caught.value)
-        assert checkpointer.latest_step() == 2
-    assert caught.value.__notes__[-1] == (
-        f"The newest checkpoint is step 2 in {checkpointer.directory}; "
-        "fit(resume=True) resumes from it."
-    )
-
-
 def test_the_trainer_runs_under_a_mesh_that_is_set(mesh):
     batches, found = cut(examples(22), 8), []
     others = ml.create_mesh({"model": 2}, devices=jax.devices()[4:6])

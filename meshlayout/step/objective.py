@@ -53,7 +53,6 @@ RESERVED = (
     "learning_rate",
     "loss_scale",
     "skipped",
-    "nonfinite_loss",
 )
 
 _RETURNS = (

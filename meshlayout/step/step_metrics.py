@@ -38,7 +38,6 @@ _KINDS = {
     "learning_rate": Last,
     "loss_scale": Last,
     "skipped": Sum,
-    "nonfinite_loss": Sum,
 }
 
 
