@@ -719,9 +719,7 @@ def test_wrong_options_are_refused_in_words(name):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "option", [{"learning_rate": 0.1}, {"weights": 1.5}, {"weights": ["weight"]}]
-)
+@pytest.mark.parametrize("option", [{"weights": 1.5}, {"weights": ["weight"]}])
 def test_options_of_another_type_are_refused_when_the_step_is_made(option):
     (name,) = option
     with pytest.raises(ml.MeshLayoutError, match=name):

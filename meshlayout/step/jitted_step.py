@@ -286,7 +286,7 @@ class LayoutSignature:
             StateStructure.of(leaves, treedef) if is_state else None,
             state_layouts,
             jax.tree.structure(rest),
-            layouts_of(rest, whole),
+            tuple(map(_plainly_replicated, layouts_of(rest, whole))),
             whole,
         )
 
@@ -480,20 +480,15 @@ def _has_convolutions(jaxpr: Any) -> bool:
 
 def layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
     """Returns the layouts of arrays; for those that have none, `whole`."""
-    leaves = jax.tree.leaves(tree)
-    return tuple([_without_unsharded_end(layout_of(x)) or whole for x in leaves])
+    return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
 
 
-def _without_unsharded_end(sharding: Any) -> Any:
+def _plainly_replicated(sharding: Any) -> Any:
     """Returns `P()` for `P(None)`, which JAX makes of it, and compares as another."""
-    if not isinstance(sharding, NamedSharding) or sharding.spec[-1:] != (None,):
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec):
         return sharding
-    specs = list(sharding.spec)
-    while specs and specs[-1] is None:
-        specs.pop()
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*specs), memory_kind=sharding.memory_kind
-    )
+    kind = sharding.memory_kind
+    return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
