@@ -1,13 +1,9 @@
 """The replica context: what a function that runs once per replica may ask and send.
 
-`meshlayout.distribute` runs functions per replica under `jax.shard_map`; in them,
-`get_replica_context()` says which replica this is and combines values of all of them.
-The context is kept here, below losses and strategies, because losses are divided by
-the number of examples of all replicas.
-
-Gradients are those of the sum of all replicas' losses, as in tf.distribute: a replica
-differentiates its own loss, and what it sent counts in the losses of all. So the
-gradient of an all-reduce is an all-reduce.
+It is below losses and strategies, because losses are divided by the number of examples
+of all replicas. Gradients are those of the sum of all replicas' losses, as in
+tf.distribute: a replica differentiates its own loss, and what it sent counts in the
+losses of all. So the gradient of an all-reduce is an all-reduce.
 """
 
 import contextlib
@@ -105,12 +101,10 @@ class ReplicaContext:
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: An array or number, or a tree of them, of equal shapes on all
-                replicas.
+            value: A tree of arrays and numbers, of equal shapes on all replicas.
 
         Returns:
-            The same tree of arrays, of the dtypes that `jnp.sum`, `jnp.mean`, `jnp.max`
-            and `jnp.min` give.
+            The same tree of arrays, of the dtypes of `jnp.sum`, `jnp.mean` and so on.
 
         Example:
             >>> import meshlayout as ml
@@ -123,10 +117,10 @@ class ReplicaContext:
         return jax.tree.map(lambda x: self.combine(op, x), value, is_leaf=_is_of_all)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the replicas' values along a dim; all replicas get the result.
+        """Concatenates the replicas' arrays along a dim; all replicas get the result.
 
         Args:
-            value: An array, or a tree of arrays, of equal shapes on all replicas.
+            value: A tree of arrays, of equal shapes on all replicas.
             axis: The dim to concatenate along.
         """
 
@@ -176,9 +170,8 @@ def entered(context: ReplicaContext | None) -> Iterator[None]:
 def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that this code runs on.
 
-    Outside of any strategy that is a context of one replica, so that a function can be
-    called with and without one. In cross-replica context, as in a strategy's scope, it
-    is None.
+    Outside of any strategy that is a context of one replica, and None in cross-replica
+    context, as in a strategy's scope.
 
     Example:
         >>> context = get_replica_context()

@@ -191,10 +191,22 @@ def test_what_is_made_in_a_scope_is_mirrored_and_what_is_made_outside_works(two)
     assert kernel.sharding.device_set == set(two.extended.worker_devices)
 
 
-def test_variables_of_another_strategy_are_moved(two):
+def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     model = scale(two, 2)
     for strategy in (mirrored(4), two):
         assert float(strategy.run(lambda: model(3.0))) == 6
+    with two.scope():
+        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
+    four, one = mirrored(4), mirrored(1)
+    for count, call in (
+        (4, lambda: four.run(lambda: own[...])),
+        (4, lambda: four.local_results(own)),
+        (1, lambda: one.local_results(own)),
+    ):
+        assert message_of(call, error=StrategyError) == (
+            "a variable of each replica's own: the value is of 2 replicas, and this "
+            f"strategy has {count}: it is another strategy's."
+        )
 
 
 @pytest.mark.parametrize(
@@ -240,8 +252,9 @@ def test_what_is_gone_is_gone_and_what_stays_works(two):
     assert extended.parameter_devices
     value = values_of(two, 2, 5)
     device = jax.devices()[2]
-    moved = extended.reduce_to("SUM", value, device)
-    assert (float(moved), moved.devices()) == (7, {device})
+    for place in (device, "CPU:2", "/device:CPU:2"):
+        moved = extended.reduce_to("SUM", value, place)
+        assert (float(moved), moved.devices()) == (7, {device})
     with two.scope():
         variable = nnx.Variable(jnp.float32(0))
     pairs = [(value, device), (value, variable)]

@@ -25,7 +25,7 @@ from meshlayout import _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data import InputContext
 from meshlayout.distribute.capture import Roots
-from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.distribute.strategy import OneDeviceStrategy
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 
