@@ -53,9 +53,8 @@ class ReplicaContext:
         strategy: The strategy that runs it.
         axis_name: The mesh axis along which replicas are; None for one replica alone.
         num_replicas_in_sync: The number of replicas.
-        mask: The `example_mask`; reading it is not noted in `mask_was_read`.
-        mask_was_read: Whether the function has asked which rows are real, or called
-            something of the library that has.
+        mask: The `example_mask`; reading this is not noted.
+        mask_was_read: Whether the function, or the library for it, has asked for it.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class ReplicaContext:
     def example_mask(self) -> jax.Array | None:
         """1 for real rows of this replica's batch and 0 for padding; None without any.
 
-        It is float32, of shape (rows,). Multiply losses by this and divide their sum by
-        `num_examples`; `losses.compute_average_loss` does.
+        Of shape (rows,), float32. Multiply losses by it and divide their sum by
+        `num_examples`, as `losses.compute_average_loss` does.
         """
         self.mask_was_read = True
         return self.mask
@@ -97,7 +96,7 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combines a value of each replica; all replicas get the result.
 
-        It can be differentiated: see the head of this module.
+        Its gradient is an all-reduce, too.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
@@ -125,23 +124,19 @@ class ReplicaContext:
         """
 
         def gather(leaf: Leaf) -> jax.Array:
-            x = jnp.asarray(leaf)
-            if self.axis_name is None:
-                return x
-            return jax.lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+            x, name = jnp.asarray(leaf), self.axis_name
+            return jax.lax.all_gather(x, name, axis=axis, tiled=True) if name else x
 
         return jax.tree.map(gather, value, is_leaf=_is_of_all)
 
     def combine(self, op: ReduceOp, x: Leaf) -> jax.Array:
         """Combines one array of each replica."""
-        name = op.value.lower()
+        name, axis = op.value.lower(), self.axis_name
         # Over no dims, this changes the dtype alone. Small integers would wrap around,
         # in a mean, too.
         x = getattr(jnp, name)(x, axis=())
-        if self.axis_name is None:
-            return x
         # Looked up at each call: strategies note what these return.
-        return getattr(jax.lax, f"p{name}")(x, self.axis_name)
+        return getattr(jax.lax, f"p{name}")(x, axis) if axis else x
 
 
 def _is_of_all(leaf: object) -> bool:

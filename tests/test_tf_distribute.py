@@ -5,6 +5,9 @@ installed there is nothing to compare with.
 """
 
 import functools
+import inspect
+import pathlib
+import re
 
 import numpy as np
 import optax
@@ -50,6 +53,22 @@ def batches_of(theirs, ours, data, size):
         (theirs, theirs.experimental_distribute_dataset(dataset)),
         (ours, ours.distribute_dataset(data, size)),
     ]
+
+
+def public_names(module):
+    """Returns the names of a module's classes and functions, and of its submodules'."""
+    names = set()
+    for name in filter(lambda name: not name.startswith("_"), dir(module)):
+        value = getattr(module, name)
+        names |= public_names(value) if inspect.ismodule(value) else {name}
+    return names
+
+
+def test_every_public_name_has_its_row():
+    page = pathlib.Path(__file__).parents[1] / "docs/coming_from/tf_distribute.md"
+    rows = [x for x in page.read_text().splitlines() if x.startswith("| ")]
+    known = re.findall(r"\w+", " ".join(row.split("|")[1] for row in rows))
+    assert public_names(tf.distribute) <= {*known}
 
 
 def test_a_distributed_dataset_is_doubled():

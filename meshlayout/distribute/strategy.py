@@ -25,7 +25,6 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._axes import parse_devices
 from meshlayout._default_mesh import default_mesh
-from meshlayout._patches import SharedPatches
 from meshlayout.cluster import initialize, process_count, process_index
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
@@ -113,10 +112,10 @@ class Strategy:
     def scope(self) -> Iterator["Strategy"]:
         """Makes this the current strategy; what is made inside is mirrored.
 
-        Make models, optimizers and metrics in it: NNX objects, single Variables and the
-        variables of Linen's `init`. Each replica then has a copy of the same values. In
-        it, `get_replica_context()` is None, and the strategy's mesh is the default one.
-        Scopes cannot be nested.
+        Make models and optimizers in it, of NNX and by Linen's `init`: each replica
+        then has a copy of the same values. Metrics and single Variables get theirs when
+        they are used first. In it, `get_replica_context()` is None, and the strategy's
+        mesh is the default one. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
             msg = (
@@ -124,7 +123,7 @@ class Strategy:
                 "run. Scopes cannot be nested: leave the outer one first."
             )
             raise StrategyError(msg)
-        with self.layouts.scope(), _variables, self._inside():
+        with self.layouts.scope(), self._inside():
             yield self
 
     def run(
@@ -160,7 +159,8 @@ class Strategy:
                 the function appends to a list or dict, or ignores padding.
         """
         _check_cross_replica("run", "call the inner function directly")
-        _checks.choice("run: options", options, [None], error=StrategyError)
+        if options is not None:  # asked first, since calls should cost nothing
+            _checks.choice("run: options", options, [None], error=StrategyError)
         if not isinstance(args, (tuple, list)):
             msg = (
                 f"run: args must be a tuple of fn's arguments, got "
@@ -229,12 +229,10 @@ class Strategy:
     ) -> ReplicaDataset:
         """Feeds the replicas from sources that a function makes on each process.
 
-        Use this to say yourself what each process reads. Of a source of batches of the
-        per-replica size, each replica of the process gets one in every step.
-
         Args:
             dataset_fn: Called once with an `InputContext`, which says which part of the
                 input to make; returns any source that `ml.distribute_dataset` takes.
+                Each replica gets one of its batches, of the per-replica size.
             global_batch_size: Rows of a batch, on all replicas together, into which
                 batches are cut anew; None to keep them.
             **options: As for `distribute_dataset`.
@@ -266,14 +264,13 @@ class Strategy:
                 examples, by whose number a mean is divided. None: over replicas alone.
         """
         _check_cross_replica("reduce", "use get_replica_context().all_reduce")
-        how = functools.partial(values.reduced, op=ReduceOp(reduce_op), axis=axis)
-        return values.on_each("reduce", how, self._stored(value), self.mesh)
+        stored, op = self._stored(value), ReduceOp(reduce_op)
+        return values.on_each(values.reduce, stored, self.mesh, op=op, axis=axis)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dim, without padding."""
         _check_cross_replica("gather", "use get_replica_context().all_gather")
-        how = functools.partial(values.gathered, axis=axis)
-        return values.on_each("gather", how, self._stored(value), self.mesh)
+        return values.on_each(values.gather, self._stored(value), self.mesh, axis=axis)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, also of a Variable."""
@@ -292,34 +289,30 @@ class Strategy:
         def place(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
                 values.check_replicas(x, self.mesh, "a variable of each replica's own")
+            if isinstance(x, PerReplica | Tracer):
                 return x
-            copies = [x] * len(self.mesh.local_devices)
-            return values.per_replica(copies, self.mesh) if is_own else self._place(x)
+            if is_own:
+                return values.per_replica([x] * len(self.mesh.local_devices), self.mesh)
+            x = x if hasattr(x, "dtype") else jnp.asarray(x)
+            sharding = self._layout(x.shape, x.dtype).sharding
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            if _jax.is_committed(x) and x.sharding.is_equivalent_to(sharding, x.ndim):
+                return x
+            return _jax.put(jnp.asarray(x), sharding, may_alias=False)
 
         return jax.tree.map(place, raw_value(variable), is_leaf=values.is_per_replica)
-
-    def _place(self, x: Leaf) -> Any:
-        """Returns an array of a variable where this strategy keeps it."""
-        if isinstance(x, Tracer):
-            return x
-        x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        sharding = self._layout(x.shape, x.dtype).sharding
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if _jax.is_committed(x) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        return _jax.put(jnp.asarray(x), sharding, may_alias=False)
 
     def _entered(self, variable: "nnx.Variable[Any]", value: Leaf) -> Any:
         """Returns a Variable's value as a program computes with it."""
         return value
 
     def _stored(self, value: PyTree) -> PyTree:
-        """Returns a value: of a Variable, that of where this strategy keeps it."""
-        if not isinstance(value, nnx.Variable):
-            return value
-        set_raw_value(value, self._placed(value))
-        return raw_value(value)
+        """Returns a value; that of a Variable is first put where this keeps it."""
+        if isinstance(value, nnx.Variable):
+            set_raw_value(value, self._placed(value))
+            value = raw_value(value)
+        return value
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
@@ -336,21 +329,6 @@ def _check_cross_replica(name: str, instead: str) -> None:
     if _current.get() is not None and not in_cross_replica_context():
         msg = f"{name} was called in a function that runs on each replica: {instead}."
         raise StrategyError(msg)
-
-
-# `LayoutMap.scope` does not know bare Variables and NNX metrics, which are not modules.
-# If Flax makes Variables in another way, they stay on one device until the first run;
-# tests/test_distribute.py notices.
-def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
-    def mirrored_init(self: nnx.Variable[Any], *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if (strategy := _current.get()) is not None and not _jax.is_tracing():
-            strategy._stored(self)
-
-    return mirrored_init
-
-
-_variables = SharedPatches((nnx.Variable, "__init__", _mirroring))
 
 
 class StrategyExtended:
@@ -420,9 +398,7 @@ class MirroredStrategy(Strategy):
 
 
 class OneDeviceStrategy(MirroredStrategy):
-    """Everything on one device.
-
-    Use this to try a program that is written for strategies: values are plain arrays.
+    """Everything on one device: values are plain arrays.
 
     Args:
         device: An object, or text such as `"GPU:0"`.
@@ -433,7 +409,11 @@ class OneDeviceStrategy(MirroredStrategy):
 
 
 class DefaultStrategy(OneDeviceStrategy):
-    """What is current outside of any scope: one replica, which calls functions."""
+    """What is current outside of any scope: one replica, and nothing is changed."""
+
+    def scope(self) -> Any:
+        """Changes nothing."""
+        return contextlib.nullcontext(self)
 
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         return fn(*args, **kwargs)
@@ -455,8 +435,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Copies of the variables on all devices of all processes, trained in step.
 
     Make it first in the program, on every process: it calls `ml.initialize()`, which
-    finds the other processes by `TF_CONFIG` and the like. Its `cluster_resolver` says
-    which process of the cluster this is.
+    finds the other processes by `TF_CONFIG` and the like.
     """
 
     def __init__(self) -> None:
@@ -471,9 +450,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 class TPUStrategy(Strategy):
     """Copies of the variables on the chips of a TPU slice, trained in step.
 
-    Replicas are in the order of the slice's network. On a slice of several hosts, call
-    `ml.initialize()` first. Where there are no TPUs, it warns and takes the devices
-    there are.
+    Replicas are in the order of its network. On a slice of several hosts, call
+    `ml.initialize()` first. Without TPUs, it warns and takes the devices there are.
     """
 
     def __init__(self) -> None:

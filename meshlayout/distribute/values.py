@@ -1,11 +1,9 @@
 """`PerReplica`: one value for each replica, held as one array on the mesh.
 
 The replicas' values are the shards of one global array, which is what a batch is
-already: nothing is copied when a batch becomes one value per replica, or when values
-of rows become an array again. Values with fewer rows than others are padded to the
-same shape, and a mask says which rows are real; `reduce` and `gather` leave out what
-is not. Their results are whole on every device, and so is what `run` returns where
-replicas agree: such an array stands for one equal value per replica.
+already. Values with fewer rows than others are padded to the same shape, and a mask
+says which rows are real. What `run` returns where replicas agree is a plain array,
+whole on every device: it stands for one equal value per replica.
 """
 
 import functools
@@ -76,11 +74,6 @@ class PerReplica(DistributedValues):
         return () if self.is_scalar else (rows // self.num_replicas, *rest)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        return self.array.dtype
-
-    @property
     def values(self) -> tuple[jax.Array, ...]:
         """The values of this process's replicas, in order, without padding.
 
@@ -130,13 +123,9 @@ class PerReplica(DistributedValues):
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
     def __repr__(self) -> str:
-        array, first = self.array, 0  # the index of this process's first replica
-        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-            return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
-        if not array.is_fully_addressable:
-            start = sorted_shards(array)[0].index[0].start or 0
-            first = start * self.num_replicas // array.shape[0]
-        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
+        if not isinstance(self.array, jax.Array) or isinstance(self.array, Tracer):
+            return f"PerReplica({self.array!r}, num_replicas={self.num_replicas})"
+        lines = (f"  {index}: {value!r}" for index, value in enumerate(self.values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -192,17 +181,17 @@ def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 _UNEVEN = "the replicas' values have different shapes, as in a short last batch"
 
 
-def reduced(value: PerReplica, op: ReduceOp, axis: int | None) -> jax.Array:
+def reduce(value: PerReplica, op: ReduceOp, axis: int | None) -> jax.Array:
     """Combines the values of all replicas; see `Strategy.reduce`."""
     dim = None if axis is None else normalize_axis_index(axis, len(value.shape))
     if value.mask is not None and dim != 0:
         msg = f"reduce: {_UNEVEN}: give axis=0 to reduce over rows."
         raise StrategyError(msg)
-    return _reduced(value, op=op, axis=dim)
+    return _reduce(value, op=op, axis=dim)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "axis"))
-def _reduced(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
+def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     x = value.array.reshape(value.num_replicas, *value.shape)
     axes, mask = 0 if axis is None else (0, axis + 1), value.mask
     combine, is_real = getattr(jnp, op.value.lower()), None
@@ -219,7 +208,7 @@ def _reduced(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     return extreme
 
 
-def gathered(value: PerReplica, axis: int) -> jax.Array:
+def gather(value: PerReplica, axis: int) -> jax.Array:
     """Concatenates the values of all replicas; see `Strategy.gather`."""
     dim = normalize_axis_index(axis, len(value.shape))
     if value.mask is None:
@@ -232,12 +221,12 @@ def gathered(value: PerReplica, axis: int) -> jax.Array:
 
 
 def on_each(
-    where: str, function: Callable[[PerReplica], jax.Array], value: PyTree, mesh: Mesh
+    function: Callable[..., jax.Array], value: PyTree, mesh: Mesh, **how: Any
 ) -> PyTree:
     """Calls a function with each value; the results are whole on every device."""
 
     def call(leaf: Leaf) -> jax.Array:
-        x = function(_as_per_replica(leaf, mesh, where))
+        x = function(_as_per_replica(leaf, mesh, function.__name__), **how)
         if isinstance(x, Tracer):
             return x
         x = jax.device_put(x, mesh.layout(...).with_rank(x.ndim).sharding)
