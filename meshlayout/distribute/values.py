@@ -197,7 +197,7 @@ def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     combine, is_real = getattr(jnp, op.value.lower()), None
     if mask is not None:
         is_real = mask.reshape(*x.shape[:2], *[1] * (x.ndim - 2)) > 0
-        # Not multiplied by the mask: a padded row may hold NaN.
+        # Padding may hold NaN; a copy of a real row changes no maximum.
         x = jnp.where(is_real, x, value.array[jnp.argmax(mask)])
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return combine(x, axes, where=is_real)
