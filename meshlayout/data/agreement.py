@@ -12,7 +12,7 @@ import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -92,7 +92,11 @@ class Agreement:
 
 
 class Turns:
-    """The exchanges of one iteration: before each batch, who has it."""
+    """The exchanges of one iteration: before each batch, who has it.
+
+    Used in a `with` block, which tells the other processes of an error inside once they
+    reach this step, and releases them if the loop is left before its end.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._turn, self._is_over = channel, 0, False
@@ -123,17 +127,16 @@ class Turns:
         self._turn += 1
         return {process: value for process, (value, _) in values.items()}
 
-    def fail(self, error: BaseException) -> None:
-        """Reports an error to the other processes, once they reach this step."""
-        if not self._is_over:
-            self._is_over = True
-            self._channel.fail(error)
+    def __enter__(self) -> Self:
+        return self
 
-    def leave(self, *, ended: bool = False) -> None:
-        """Releases processes that wait for this one; nobody does where all `ended`."""
-        if not self._is_over and not ended:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._is_over or error is None:
+            return
+        if isinstance(error, Exception):
+            self._channel.fail(error)
+        else:
             self._channel.leave(str(self._turn))
-        self._is_over = True
 
 
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:

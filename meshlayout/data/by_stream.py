@@ -172,6 +172,12 @@ class StreamReader:
                 continue
             if not row:
                 raise DataError(no_rows(epoch))
+            said = self._cut.source.num_rows
+            if said not in (None, row):
+                self._cut.clock.warn(
+                    f"The source says that an epoch has {rows_text(said)}, and epoch "
+                    f"{epoch + 1} has {row}."
+                )
             if not filled:
                 return None
             if self._cut.remainder != "repeat":
@@ -225,12 +231,13 @@ class StreamReader:
             range(start, self._cut.size), stream.rest(), strict=False
         ):
             for i, leaf in enumerate(flatten(example)):
+                value = leaf
                 if type(leaf) is not kinds[i]:
                     spec, shape, dtype = leaves[i]
                     value = as_array(spec.path, leaf)
                     if value.shape != shape or value.dtype != dtype:
                         spec.check(value)
-                    kinds[i] = type(leaf) if isinstance(leaf, NUMBERS) else None
-                    leaf = value
-                out[i][row] = leaf
+                    if value is not leaf and isinstance(leaf, NUMBERS):
+                        kinds[i] = type(leaf)
+                out[i][row] = value
         return row + 1 - start

@@ -149,14 +149,6 @@ def input_pipeline(layout: Layout) -> tuple[int, int]:
     return len(groups), groups.index(rows[here])
 
 
-def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
-    """Returns this process's rows, which with `per_process` it alone must fill."""
-    per_replica_batch_size(size, layout)
-    if per_process:
-        input_pipeline(layout)
-    return process_rows(layout, size)
-
-
 def processes_of(mesh: Mesh) -> list[int]:
     """Returns the processes that have devices in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})

@@ -18,7 +18,6 @@ import numpy as np
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.data import DistributedDataset, InputContext
-from meshlayout.data.dataset import make_plan
 from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.data.plan import DataPlan
 from meshlayout.distribute.values import (
@@ -66,8 +65,8 @@ def distribute_dataset(
         )
         raise StrategyError(msg)
     is_own = bool(options.get("per_process"))
-    plan = make_plan(
-        source,
+    plan = DataPlan(
+        lambda: source,
         mesh.layout(REPLICA_AXIS, ...),
         {"weights": None, **options},
         batched=batched,

@@ -45,8 +45,11 @@ def _dataset_rows(dataset: Any) -> Rows:
             dataset.with_format(None, columns=texts),
         ]
 
-    def column(values: Any, name: str) -> PyTree:
+    def column(values: Any, name: str, indices: list[int]) -> PyTree:
         is_array = isinstance(values, np.ndarray)
+        if is_array and values.dtype.kind == "f" and np.isnan(values).any():
+            # In the "numpy" format, None is NaN.
+            values = dataset.with_format(None, columns=[name])[indices][name]
         if isinstance(values, list) or (is_array and values.dtype.hasobject):
             rows = [{name: _arrays(value, features[name], name)} for value in values]
             return stack(rows)[name]
@@ -54,8 +57,11 @@ def _dataset_rows(dataset: Any) -> Rows:
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        columns = [item for view in views for item in view[indices.tolist()].items()]
-        return as_batch({name: column(values, name) for name, values in columns})[0]
+        rows = indices.tolist()
+        columns = [item for view in views for item in view[rows].items()]
+        return as_batch({name: column(values, name, rows) for name, values in columns})[
+            0
+        ]
 
     return Rows(len(dataset), read)
 
