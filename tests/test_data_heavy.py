@@ -474,7 +474,13 @@ FIX = "with the dataset's map or filter."
 MISSING = f"has rows that are None. Fill them in, or leave them out, {FIX}"
 WRONG_COLUMNS = {
     "missing": ([None, 2] * 4, MISSING),
+    "missing floats": ([None, 2.5] * 4, MISSING),
     "missing in lists": ([[1, None], [2, 3]] * 4, MISSING),
+    "missing floats in lists": ([[1.5, None], [2.5, 3.5]] * 4, MISSING),
+    "missing floats in structures": (
+        [{"a": None}, {"a": 2.5}] * 4,
+        MISSING,
+    ),
     "ragged": (
         [[1], [2, 3]] * 4,
         "is i64[2], and must be i64[1]: all examples have the shape and dtype of the "
@@ -499,7 +505,14 @@ def test_wrong_columns_of_hugging_face_are_errors(mesh, hf, how, name):
     dataset = dataset if how == "rows" else dataset.to_iterable_dataset()
     with pytest.raises(ml.errors.DataError) as error:
         next(iter(distribute_dataset(dataset, mesh, global_batch_size=8)))
-    assert str(error.value) == f"leaf 'x' {message}"
+    where = "x/a" if "in structures" in name else "x"
+    assert str(error.value) == f"leaf {where!r} {message}"
+
+
+def test_nan_of_hugging_face_is_not_missing(mesh, hf):
+    dataset = hf.Dataset.from_dict({"x": [1.5, float("nan")] * 4})
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    check(data, {"x": np.array([1.5, np.nan] * 4, np.float32)})
 
 
 @pytest.mark.parametrize("dtype", ["binary", "large_binary", "string", "large_string"])

@@ -8,7 +8,6 @@ and repeat others.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -123,12 +122,10 @@ class RowReader:
             if len(places) and places[-1] >= num_rows:
                 # Padding repeats the last row, which is read once.
                 places = np.append(places[places < num_rows - 1], num_rows - 1)
-        start_s = time.perf_counter()
         leaves = self._rows(position.epoch, places)
         if count < size:
             rows = np.minimum(np.arange(len(self._cut.own)), len(places) - 1)
             leaves = [leaf[rows] for leaf in leaves]
-        self._cut.clock.read_s += time.perf_counter() - start_s
         self._cut.clock.rows += len(places)
         epoch = position.epoch + passed
         return HostBatch(

@@ -214,7 +214,9 @@ def _host_batches(
     last = position.first_epoch + (options.epochs or 0), last_row
     with contextlib.closing(reader), turns or contextlib.nullcontext():
         while options.epochs is None or (position.epoch, position.row) < last:
+            start_s = time.perf_counter()
             batch = reader.read(position)
+            plan.clock.read_s += time.perf_counter() - start_s
             if batch is not None:
                 plan.check_padding(batch.count, plan.size)
             if turns is not None:
