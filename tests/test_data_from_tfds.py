@@ -246,7 +246,7 @@ def test_wrong_choices_are_errors(tiny, options, message):
 
 def test_auto_keeps_what_fits_into_memory_and_says_so(tiny, monkeypatch):
     assert "Decoded 200 examples once into " in notes(tiny())
-    module = sys.modules["meshlayout.data.from_tfds"]
+    module = sys.modules["meshlayout.data.tfds"]
     monkeypatch.setattr(module, "_KEPT_BYTES", 250)
     data = tiny()
     assert sorted(numbers(data)) == list(range(NUM_ROWS))

@@ -8,6 +8,7 @@ collectives: so before each batch, the processes tell each other whether they ha
 and an error or an end on one of them ends the loops of all at the same step.
 """
 
+import functools
 import itertools
 import zlib
 from collections import defaultdict
@@ -51,23 +52,21 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         here, processes = jax.process_index(), processes_of(mesh)
         # A process without devices in the mesh loads no rows.
-        self._processes = processes if here in processes else [here]
-        self.has_others = len(self._processes) > 1
-        number = next(_counts[tuple(self._processes)])
-        self._name = f"data/{'-'.join(map(str, self._processes))}/{number}"
-        self.channel = self._channel_of(self._name)
-        self._iterations = itertools.count()
-
-    def _channel_of(self, name: str) -> Channel:
-        return Channel(
-            name,
-            self._processes,
+        group = processes if here in processes else [here]
+        self.has_others = len(group) > 1
+        number = next(_counts[tuple(group)])
+        self._name = f"data/{'-'.join(map(str, group))}/{number}"
+        self._channel_of = functools.partial(
+            Channel,
+            processes=group,
             what="the same dataset",
             hint="All of them make the same datasets in the same order, and iterate "
             "over them alike.",
             warn_after_s=60,
             error=DataError,
         )
+        self.channel = self._channel_of(self._name)
+        self._iterations = itertools.count()
 
     def exchange(self, facts: dict[str, JSON], own: T) -> dict[int, T]:
         """Returns each process's `own`; raises DataError if facts differ."""
@@ -94,8 +93,8 @@ class Agreement:
 class Turns:
     """The exchanges of one iteration: before each batch, who has it.
 
-    Used in a `with` block, which tells the other processes of an error inside once they
-    reach this step, and releases them if the loop is left before its end.
+    The end of a `with` block tells the other processes of an error inside, or that this
+    one has left its loop.
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -29,11 +29,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class HostBatch:
-    """This process's rows of one batch, in JAX's order of leaves, before placing.
-
-    `count` of them are real, and `after` is the position after the batch. Other
-    processes, with sources of their own, may have padding where this one has none.
-    """
+    """This process's rows of a batch, of which `count` are real, in JAX's order."""
 
     leaves: list[np.ndarray]
     count: int

@@ -33,11 +33,7 @@ from meshlayout.errors import DataError
 
 
 class StreamPass:
-    """One pass over a stream.
-
-    The first element decides about all (its shapes, and whether it is a batch), and a
-    generator yields it only once: it is looked at, remembered, and yielded again.
-    """
+    """One pass over a stream, whose first element is looked at, and yielded later."""
 
     def __init__(self, source: StreamSource, epoch: int) -> None:
         stream = source.open(epoch)
@@ -169,9 +165,10 @@ class StreamReader:
         """Returns the pass of an epoch at its start."""
         first, self._first = self._first, None
         self.close()
-        is_first = first is not None and not epoch
-        self._pass = first if is_first else StreamPass(self._cut.source, epoch)
-        return self._pass
+        if first is None or epoch:
+            first = StreamPass(self._cut.source, epoch)
+        self._pass = first
+        return first
 
     def _seek(self, position: Position) -> None:
         """Moves the stream; if it has no position, by reading and dropping rows."""

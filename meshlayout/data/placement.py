@@ -170,7 +170,6 @@ class Placement:
     ) -> None:
         self._treedef, self._weights_index = spec.treedef, weights_index
         self._num_own = len(own)
-        self.has_weights = weights_index is not None
         # By leaf, what makes a global array of its shards, and the slices of this
         # process's rows that they are; None for a leaf that stays on the host.
         self._shards: list[tuple[Callable[..., jax.Array] | None, list[Any]]] = []

@@ -114,16 +114,22 @@ class DataOptions:
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
-    `open_source` returns the user's object, and `close` releases it; `batched` says
-    whether it yields batches. Without a `global_batch_size`, `batch_size_of` returns
-    it, given the rows of the source's first batch (None if it yields examples), and a
-    function that tells whether that batch is all there is; elements that could be
-    either are then batches. `assemble` makes a batch of the source's tree on the mesh
-    and float32 weights, which are None if no process has padding in the batch; without
-    it, batches carry weights in the tree.
+    Args:
+        open_source: Returns the user's object, which `close` releases.
+        layout_or_mesh: As for `distribute_dataset`.
+        options: Those of `distribute_dataset`, by name.
+        batched: As for `distribute_dataset`.
+        batch_size_of: Infers `global_batch_size` from the rows of the first batch (None
+            of a source of examples), and from a function that tells whether that batch
+            is all there is. Elements that could be either are then batches.
+        assemble: Makes a batch of the source's tree on the mesh, and of weights, which
+            are None if no process has padding. By default, the tree has the weights.
+        clock: The report of the dataset.
+        close: Releases the source.
 
-    A batch has `size` rows of the source, of which this process keeps its `own`. A
-    saved position fits datasets with the same `identity`.
+    Attributes:
+        size: Rows of the source in a batch, of which this process keeps its `own`.
+        identity: What is the same of datasets that a saved position fits.
     """
 
     def __init__(
@@ -143,41 +149,38 @@ class DataPlan:
         layout = batch_layout(layout_or_mesh, self.clock.warn)
         self.agreement = agreement = Agreement(layout.mesh)
         with agreement.channel.failure_told():
-            options = DataOptions.of(options)
-            infers_size = batch_size_of and options.global_batch_size is None
+            self.options = DataOptions.of(options)
+            infers_size = batch_size_of and self.options.global_batch_size is None
             data = open_source()
             if infers_size and batched is None and isinstance(data, list) and data:
                 batched = looks_batched(data[0])
             self._source = source = as_source(data, batched=batched)
-            self.is_stream = not isinstance(source, RandomAccessSource)
-            # A stream's first pass, whose first element a generator yields only once.
-            self._first: StreamPass | None = None
-            rows, block = self._look(options, prefers_batches=bool(infers_size))
+            rows, block = self._look(source, prefers_batches=bool(infers_size))
             if batch_size_of and infers_size:
-                size = batch_size_of(block, lambda: _is_only_batch(source))
-                options = replace(options, global_batch_size=size)
-            size: Any = options.global_batch_size
+                inferred = batch_size_of(block, lambda: _is_only_batch(source))
+                self.options = replace(self.options, global_batch_size=inferred)
+            size: Any = self.options.global_batch_size
             per_replica_batch_size(size, layout)  # which must divide
-            self.options, self.size = options, size
-            self.own = own = process_rows(layout, size)
-            if options.per_process:
+            self.size, self.own = size, process_rows(layout, size)
+            own, per_process = self.own, self.options.per_process
+            if per_process:
                 input_pipeline(layout)  # which may not be possible
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, options.strings)
+            self._spec = spec = describe(rows, self.options.strings)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
             facts = self._facts(rows) if agreement.has_others else {}
-            self.padding_hint, key = padding_hint(rows), options.weights
+            self.padding_hint, key = padding_hint(rows), self.options.weights
             if assemble is not None:
                 # Beside the source's own tree, so that any tree has a place.
                 treedef = jax.tree_util.treedef_tuple([spec.treedef])
                 rows, spec, key = (rows,), replace(spec, treedef=treedef), 1
             # Nothing but padding needs weights that the source does not have.
-            is_padded = options.remainder == "pad"
+            is_padded = self.options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
             self._placement = Placement(spec, index, layout, size, own)
-        self.has_weights = self._placement.has_weights
+        self.has_weights = index is not None
         batch_spec = self._placement.element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
         self._set_lengths(agreement.exchange(facts, (self._num_rows, self.size)))
@@ -188,23 +191,23 @@ class DataPlan:
             "source": "stream" if self.is_stream else "rows",
             "num_rows": None if self.is_stream else self._num_rows,
             "global_batch_size": size,
-            "remainder": options.remainder,
-            "shuffle": options.shuffle,
-            "process": process if options.per_process else None,
+            "remainder": self.options.remainder,
+            "shuffle": self.options.shuffle,
+            "process": process if per_process else None,
             "block": block,
         }
 
-    def _look(
-        self, options: DataOptions, *, prefers_batches: bool
-    ) -> tuple[PyTree, int | None]:
+    def _look(self, source: Any, *, prefers_batches: bool) -> tuple[PyTree, int | None]:
         """Returns the first rows, and how many make the first batch of a stream."""
-        source: Any = self._source
+        self.is_stream = not isinstance(source, RandomAccessSource)
+        # A stream's first pass, whose first element a generator yields only once.
+        self._first: StreamPass | None = None
         if not self.is_stream:
             self._num_rows: int | None = len(source)
             if not self._num_rows:
                 raise DataError(no_rows(0))
             return as_batch(source.read_rows(np.zeros(1, np.int64), 0))[0], None
-        if options.shuffle is not None or options.strings == "host":
+        if self.options.shuffle is not None or self.options.strings == "host":
             raise DataError(
                 "shuffle= and strings='host' are for sources with random access, and "
                 "this one is read in order: shuffle it, and make numbers of strings, "
@@ -212,7 +215,7 @@ class DataPlan:
             )
         # The numbers of rows that processes read in streams of their own may differ;
         # they agree in every step instead.
-        self._num_rows = None if options.per_process else source.num_rows
+        self._num_rows = None if self.options.per_process else source.num_rows
         self._first = StreamPass(source, 0)
         how = {"batched": source.batched, "prefers_batches": prefers_batches}
         return self._first.look(**how)
