@@ -143,7 +143,9 @@ def test_scopes_cannot_be_nested(two):
 
 def test_code_knows_in_which_context_it_runs(two):
     assert (has_strategy(), in_cross_replica_context()) == (False, False)
-    assert get_strategy().num_replicas_in_sync == 1
+    with get_strategy().scope() as default:
+        assert default.num_replicas_in_sync == 1
+        assert not has_strategy()
     assert get_replica_context().num_replicas_in_sync == 1
     with two.scope():
         assert (has_strategy(), in_cross_replica_context()) == (True, True)
@@ -173,10 +175,19 @@ def test_what_is_made_in_a_scope_is_mirrored_and_what_is_made_outside_works(two)
     assert kernel.sharding.device_set == set(jax.devices()[:2])
 
 
-def test_variables_of_another_strategy_are_moved(two):
+def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     model = scale(two, 2)
     for strategy in (mirrored(4), two):
         assert float(strategy.run(lambda: model(3.0))) == 6
+    with two.scope():
+        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
+    assert two.local_results(own) == (0, 0)
+    four = mirrored(4)
+    for call in (lambda: four.run(lambda: own[...]), lambda: four.local_results(own)):
+        assert message_of(call, error=StrategyError) == (
+            "a variable of each replica's own: the value is of 2 replicas, and this "
+            "strategy has 4: it is another strategy's."
+        )
 
 
 @pytest.mark.parametrize(
@@ -218,8 +229,9 @@ def test_what_is_gone_is_gone_and_what_stays_works(two):
     assert extended.worker_devices == extended.parameter_devices
     assert extended.worker_devices == tuple(jax.devices()[:2])
     value, device = values_of(two, 2.0, 5.0), jax.devices()[2]
-    moved = extended.reduce_to("SUM", value, device)
-    assert (float(moved), moved.devices()) == (7, {device})
+    for place in (device, "CPU:2", "/device:CPU:2"):
+        moved = extended.reduce_to("SUM", value, place)
+        assert (float(moved), moved.devices()) == (7, {device})
     pairs = [(value, device), (value, scale(two, 0).factor)]
     assert [float(x) for x in extended.batch_reduce_to("MAX", pairs)] == [5, 5]
 

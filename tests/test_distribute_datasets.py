@@ -172,7 +172,7 @@ def test_values_may_differ_in_their_rows():
     x, (ones, number), [empty] = value["x"], value["pair"], value["same"]
     assert parts_of(strategy, x) == [[], [0], [0, 1], [0, 1, 2]]
     assert number.is_scalar
-    assert (str(number.dtype), number.mask, empty.mask) == ("float32", None, None)
+    assert (str(number.array.dtype), number.mask, empty.mask) == ("float32", None, None)
     assert strategy.reduce("MEAN", ones, axis=0).tolist() == [1.0, 1.0]
     assert strategy.gather(x, axis=0).tolist() == [0, 0, 1, 0, 1, 2]
     # One batch for run, which masks it once.

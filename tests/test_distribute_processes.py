@@ -156,7 +156,7 @@ def test_processes_make_and_combine_values_of_all_replicas(results):
         assert result["gathered"] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert result["largest"] == 3
     assert results[1]["repr"].startswith(
-        "PerReplica:{\n  2: Array([2, 2], dtype=int32)"
+        "PerReplica:{\n  0: Array([2, 2], dtype=int32)"
     )
 
 
