@@ -1,0 +1,140 @@
+"""Programs that start in no time, forked by a process that has imported everything.
+
+`python -m tests.forked` has started no backend of JAX. For each line of its input, a job
+as JSON, it forks a process, which calls a function by its name and then ends as any
+program does. It says when a job starts, what the job says, and how it ends.
+"""
+
+import atexit
+import functools
+import importlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+
+
+class Program:
+    """A program, in the test's process; what it prints is in the file `log`."""
+
+    def __init__(self, log):
+        self.log, self.events = log, queue.Queue()
+        self.pid, self.code, self.said = None, None, []
+
+    def next_event(self):
+        kind, value = self.events.get(timeout=90)
+        if kind == "pid":
+            self.pid = int(value)
+        elif kind == "end":
+            self.code = int(value)
+        else:
+            self.said.append(json.loads(value))
+
+    def wait_until(self, is_enough):
+        """Waits until what it has said is enough, or it has ended."""
+        while self.code is None and not is_enough(self.said):
+            self.next_event()
+
+    def wait(self):
+        """Waits for its end, and returns its status: negative for a signal."""
+        self.wait_until(lambda said: False)
+        return self.code
+
+    def kill(self, number=signal.SIGKILL):
+        while self.pid is None:
+            self.next_event()
+        if self.code is None:
+            os.kill(self.pid, number)
+
+
+class _Server:
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked"],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        atexit.register(self.process.kill)
+        self.numbers, self.programs = itertools.count(), {}
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        for line in self.process.stdout:
+            number, kind, value = line.decode().split(" ", 2)
+            self.programs[int(number)].events.put((kind, value))
+
+    def start(self, log, function, args):
+        number = next(self.numbers)
+        self.programs[number] = Program(log)
+        name = f"{function.__module__}:{function.__name__}"
+        line = json.dumps([number, str(log), name, args]) + "\n"
+        self.process.stdin.write(line.encode())
+        self.process.stdin.flush()
+        return self.programs[number]
+
+
+_server = functools.cache(_Server)
+
+
+def start(log, function, *args):
+    """Starts a program that calls a function of a module with arguments of JSON."""
+    return _server().start(log, function, args)
+
+
+# In the programs.
+
+_own = []
+
+
+def say(value):
+    """Says something to the test."""
+    number, pipe = _own
+    os.write(pipe, f"{number} said {json.dumps(value)}\n".encode())
+
+
+def serve():
+    """Forks a program for every job, in which it returns the job."""
+    warnings.filterwarnings("ignore", "os.fork")
+    for line in sys.stdin:
+        number, log, *job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _own[:] = number, os.dup(1)
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            return job
+        os.write(1, f"{number} pid {pid}\n".encode())
+        threading.Thread(target=_reap, args=(number, pid), daemon=True).start()
+    return None
+
+
+def _reap(number, pid):
+    _, status = os.waitpid(pid, 0)
+    os.write(1, f"{number} end {os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _main():
+    # What programs import, so that none has to.
+    for name in ("optax", "orbax.checkpoint.v1", "pytest", "meshlayout.checkpoint"):
+        importlib.import_module(name)
+    job = importlib.import_module("tests.forked").serve()
+    if job is not None:
+        name, args = job
+        module, function = name.split(":")
+        getattr(importlib.import_module(module), function)(*args)
+
+
+if __name__ == "__main__":
+    _main()
