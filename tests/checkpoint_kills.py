@@ -2,10 +2,11 @@
 
 `python -m tests.checkpoint_kills directory plan` runs a plan, a list of dicts as JSON:
 
-    {"kind": "random", "mode": "sync" | "async" | "again" | "retention", "kills": 60}
+    {"kind": "random", "mode": "sync" | "async" | "again" | "retention", "kills": 60,
+     "processes": 2}
     {"kind": "calls", "keep": 2, "step": 3, "error": 0, "stride": 1, "forever": false}
 
-The first kills at random moments of endless saves. The second runs one save, of a new
+The first kills one process of a run at random moments of endless saves. The second runs one save, of a new
 step or of one that exists, once for every file call that it makes, and kills there
 (`error` 0) or fails that call, or all from there on. It needs `file_faults.c`,
 preloaded by `command`. The last line of the output is a report as JSON: what was seen
@@ -38,6 +39,7 @@ import numpy as np
 
 import meshlayout as ml
 from meshlayout.checkpoint import orbax
+from tests.processes import free_port
 
 
 ROOT = Path(__file__).parent.parent
@@ -91,14 +93,19 @@ def base_of(checkpointer, step):
 
 
 def save(checkpointer, step, base):
-    state = jax.tree.map(jnp.asarray, values(step, base))
+    state = values(step, base)
+    rows = jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x")
+    place = jax.sharding.NamedSharding(*rows), state["kernel"].__getitem__
+    state["kernel"] = jax.make_array_from_callback(state["kernel"].shape, *place)
+    state["half"] = jnp.asarray(state["half"])
     checkpointer.save(step, state, metadata={"base": base})
     # Donated at once: what is saved must not change any more.
-    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(state)
+    for name in ("kernel", "half"):
+        jax.jit(lambda x: x * 0, donate_argnums=0)(state[name])
 
 
-def in_child(work):
-    """Runs in a forked child, which has a backend of its own; returns its status."""
+def fork(work):
+    """Forks a child, which has a backend of its own, and returns its number."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -109,58 +116,73 @@ def in_child(work):
             traceback.print_exc()
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
+
+
+def in_child(work):
+    """Runs in a forked child; returns its status."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
 
 
 # Random moments.
 
 
-def live(directory, say, mode, life):
+def live(directory, mode, life, say):
     """Looks at what is there, and then saves one step after another for ever."""
     say("opening")
-    keep = 1 if mode == "retention" else 2
-    checkpointer = ml.Checkpointer(directory, keep=keep)
+    checkpointer = ml.Checkpointer(directory, keep=1 if mode == "retention" else 2)
     steps = checkpointer.all_steps()
     bases = [base_of(checkpointer, step) for step in steps]
-    say("found", json.dumps([steps, bases]))
+    say("found", [steps, bases])
     step, base, previous = max(steps, default=0), 1000 * life, None
     while True:
         base += 1
         step += mode != "again" or base % 3 == 0 or step == 0
         say("begin")
         save(checkpointer, step, base)
-        if mode == "async":
-            if previous:
-                say("acked", json.dumps(previous))
-            previous = [step, base]
-        else:
+        if mode != "async":
             checkpointer.wait()
-            say("acked", json.dumps([step, base]))
+            previous = [step, base]
+        if previous:
+            say("acked", previous)
+        previous = [step, base]
 
 
-def tell(pipe, *words):
-    os.write(pipe, (" ".join(words) + "\n").encode())
+def one_life(directory, part, life):
+    """Forks the processes of a run; returns them, and the pipe of the first one."""
+    read, write = os.pipe()
+    processes, port = part.get("processes", 1), free_port()
+
+    def work(index):
+        def say(kind, value=None):
+            if index == 0:
+                os.write(write, f"{json.dumps([kind, value])}\n".encode())
+
+        try:
+            jax.config.update("jax_num_cpu_devices", 2 // processes)
+            if processes > 1:
+                address = f"127.0.0.1:{port}"
+                jax.distributed.initialize(address, processes, index)
+            live(directory, part["mode"], life, say)
+        except BaseException as error:
+            say("problem", repr(error)[:300])
+
+    pids = [fork(functools.partial(work, index)) for index in range(processes)]
+    os.close(write)
+    return pids, read
 
 
 def random_kills(directory, part, report):
     rng, acked = random.Random(part.get("seed", 0)), None
     for life in range(part["kills"] + 1):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            say = functools.partial(tell, write)
-            try:
-                live(directory, say, part["mode"], life)
-            except BaseException as error:
-                say("problem", repr(error)[:300].replace("\n", " "))
-            finally:
-                os._exit(1)
-        os.close(write)
+        pids, read = one_life(directory, part, life)
         acked = watch(read, life, part, rng, acked, report)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
         os.close(read)
+        os.kill(rng.choice(pids), signal.SIGKILL)
+        time.sleep(rng.uniform(0, 0.5) if len(pids) > 1 else 0)  # for the other one
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         names = [path.name for path in directory.glob("*")]
         report["kills"] += life < part["kills"]
         report["in a save"] += any(".new" in name for name in names)
@@ -168,23 +190,20 @@ def random_kills(directory, part, report):
 
 
 def watch(read, life, part, rng, acked, report):
-    """Waits until a child is to be killed; returns what it was told is saved."""
+    """Waits until a run is to be killed; returns what it was told is saved."""
     text, deadline, turns = b"", time.monotonic() + 120, rng.randint(2, 4)
     if rng.random() < 0.1:
         turns = 0  # while it opens and looks
     while (left := deadline - time.monotonic()) > 0:
-        if not select.select([read], [], [], left)[0]:
-            break
-        some = os.read(read, 65536)
+        some = select.select([read], [], [], left)[0] and os.read(read, 65536)
         if not some:
             break
         *lines, text = (text + some).split(b"\n")
-        for line in lines:
-            kind, _, rest = line.decode().partition(" ")
+        for kind, value in map(json.loads, lines):
             if kind == "opening" and turns == 0 and life < part["kills"]:
                 deadline = time.monotonic() + rng.uniform(0, 0.1)
             elif kind == "found":
-                steps, bases = json.loads(rest)
+                steps, bases = value
                 report["steps read"] += len(steps)
                 report["bad"] += bases.count(None)
                 newest = [steps[-1], bases[-1]] if steps else [0, 0]
@@ -196,10 +215,10 @@ def watch(read, life, part, rng, acked, report):
                 if turns == 0:
                     deadline = time.monotonic() + rng.uniform(0, 0.12)
             elif kind == "acked":
-                acked = json.loads(rest)
+                acked = value
                 report["acknowledged"] += 1
             elif kind == "problem":
-                report["problems"].append(rest)
+                report["problems"].append(value)
     return acked
 
 
@@ -237,17 +256,12 @@ def every_call(directory, part, report):
             num_calls = faults.fault_disarm()
             told.write_text(json.dumps([num_calls, problem]))
             if error and num_calls >= number:  # the disk is well again
-                is_there = (
-                    base_of(checkpointer, step) == 1
-                    if step in (checkpointer.all_steps())
-                    else False
-                )
-                if not problem and not is_there:
-                    report["silent"] += 1
+                is_listed = step in checkpointer.all_steps()
+                is_there = is_listed and base_of(checkpointer, step) == 1
+                report["silent"] += not problem and not is_there
                 save(checkpointer, step, 2)
                 checkpointer.wait()
-                if base_of(checkpointer, step) != 2:
-                    report["next save bad"] += 1
+                report["next save bad"] += base_of(checkpointer, step) != 2
                 told.write_text(
                     json.dumps([num_calls, problem, {**report, "problems": []}])
                 )

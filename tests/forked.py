@@ -65,14 +65,24 @@ class _Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        atexit.register(self.process.kill)
         self.numbers, self.programs = itertools.count(), {}
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
+        atexit.register(self.close)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.listener.join()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
     def listen(self):
         for line in self.process.stdout:
             number, kind, value = line.decode().split(" ", 2)
             self.programs[int(number)].events.put((kind, value))
+        for program in self.programs.values():
+            program.events.put(("end", -1))
 
     def start(self, log, function, args):
         number = next(self.numbers)
@@ -125,9 +135,15 @@ def _reap(number, pid):
     os.write(1, f"{number} end {os.waitstatus_to_exitcode(status)}\n".encode())
 
 
+# What programs import, so that none has to.
+_IMPORTED = (
+    *("optax", "orbax.checkpoint.experimental.v1", "pytest"),
+    *("meshlayout.checkpoint.checkpointer", "meshlayout.trainer.trainer"),
+)
+
+
 def _main():
-    # What programs import, so that none has to.
-    for name in ("optax", "orbax.checkpoint.v1", "pytest", "meshlayout.checkpoint"):
+    for name in _IMPORTED:
         importlib.import_module(name)
     job = importlib.import_module("tests.forked").serve()
     if job is not None:
