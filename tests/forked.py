@@ -6,6 +6,7 @@ program does. It says when a job starts, what the job says, and how it ends.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import itertools
@@ -30,14 +31,15 @@ class Program:
         self.log, self.events = log, queue.Queue()
         self.pid, self.code, self.said = None, None, []
 
-    def next_event(self):
-        kind, value = self.events.get(timeout=90)
+    def next_event(self, timeout_s=90):
+        kind, value = self.events.get(timeout=timeout_s)
         if kind == "pid":
             self.pid = int(value)
         elif kind == "end":
             self.code = int(value)
         else:
             self.said.append(json.loads(value))
+        return kind, value
 
     def wait_until(self, is_enough):
         """Waits until what it has said is enough, or it has ended."""
@@ -52,7 +54,7 @@ class Program:
     def kill(self, number=signal.SIGKILL):
         while self.pid is None:
             self.next_event()
-        if self.code is None:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 

@@ -1,10 +1,8 @@
 """Breaks checkpoints, disks and writers, and sees that nothing is lost silently."""
 
-import os
 import re
 import resource
 import shutil
-import subprocess
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,29 +207,6 @@ def test_files_that_cannot_grow_are_reported_once(one, limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     check_save_works_after(one)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of four megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_is_reported_once(small_disk):
-    big = {"x": np.random.default_rng(0).normal(size=1_000_000)}
-    with Checkpointer(small_disk / "run") as ck:
-        ck.save(1, state_of(1))
-        for _ in range(2):
-            ck.save(2, big)
-            with pytest.raises(ml.errors.CheckpointError, match="No space left"):
-                ck.wait()
-        check_save_works_after(ck)
 
 
 def test_a_directory_that_cannot_be_made_is_reported(tmp_path):

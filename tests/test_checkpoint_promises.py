@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import re
 import sys
 import threading
@@ -208,26 +207,6 @@ def test_a_second_process_reads_and_is_refused_when_it_saves(tmp_path):
     assert ck.save(2, STATE)
     ck.close()
     assert ml.Checkpointer(run).all_steps() == [1, 2]
-
-
-def saves_twice(directory):
-    ml.Checkpointer(directory).save(2, STATE)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.filterwarnings("ignore")  # JAX warns of any fork
-def test_a_child_that_is_forked_neither_holds_nor_frees_the_lock(tmp_path):
-    run, log = tmp_path / "run", tmp_path / "log"
-    with ml.Checkpointer(run) as ck:
-        ck.save(1, STATE)
-        ck.wait()
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert forked.start(log, saves_twice, str(run)).wait() == 1
-        assert BUSY in log.read_text()
-    assert forked.start(log, saves_twice, str(run)).wait() == 0
 
 
 def test_two_checkpointers_of_one_process_do_not_save_in_one_directory(tmp_path):
