@@ -15,29 +15,33 @@ from tests import forked
 from tests.processes import free_port
 
 
-FEATURES, ROWS, BATCH, EPOCHS = 4, 46, 8, 3
+ROWS, BATCH, EPOCHS = 46, 8, 3
 STEPS = EPOCHS * -(-ROWS // BATCH)
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.hidden = nnx.Linear(FEATURES, 8, rngs=rngs)
+        self.hidden = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.out = nnx.Linear(8, 1, rngs=rngs)
 
     def __call__(self, x):
-        return self.out(self.dropout(nnx.relu(self.hidden(x))))[:, 0]
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))[:, 0]
 
 
 def loss_fn(model, batch):
     out = model(batch["x"])
-    return jnp.square(out - batch["y"]), {"out": out}
+    return jnp.square(out - batch["y"]), {"out": out, "row": batch["row"]}
 
 
-def source():
-    x = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype("float32")
-    y = x @ np.arange(1, FEATURES + 1).astype("float32")
-    return {"x": x, "y": y, "row": np.arange(ROWS, dtype=np.int32)}
+def source(rows):
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    y = x @ np.arange(1, 5).astype("float32")
+    return {"x": x, "y": y, "row": np.arange(rows, dtype=np.float32)}
+
+
+OPTIMIZER = optax.adam(0.05)
 
 
 class Trainer(ml.Trainer):
@@ -50,7 +54,7 @@ class Trainer(ml.Trainer):
     def train_step(self, state, batch, metrics):
         time.sleep(self.seconds)
         rows = ml.to_numpy(batch["row"]) * (ml.to_numpy(batch["weight"]) > 0)
-        self.rows = " ".join(map(str, rows))
+        self.rows = " ".join(str(int(row)) for row in rows)
         return super().train_step(state, batch, metrics)
 
 
@@ -68,9 +72,9 @@ def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
     directory.mkdir(parents=True, exist_ok=True)
     mesh = ml.create_mesh({"batch": jax.device_count()})
     state = ml.TrainState.create(
-        lambda: Net(nnx.Rngs(0)), optax.adam(0.05), ml.LayoutMap(mesh, {}), rng=1
+        lambda: Net(nnx.Rngs(0)), OPTIMIZER, ml.LayoutMap(mesh, {}), rng=1
     )
-    data = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH, shuffle=3)
+    data = ml.distribute_dataset(source(ROWS), mesh, global_batch_size=BATCH, shuffle=3)
     with ml.Checkpointer(directory / "checkpoints", keep=2) as ck:
         trainer = Trainer(
             state,

