@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import functools
 import importlib
-import itertools
 import json
 import os
 import queue
@@ -58,50 +57,48 @@ class Program:
             os.kill(self.pid, number)
 
 
-class _Server:
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked"],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.numbers, self.programs = itertools.count(), {}
-        self.listener = threading.Thread(target=self.listen, daemon=True)
-        self.listener.start()
-        atexit.register(self.close)
+@functools.cache
+def _server():
+    """Starts the server; returns its process, and a list for the programs."""
+    programs = []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forked"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
 
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.listener.join()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def listen(self):
-        for line in self.process.stdout:
+    def listen():
+        for line in process.stdout:
             number, kind, value = line.decode().split(" ", 2)
-            self.programs[int(number)].events.put((kind, value))
-        for program in self.programs.values():
+            programs[int(number)].events.put((kind, value))
+        for program in programs:
             program.events.put(("end", -1))
 
-    def start(self, log, function, args):
-        number = next(self.numbers)
-        self.programs[number] = Program(log)
-        name = f"{function.__module__}:{function.__name__}"
-        line = json.dumps([number, str(log), name, args]) + "\n"
-        self.process.stdin.write(line.encode())
-        self.process.stdin.flush()
-        return self.programs[number]
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
 
+    @atexit.register
+    def close():
+        process.kill()
+        process.wait()
+        listener.join()
+        process.stdin.close()
+        process.stdout.close()
 
-_server = functools.cache(_Server)
+    return process, programs
 
 
 def start(log, function, *args):
     """Starts a program that calls a function of a module with arguments of JSON."""
-    return _server().start(log, function, args)
+    process, programs = _server()
+    name = f"{function.__module__}:{function.__name__}"
+    line = json.dumps([len(programs), str(log), name, args]) + "\n"
+    programs.append(Program(log))
+    process.stdin.write(line.encode())
+    process.stdin.flush()
+    return programs[-1]
 
 
 # In the programs.

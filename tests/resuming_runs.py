@@ -12,7 +12,6 @@ from flax import nnx
 
 import meshlayout as ml
 from tests import forked
-from tests.processes import free_port
 
 
 ROWS, BATCH, EPOCHS = 46, 8, 3
@@ -105,35 +104,15 @@ def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
     return result
 
 
-def program(index, processes, port, *args):
-    """One process of a run, which says its steps."""
-    jax.config.update("jax_num_cpu_devices", 2 // processes)
-    if processes > 1:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}",
-            processes,
-            index,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=f"127.0.0.1:{port}",
-            heartbeat_timeout_seconds=10,
-            initialization_timeout=30,
-        )
+def program(*args):
+    """A run as a program, which says its steps."""
+    jax.config.update("jax_num_cpu_devices", 2)
     run(*args, say=forked.say)
 
 
-def start(directory, processes=1, seconds=0.01, every=1):
-    """Starts a run; returns its processes."""
-    directory.mkdir(parents=True, exist_ok=True)
-    job = (processes, free_port(), str(directory), seconds, every)
-    return [
-        forked.start(directory / f"log{index}.txt", program, index, *job)
-        for index in range(processes)
-    ]
-
-
-def end_of(group):
-    """Waits for the processes of a run, and returns their statuses."""
-    return [one.wait() for one in group]
+def start(directory, seconds=0.0, every=1000):
+    """Starts a run in a process of its own."""
+    return forked.start(directory / "log", program, str(directory), seconds, every)
 
 
 def result_of(directory):

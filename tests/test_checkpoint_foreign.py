@@ -170,21 +170,10 @@ def test_what_is_no_array_is_refused_by_name():
 # What is wanted.
 
 
-def test_arrays_go_where_those_that_are_wanted_are(mesh_2x4):
-    saved, device = {"w": values((4, 4))}, jax.devices()[3]
-    batch = mesh_2x4.layout("batch", None)
-    for where in (
-        batch.sharding,
-        batch.with_memory_kind("pinned_host").sharding,
-        jax.sharding.SingleDeviceSharding(device),
-    ):
-        zeros = jax.device_put(np.zeros((4, 4), "float32"), where)
-        for like in (jax.ShapeDtypeStruct((4, 4), "float32", sharding=where), zeros):
-            got = checkpoint.load_arrays(saved, {"w": like})["w"]
-            assert got.sharding == where
-            equal(got, saved["w"])
-    free = checkpoint.load_arrays(saved, {"w": jnp.zeros((4, 4))})["w"]
-    (free + jax.device_put(np.zeros((4, 4), "float32"), device)).block_until_ready()
+def test_an_array_that_is_free_to_move_stays_so():
+    device = jax.devices()[3]
+    free = checkpoint.load_arrays({"w": values(4)}, {"w": jnp.zeros(4)})["w"]
+    assert (free + jax.device_put(values(4), device)).devices() == {device}
 
 
 def test_bad_arguments_of_loading_are_refused(mesh_2x4):
@@ -615,23 +604,6 @@ def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, na
         assert kernel.addressable_shards[0].data.shape == shape
 
 
-def test_a_described_train_state_is_filled(tmp_path, mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
-
-    def build(seed):
-        return lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(seed))
-
-    names = ("params", "opt_state", "step", "rng")
-    plan = ml.TrainState.describe(build(1), optax.adam(1e-3), layouts, rng=1)
-    first = ml.TrainState.create(build(0), optax.adam(1e-3), layouts)
-    saved = {name: getattr(first, name) for name in names}
-    got = checkpoint.load_orbax(save_standard(tmp_path / "x", saved), plan)
-    assert isinstance(got, ml.TrainState)
-    for name in names:
-        equal(getattr(got, name), getattr(first, name))
-        assert getattr(got.layouts, name) == getattr(first.layouts, name)
-
-
 # Orbax leaves reads behind when one of them fails, and they find its loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
@@ -708,16 +680,6 @@ def test_every_option_works_or_is_refused_in_a_sentence(saved, name, option):
         if not isinstance(result, str):
             np.testing.assert_array_equal(result["w"], STATE["w"])
             assert value in (None, "") or option == "like", (option, value)
-
-
-@pytest.mark.parametrize("option", ["state", "rename", "overwrite"])
-def test_every_option_of_saving_weights_works_or_is_refused(tmp_path, option):
-    for value in BAD:
-        arguments = {"path": tmp_path / "a.safetensors", "state": STATE}
-        result = outcome(checkpoint.save_safetensors, **(arguments | {option: value}))
-        if not isinstance(result, str):
-            result.unlink()
-            assert value in (None, "x") or isinstance(value, dict), (option, value)
 
 
 # What a state to restore may hold.
