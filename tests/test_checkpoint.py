@@ -52,14 +52,13 @@ DTYPES = [
 
 
 def numbers(shape, dtype):
-    rng = np.random.default_rng(0)
-    if dtype == "complex64":
-        return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+    rng, dtype = np.random.default_rng(0), jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         some = rng.integers(int(limits.min), int(limits.max), shape, endpoint=True)
-        return some.astype(jnp.dtype(dtype))
-    return np.asarray(4 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
+        return some.astype(dtype)
+    some = 4 * rng.normal(size=shape)
+    return (some * (1 + 2j) if dtype == "complex64" else some).astype(dtype)
 
 
 def test_every_dtype_comes_back_to_the_bit(ck, mesh_2x4):
@@ -239,12 +238,9 @@ def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
     types = (jax.sharding.AxisType.Explicit,) * 2
     other = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
     x = ml.copy_to_mesh(np.arange(8, dtype="float32"), mesh_2x4.layout("batch"))
-    half = x.astype("bfloat16")
     with jax.set_mesh(other), jax.transfer_guard("disallow"):
         made = saved_and_restored(ck, {"x": x})
-        as_half = ck.restore({"x": half}, dtype="bfloat16")
     assert_same_bits(made, {"x": x})
-    assert_same_bits(as_half, {"x": half})
 
 
 # Another dtype, other names, a part.
@@ -491,15 +487,6 @@ def test_a_state_that_cannot_be_saved_is_refused(ck, state, message):
     assert ck.all_steps() == [1]
 
 
-def test_a_wrong_option_is_refused(tmp_path):
-    for options, message in (
-        ({"keep": 0}, "keep must be a positive integer, got 0."),
-        ({"every": 2.5}, "every must be a positive integer, got 2.5."),
-        ({"best": "loss"}, "best must be ('val_accuracy', 'max') or such, got 'loss'."),
-    ):
-        assert error_of(Checkpointer, tmp_path, **options) == message
-
-
 def test_steps_that_do_not_exist_are_refused(ck):
     begin = f"{ck.directory} has no step"
     assert error_of(ck.restore) == f"{begin} 'latest': there is no such directory."
@@ -517,7 +504,13 @@ def test_steps_that_do_not_exist_are_refused(ck):
         assert error_of(ck.save, step, {}) == message
 
 
-def test_what_save_is_given_is_checked(tmp_path):
+def test_what_a_checkpointer_is_given_is_checked(tmp_path):
+    for options, message in (
+        ({"keep": 0}, "keep must be a positive integer, got 0."),
+        ({"every": 2.5}, "every must be a positive integer, got 2.5."),
+        ({"best": "loss"}, "best must be ('val_accuracy', 'max') or such, got 'loss'."),
+    ):
+        assert error_of(Checkpointer, tmp_path, **options) == message
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         message = functools.partial(error_of, ck.save, 1, {"x": 1})
         assert message(metrics={"acuracy": 1}) == (

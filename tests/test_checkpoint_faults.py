@@ -79,11 +79,11 @@ def files_of(directory):
 # Files that change.
 
 
-def test_every_flipped_bit_is_noticed(run, counts):
-    rng, flips = np.random.default_rng(0), 100
+def test_every_flipped_bit_is_noticed(run):
+    rng = np.random.default_rng(0)
     some = [one for one in files_of(run / "2") if one.stat().st_size]
     ck = Checkpointer(run)
-    for turn in range(flips):
+    for turn in range(100):
         file = some[turn % len(some)]
         before = file.read_bytes()
         bit = int(rng.integers(8 * len(before)))
@@ -96,7 +96,6 @@ def test_every_flipped_bit_is_noticed(run, counts):
         finally:
             file.write_bytes(before)
     assert resumed(run) == (2, [])
-    counts(f"{flips} flipped bits in {len(some)} files: all found")
 
 
 @pytest.mark.parametrize("kind", ["cut off", "deleted", "emptied", "zeroed"])

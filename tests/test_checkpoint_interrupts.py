@@ -123,8 +123,6 @@ def program(directory, how, seconds):
     if how == "Ctrl-C":
         os.kill(os.getpid(), signal.SIGINT)
         ck.wait()
-    if how == "exit":
-        sys.exit(3)
 
 
 @pytest.mark.multiprocess
@@ -134,7 +132,6 @@ def program(directory, how, seconds):
         ("end", 1, 0),
         ("exception", 1, 1),
         ("Ctrl-C", 1, -signal.SIGINT),
-        ("exit", 1, 3),
         ("SIGTERM", 1, 75),
         ("fork", 3, 0),  # whose child does not wait for it
     ],

@@ -126,13 +126,12 @@ KERNEL = np.arange(128, dtype="float32").reshape(8, 16)
 BIAS = np.arange(16, dtype="float32")
 
 
-def check(got, dtype="float32"):
+def check(got):
     """Returns the shapes of this process's shards, which have the right values."""
     shapes = []
     for key, whole in (("kernel", KERNEL), ("bias", BIAS)):
         for shard in got[key].addressable_shards:
-            expected = whole.astype(dtype)[shard.index]
-            np.testing.assert_array_equal(np.asarray(shard.data), expected)
+            np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
             shapes.append(list(shard.data.shape))
     return shapes
 
@@ -161,16 +160,12 @@ def weights(where):
     with ocp.StandardCheckpointer() as saver:
         saver.save(f"{where}/orbax", tree)
     parts.append(check(checkpoint.load_orbax(f"{where}/orbax", other)))
-    with Checkpointer(f"{where}/own") as ck:
-        ck.save(1, tree)
-        parts.append(check(ck.restore(other)))
-        parts.append(check(ck.restore(other, dtype="float16"), "float16"))
     return {"said": said, "shards": parts, "read": read}
 
 
 def test_two_processes_write_one_file_and_read_their_own_slices(tmp_path):
     for one in run_processes(2, weights, str(tmp_path), shared=True):
-        assert one["shards"] == [[[4, 8], [4, 8], [4], [4]]] * 5
+        assert one["shards"] == [[[4, 8], [4, 8], [4], [4]]] * 3
         # Half of each array: what the two devices of a process hold.
         slices = [["bias", [4]], ["kernel", [4, 8]]]
         assert sorted(one["read"]) == sorted(slices * 2)

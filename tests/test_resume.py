@@ -72,19 +72,13 @@ KINDS = {  # data, options of the trainer and of fit
     DATASET: (distributed, {}, {}),
     "a stream": (streamed, {}, {}),
     "a generator function": (lambda mesh: lambda: iter(host_batches()), {}, {}),
-    "an iterator": (
-        lambda mesh: iter(host_batches() * EPOCHS),
-        {},
-        {"steps_per_epoch": 3},
-    ),
+    "an iterator": (lambda mesh: iter(host_batches() * 2), {}, {"steps_per_epoch": 3}),
     "several steps in a call, lists": (
-        lambda mesh: host_batches(),
-        {"steps_per_call": 2},
+        *(lambda mesh: host_batches(), {"steps_per_call": 2}),
         {"steps_per_epoch": 5},
     ),
     "what a step keeps beside": (
-        distributed,
-        {"ema": 0.9, "on_nonfinite": "error", "zero": 1},
+        *(distributed, {"ema": 0.9, "on_nonfinite": "error", "zero": 1}),
         {},
     ),
 }
