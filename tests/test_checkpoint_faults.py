@@ -90,11 +90,9 @@ def test_every_flipped_bit_is_noticed(run):
         changed = bytearray(before)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        try:
-            with pytest.raises(DamagedCheckpointError):
-                ck.restore_numpy()
-        finally:
-            file.write_bytes(before)
+        with pytest.raises(DamagedCheckpointError):
+            ck.restore_numpy()
+        file.write_bytes(before)
     assert resumed(run) == (2, [])
 
 

@@ -61,11 +61,6 @@ def sharded_state(mesh):
     }
 
 
-@pytest.fixture
-def state(mesh_2x4):
-    return sharded_state(mesh_2x4)
-
-
 # Mappings.
 
 
@@ -197,7 +192,8 @@ def test_every_dtype_and_shape_comes_back_from_safetensors(tmp_path, shape):
     equal(checkpoint.load_safetensors(tmp_path, like), saved)
 
 
-def test_sharded_states_come_back_on_any_mesh(tmp_path, state):
+def test_sharded_states_come_back_on_any_mesh(tmp_path, mesh_2x4):
+    state = sharded_state(mesh_2x4)
     file = checkpoint.save_safetensors(tmp_path, state, metadata={"format": "pt"})
     header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
     assert header["__metadata__"] == {"format": "pt"}
