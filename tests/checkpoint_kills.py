@@ -46,7 +46,6 @@ def reports_of(directory, plan):
         place, work = directory / str(index), {"random": random_kills, "calls": calls}
         place.mkdir()
         reports.append({**part, **work[part["kind"]](place, part)})
-        shutil.rmtree(place)
     return reports
 
 
@@ -116,9 +115,8 @@ def random_kills(directory, part):
     rng, acked, report = random.Random(part.get("seed", 0)), None, collections.Counter()
     run, processes = directory / "run", part.get("processes", 1)
     for life in range(part["kills"] + 1):
-        job, logs = (processes, free_port(), str(run), part["mode"], life), []
-        for index in range(processes):
-            logs.append(directory / f"{life}-{index}.txt")
+        job = (processes, free_port(), str(run), part["mode"], life)
+        logs = [directory / f"{life}-{index}.txt" for index in range(processes)]
         group = [forked.start(x, live, i, *job) for i, x in enumerate(logs)]
         is_last = life == part["kills"]
         acked = watch(group[0], rng, acked, report, is_last=is_last)

@@ -126,7 +126,7 @@ def whole(kind=DATASET):
     return found
 
 
-SLOW = [*KINDS][3:]
+SLOW = [*KINDS][2:]
 
 
 @pytest.mark.parametrize(
