@@ -313,7 +313,7 @@ def main(directory, plan):
     warnings.filterwarnings("ignore", "os.fork")
     logging.disable(logging.CRITICAL)
     jax.config.update("jax_num_cpu_devices", 2)
-    orbax.quiet()
+    orbax.quiet("orbax.checkpoint")
     reports = []
     for index, part in enumerate(json.loads(plan)):
         report = collections.Counter(dict.fromkeys(COUNTS, 0))

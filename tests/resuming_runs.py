@@ -191,7 +191,7 @@ def serve():
     """Forks a process for every job, and says what becomes of it."""
     warnings.filterwarnings("ignore", "os.fork")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    orbax.quiet()
+    orbax.quiet("orbax.checkpoint")
     for line in sys.stdin:
         job = json.loads(line)
         pid = fork(job)

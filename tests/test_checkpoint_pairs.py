@@ -12,8 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.match import Request, match, renamed
+from meshlayout.checkpoint.load import ArraySpec, Request, match, renamed
 from tests.error_messages import message_of
 
 

@@ -19,9 +19,9 @@ from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import directory as steps, orbax, policy, positions
 from meshlayout.checkpoint.inspection import Inspection
-from meshlayout.checkpoint.load import to_numpy
-from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.step import Save, SavedStep, failures
+from meshlayout.checkpoint.load import Request, to_numpy
+from meshlayout.checkpoint.orbax import SavedStep
+from meshlayout.checkpoint.save import Save, failures
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
@@ -373,12 +373,11 @@ class Checkpointer:
     ) -> T:
         """Reads a step, the same on all processes, as `restore` and `Trainer` do."""
         self.wait()
-        confirm = functools.partial(self._channel.exchange, None)
         while True:
             number, name, mark = self._channel.on_first(lambda: self._choose(step))
             path, result = self.directory / name, None
             saved, damage = self._agreed(
-                functools.partial(SavedStep.open, number, path, confirm, verify=verify)
+                functools.partial(SavedStep.open, number, path, verify=verify)
             )
             if saved is not None:
                 result, damage = self._agreed(functools.partial(read, saved))

@@ -1,17 +1,15 @@
 """`RestoreDiff`: how saved arrays differ from those of the state to restore into."""
 
 import difflib
-import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
+from meshlayout import _render
 
-from meshlayout import _jax, _render
-from meshlayout._annotations import DType
+
+if TYPE_CHECKING:
+    from meshlayout.checkpoint.load import ArraySpec
 
 
 # difflib is slow: near names are looked for among so many at most.
@@ -21,68 +19,12 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """What is known of an array before it is read.
-
-    The dtype of a Python number is `bool`, `int`, `float` or `complex`; `is_numpy` says
-    whether it becomes a NumPy array if no target is given.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    is_numpy: bool = False
-
-    @property
-    def is_key(self) -> bool:
-        """Whether it is an array of PRNG keys, which the host holds as words."""
-        return not is_number(self.dtype) and _jax.is_extended(self.dtype)
-
-    @property
-    def host_shape(self) -> tuple[int, ...]:
-        """Its shape on the host; of PRNG keys, with that of the words in the end."""
-        return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
-
-    @property
-    def host_dtype(self) -> np.dtype[Any]:
-        """Its dtype on the host; of PRNG keys, that of the words."""
-        return np.dtype("uint32" if self.is_key else self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes; none for a Python number."""
-        itemsize = 0 if is_number(self.dtype) else self.host_dtype.itemsize
-        return math.prod(self.host_shape) * itemsize
-
-    def __str__(self) -> str:
-        return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
-
-
-def is_number(dtype: object) -> bool:
-    """Returns whether this is the type of a Python number instead of a dtype."""
-    # By identity: NumPy's float64 equals float.
-    return any(dtype is kind for kind in (bool, int, float, complex))
-
-
-@functools.lru_cache(maxsize=16)
-def key_dtype(impl: str) -> Any:
-    """Returns the dtype of a generator's PRNG keys, without running a program."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-
-
-@functools.lru_cache(maxsize=16)
-def _word_shape(dtype: DType) -> tuple[int, ...]:
-    key = jax.ShapeDtypeStruct((), dtype)
-    return jax.eval_shape(jax.random.key_data, key).shape
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
     """A path whose saved array has another shape or dtype than the one in the state."""
 
     path: str
-    saved: ArraySpec
-    wanted: ArraySpec
+    saved: "ArraySpec"
+    wanted: "ArraySpec"
 
 
 @dataclass(frozen=True)
@@ -101,7 +43,7 @@ class RestoreDiff:
     shapes: tuple[Change, ...] = ()
     dtypes: tuple[Change, ...] = ()
     # By path, what stands in the table for a missing or extra array.
-    specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
+    specs: Mapping[str, "ArraySpec"] = field(default_factory=dict, repr=False)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -26,9 +26,14 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
-from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.load import Source, Wanted, load, spec_of
-from meshlayout.checkpoint.match import Request, renamed
+from meshlayout.checkpoint.load import (
+    ArraySpec,
+    Request,
+    Source,
+    load,
+    renamed,
+    spec_of,
+)
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
@@ -189,7 +194,7 @@ def load_orbax(
         names = ", ".join(sorted(file.parent.name for file in files)) or "none"
         msg = f"{path} must hold one tree that Orbax wrote, and it holds: {names}."
         raise CheckpointError(msg)
-    return load(_orbax_source(files[0].parent), Request(like, **options))
+    return load(orbax.tree_source(files[0].parent), Request(like, **options))
 
 
 def save_safetensors(
@@ -297,62 +302,14 @@ def arrays_source(name: str, arrays: Any, separator: str) -> Source:
     return Source(name, leaves, lambda wanted: [by_path[x.path] for x, _ in wanted])
 
 
-def _orbax_source(path: Any) -> Source:
-    """Returns the arrays of one tree that Orbax wrote.
-
-    Read by the handler of Orbax's first API, which knows the trees of both, and has no
-    barrier at which processes would wait for one that has raised.
-    """
-    orbax.quiet()
-    api = require("orbax.checkpoint", extra="checkpoint", purpose="Loading")
-    handler = api.PyTreeCheckpointHandler()
-    with orbax.damage_told(path):
-        tree = handler.metadata(path).tree
-        tree = jax.tree_util.tree_map_with_path(_spec, tree)
-    specs, treedef = jax.tree.flatten(tree)
-
-    def read(wanted: Wanted) -> Iterator[Any]:
-        shardings = {spec.path: sharding for spec, sharding in wanted}
-
-        def arguments(spec: ArraySpec) -> Any:
-            sharding = shardings.get(spec.path)
-            on_host = api.RestoreArgs(restore_type=np.ndarray)
-            return api.ArrayRestoreArgs(sharding=sharding) if sharding else on_host
-
-        items = [0 if x.path in shardings else api.PLACEHOLDER for x in specs]
-        request = api.args.PyTreeRestore(
-            item=treedef.unflatten(items), restore_args=jax.tree.map(arguments, tree)
-        )
-        with orbax.damage_told(path):
-            restored = handler.restore(path, args=request)
-        values = zip(specs, treedef.flatten_up_to(restored), strict=True)
-        arrays = {spec.path: value for spec, value in values}
-        for spec, _ in wanted:
-            value = arrays[spec.path]
-            is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
-            yield jax.random.key_data(value) if is_key else value
-
-    return Source(str(path), specs, read)
-
-
-def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec:
-    """Returns the spec of a leaf from Orbax's metadata, which may be a text."""
-    path = "/".join(map(_paths.key_name, keys))
-    dtype = np.dtype(getattr(entry, "dtype", object))
-    if type(entry).__name__ == "ScalarMetadata":
-        return ArraySpec(path, (), type(np.zeros((), dtype).item()))
-    return ArraySpec(path, tuple(getattr(entry, "shape", ())), dtype)
-
-
 def _mapped(path: Path) -> dict[str, Any]:
     """Returns the arrays of a safetensors file or index by name, mapped into memory."""
     library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
     with orbax.damage_told(path):
         if path.name.endswith(_INDEX):
             file_by_name = json.loads(path.read_bytes())["weight_map"]
-            names = {
-                Path(file).name for file in file_by_name.values()
-            }  # only beside it
+            # Only files beside it.
+            names = {Path(file).name for file in file_by_name.values()}
             files = {name: _mapped(path.parent / name) for name in names}
             return {name: files[file][name] for name, file in file_by_name.items()}
         # The library checks that arrays cover the file without gaps or overlaps.
@@ -424,23 +381,16 @@ def _header(
 
 def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> None:
     """Writes this process's shards into a file."""
-    if not file.exists():
-        msg = (
-            f"process {jax.process_index()} does not see {file}, which process 0 has "
-            "created. All processes need a directory that they share."
-        )
-        raise CheckpointError(msg)
     content = np.memmap(file, np.uint8, "r+")
     for spec, value in arrays:
         part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
         whole = part.view(spec.dtype).reshape(spec.shape)
         shards = [((), value)]
-        is_shared = False
         if isinstance(value, jax.Array):
-            is_shared = not value.is_fully_addressable
             pieces = _jax.with_shards(value).addressable_shards
             shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
         # What is not shared, each process has: that of process 0 is written.
-        for index, shard in shards if is_shared or jax.process_index() == 0 else ():
+        is_own = getattr(value, "is_fully_addressable", True)
+        for index, shard in () if is_own and jax.process_index() else shards:
             whole[index] = np.asarray(shard)
     content.flush()

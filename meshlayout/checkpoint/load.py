@@ -1,36 +1,103 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
 A kind of files is a `Source`: names, shapes, dtypes, and how to read. Everything else
-is the same for our steps, plain Orbax, safetensors and msgpack: names are matched,
-differences are shown before anything is read, and each process casts and places the
-slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need no
+is the same for our steps, plain Orbax, safetensors and msgpack. Names are matched, and
+all differences are known before any array is read. Then each process casts and places
+the slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need no
 special handling.
+
+Patterns are regular expressions for `re.search`; one that matches nothing is an error,
+since it is nearly always a typo, and of several that match a path the first one counts.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.difference import ArraySpec, is_number
-from meshlayout.checkpoint.match import Request, match, permutations, renamed
-from meshlayout.errors import CheckpointError, LayoutError
+from meshlayout.checkpoint.difference import Change, RestoreDiff
+from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
+from meshlayout.layout_map.report import nearest_paths
 from meshlayout.state.create import StateDescription, eager_sharding_off
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+# How many rows of a difference an error shows, and how many keys a name may have.
+_SHOWN, _DEEPEST = 40, 200
+
+_ADVICE = (
+    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
+    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
+    "that it matches as it is. dtype= asks for another dtype of the same kind."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What is known of an array before it is read.
+
+    The dtype of a Python number is `bool`, `int`, `float` or `complex`; `is_numpy` says
+    whether it becomes a NumPy array if no target is given.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    is_numpy: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a Python number."""
+        # By identity: NumPy's float64 equals float.
+        return any(self.dtype is kind for kind in (bool, int, float, complex))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is an array of PRNG keys, which the host holds as words."""
+        return not self.is_number and _jax.is_extended(self.dtype)
+
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """Its shape on the host; of PRNG keys, with that of the words in the end."""
+        return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
+
+    @property
+    def host_dtype(self) -> np.dtype[Any]:
+        """Its dtype on the host; of PRNG keys, that of the words."""
+        return np.dtype("uint32" if self.is_key else self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; none for a Python number."""
+        size = math.prod(self.host_shape) * self.host_dtype.itemsize
+        return 0 if self.is_number else size
+
+    def __str__(self) -> str:
+        return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
+
+
+@functools.lru_cache(maxsize=16)
+def _word_shape(dtype: DType) -> tuple[int, ...]:
+    key = jax.ShapeDtypeStruct((), dtype)
+    return jax.eval_shape(jax.random.key_data, key).shape
+
+
 Wanted: TypeAlias = Sequence[tuple[ArraySpec, Sharding | None]]
 
 
@@ -46,6 +113,19 @@ class Source:
     name: str
     leaves: Sequence[ArraySpec]
     read: Callable[[Wanted], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a restore; see `load_arrays` and `Checkpointer.restore`."""
+
+    like: PyTree = None
+    layouts: LayoutMap | None = None
+    rename: Mapping[str, str] | None = None
+    transpose: Mapping[str, Sequence[int]] | None = None
+    partial: bool | str | Sequence[str] = False
+    dtype: DTypeLike | None = None
+    separator: str = "/"
 
 
 @dataclass(frozen=True)
@@ -67,11 +147,12 @@ def load(source: Source, request: Request) -> PyTree:
     names = [leaf.path for leaf in source.leaves]
     names = renamed(names, request.rename, request.separator, "/")
     in_file = dict(zip(names, source.leaves, strict=True))
-    dims = permutations(request.transpose, names)
+    dims: dict[str, Sequence[int]] = {}
+    for regex, permutation in _table("transpose", request.transpose, names):
+        dims = dict.fromkeys(filter(regex.search, names), permutation) | dims
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
-    specs = [target.spec for target in targets]
-    pairs, diff = match(saved, specs, request, source.name)
+    pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
     # All leaves before the first read: an error after minutes of reading helps nobody.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
     for target, pair in zip(targets, pairs, strict=True):
@@ -93,8 +174,6 @@ def load(source: Source, request: Request) -> PyTree:
         (name, dtype), array = pair, next(arrays)
         array = np.transpose(array, dims[name]) if name in dims else array
         values.append(_placed(target, saved[name], dtype, array))
-    if diff:
-        logger.info("%s differs: %s", source.name, diff)
     return rebuild(values)
 
 
@@ -110,6 +189,9 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
     tree: dict[str, Any] = {}
     for path, value in items:
         *parents, last = path.split("/")
+        if len(parents) > _DEEPEST:  # Python and JAX walk trees by recursion
+            msg = f"{path[:80]!r}... has {len(parents) + 1} keys. Change rename=."
+            raise CheckpointError(msg)
         node: Any = tree
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
@@ -123,19 +205,18 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
 def spec_of(path: str, value: Any) -> ArraySpec | None:
     """Returns the spec of an array or a Python number; None for anything else."""
     if not hasattr(value, "dtype"):
-        kinds = (
-            kind for kind in (bool, int, float, complex) if isinstance(value, kind)
-        )
+        kinds = (x for x in (bool, int, float, complex) if isinstance(value, x))
         kind = next(kinds, None)
         return None if kind is None else ArraySpec(path, (), kind)
+    dtype = value.dtype
     try:
-        is_array = _jax.is_array_dtype(value.dtype)
+        if not _jax.is_array_dtype(dtype):
+            return None
     except TypeError:  # a dtype of another library
         return None
-    dtype = value.dtype
     if not _jax.is_extended(dtype):
         dtype = np.dtype(dtype).newbyteorder("=")
-    return ArraySpec(path, tuple(value.shape), dtype) if is_array else None
+    return ArraySpec(path, tuple(value.shape), dtype)
 
 
 def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
@@ -145,6 +226,9 @@ def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
         msg = f"{spec}: transpose= gives it {_checks.shown(dims)}: {error}."
         raise CheckpointError(msg) from None
     return replace(spec, shape=shape)
+
+
+# The state to build.
 
 
 def _targets(
@@ -184,8 +268,7 @@ def _targets(
     targets: list[Target] = []
     for (i, spec), sharding in zip(specs.items(), shardings, strict=True):
         is_numpy = isinstance(values[i], (np.ndarray, np.generic)) and layouts is None
-        on_host = is_numpy or is_number(spec.dtype)
-        targets.append(Target(spec, values[i], sharding, on_host))
+        targets.append(Target(spec, values[i], sharding, is_numpy or spec.is_number))
 
     def rebuild(new_values: Sequence[Any]) -> PyTree:
         filled = dict(enumerate(values)) | dict(zip(specs, new_values, strict=True))
@@ -200,7 +283,7 @@ def _targets(
 
 def _placeholder(spec: ArraySpec) -> Any:
     """Returns a leaf like the saved one, for a restore without `like`."""
-    if is_number(spec.dtype):
+    if spec.is_number:
         return spec.dtype()
     if spec.is_numpy:
         return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)
@@ -216,7 +299,6 @@ def _own_sharding(value: Leaf) -> Sharding | None:
 
 def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
     """Returns the sharding to read an array with; None for NumPy."""
-    shape, sharding = target.spec.shape, target.sharding
     if target.on_host:
         return None
     narrow = _jax.canonical_dtype(dtype)
@@ -227,14 +309,14 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
         )
         raise CheckpointError(msg)
     try:
-        if isinstance(sharding, NamedSharding):
-            Layout.of(sharding, len(shape)).shard_shape(shape)
-    except LayoutError as error:
-        raise CheckpointError(f"{saved} does not fit its layout: {error}") from None
+        if target.sharding is not None:
+            target.sharding.shard_shape(target.spec.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{saved} does not fit its layout: {error}.") from None
     # Wider than JAX's, it would be narrowed on devices before its range is checked.
     is_wide = _jax.canonical_dtype(saved.host_dtype) != saved.host_dtype
-    is_on_host = is_wide or is_number(saved.dtype) or target.spec.is_key
-    return None if is_on_host else sharding
+    is_on_host = is_wide or saved.is_number or target.spec.is_key
+    return None if is_on_host else target.sharding
 
 
 def _kept(target: Target) -> Any:
@@ -246,26 +328,32 @@ def _kept(target: Target) -> Any:
 def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
     spec, sharding = target.spec, target.sharding
+    if spec.is_number:
+        return spec.dtype(np.asarray(value).item())
+    if saved.is_number:
+        value = np.asarray(value)
+    # By index: of what the source has placed already, and of what is read here, once
+    # for all devices that hold it.
+    is_placed = isinstance(value, jax.Array)
+    shards = value.addressable_shards if is_placed else ()
+    placed = {repr(shard.index): shard.data for shard in shards}
     parts: dict[str, Any] = {}
 
     def read(index: Any = ()) -> Any:
-        """Returns a slice, read and cast once for all devices that hold it."""
-        if repr(index) not in parts:
+        key = repr(index)
+        if key not in parts:
             # A copy: a device may use the memory as its own, and give it away.
-            part: Any = _cast(np.array(value[index]), dtype, saved)
+            part = np.array(placed[key] if is_placed else value[index])
+            part: Any = _cast(part, dtype, saved)
             if spec.is_key:
                 part = jax.random.wrap_key_data(part, impl=_jax.key_impl(spec.dtype))
-            parts[repr(index)] = part
-        return parts[repr(index)]
+            parts[key] = part
+        return parts[key]
 
-    if is_number(spec.dtype):
-        return spec.dtype(np.asarray(value).item())
-    if is_number(saved.dtype):
-        value = np.asarray(value)
     if target.on_host:
         return read()[()] if isinstance(target.value, np.generic) else read()
-    if isinstance(value, jax.Array):  # the source has placed it
-        array = value if value.dtype == dtype else _cast_shards(value, dtype, saved)
+    if is_placed and value.dtype == dtype:
+        array = value
     elif sharding is None:
         array = jax.device_put(read())
     else:
@@ -274,24 +362,16 @@ def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 
 
-def _cast_shards(array: jax.Array, dtype: DType, saved: ArraySpec) -> jax.Array:
-    """Returns an array in another dtype, cast shard by shard on the host."""
-    shards = [
-        jax.device_put(_cast(np.array(x.data), dtype, saved), x.data.sharding)
-        for x in array.addressable_shards
-    ]
-    shape, sharding = array.shape, array.sharding
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _cast(values: HostArray, dtype: DType, saved: ArraySpec) -> HostArray:
+def _cast(
+    values: np.ndarray[Any, Any], dtype: DType, saved: ArraySpec
+) -> np.ndarray[Any, Any]:
     """Returns values in another dtype of the same kind, if that can hold them."""
     if values.dtype == dtype:
         return values
     is_wide = values.dtype == object  # a Python integer of more than 64 bits
     with np.errstate(over="ignore", invalid="ignore"):
         result = values if is_wide else values.astype(dtype)
-    if jax.numpy.issubdtype(dtype, np.inexact):
+    if jnp.issubdtype(dtype, np.inexact):
         # Precision may be lost, which is what a narrower dtype means; range not.
         lost = np.isfinite(values) & ~np.isfinite(result)
     else:
@@ -300,3 +380,165 @@ def _cast(values: HostArray, dtype: DType, saved: ArraySpec) -> HostArray:
         msg = f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent."
         raise CheckpointError(msg)
     return result
+
+
+# Which saved array belongs to which array of the state, and what does not fit.
+
+
+def match(
+    saved: Mapping[str, ArraySpec],
+    wanted: Sequence[ArraySpec],
+    request: Request,
+    source: str,
+) -> tuple[list[tuple[str, DType] | None], RestoreDiff]:
+    """Returns a saved array's name and the dtype of the result for each wanted array.
+
+    Or None, where it is to keep its value; and all differences. The saved arrays come
+    by their names after renaming. A leading `params/` and a trailing `/value`, which
+    some versions of Flax write and others do not, are ignored, and PRNG keys may be
+    saved as their words.
+    """
+    names, paths = [*saved], [spec.path for spec in wanted]
+    rest = dict(zip(_without_flax(names), names, strict=True))
+    # Patterns mean names that the user sees, on either side.
+    left = _left_as_they_are(request.partial, {*names, *paths})
+    dtype, kind = _requested(request.dtype, wanted)
+    pairs: list[tuple[str, DType] | None] = []
+    missing: dict[str, ArraySpec] = {}
+    shapes: list[Change] = []
+    dtypes: list[Change] = []
+    for spec, path in zip(wanted, _without_flax(paths), strict=True):
+        pairs.append(None)
+        name = rest.pop(path, None)
+        if spec.path in left or name in left:
+            continue
+        if name is None:
+            missing[spec.path] = spec
+            continue
+        partner, expected = saved[name], spec
+        if spec.is_key and not partner.is_key:
+            expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
+        is_cast = kind == _kind_of(spec.dtype) and not spec.is_number
+        if is_cast or partner.is_number or spec.is_number:
+            fits = _kind_of(partner.dtype) == _kind_of(expected.dtype)
+        else:
+            fits = partner.dtype == expected.dtype
+        if not fits:
+            dtypes.append(Change(spec.path, partner, spec))
+        elif partner.shape != expected.shape:
+            shapes.append(Change(spec.path, partner, spec))
+        else:
+            own = spec.host_dtype if spec.is_key else spec.dtype
+            pairs[-1] = name, dtype if is_cast else own
+    extra = {name: saved[name] for name in rest.values() if name not in left}
+    is_found = any(pairs) or not saved
+    if is_found and not (missing or extra or shapes or dtypes):
+        return pairs, RestoreDiff()
+    rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
+    wrong = diff = RestoreDiff(*rows, extra | missing)
+    if request.partial is True and is_found:
+        wrong = replace(diff, missing=(), extra=())
+    # If nothing at all is restored, names are wrong, and a training would begin from
+    # scratch unnoticed.
+    if wrong or not is_found:
+        msg = (
+            f"{source} does not fit the state to restore: {wrong.summary()}.\n"
+            f"{wrong.table(_SHOWN)}\n{_ADVICE}"
+        )
+        raise RestoreDiffError(msg, diff)
+    logger.info("%s differs: %s", source, diff)
+    return pairs, diff
+
+
+def _without_flax(paths: Sequence[str]) -> Sequence[str]:
+    """Returns paths without what differs between versions of Flax, if that is clear."""
+    bare = [path.removeprefix("params/").removesuffix("/value") for path in paths]
+    return bare if len({*bare}) == len(bare) else paths
+
+
+def renamed(
+    paths: Sequence[str], rename: Mapping[str, str] | None, old: str, new: str
+) -> list[str]:
+    r"""Returns paths under their new names, with another separator of their keys.
+
+    Example:
+        >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".", "/")
+        ['layers/0/w', 'layers/1/w']
+    """
+    table = _table("rename", rename, paths)
+    path_by_name: dict[str, str] = {}
+    for path in paths:
+        names = (regex.sub(x, path) for regex, x in table if regex.search(path))
+        name = next(names, path).replace(old, new)
+        if path_by_name.setdefault(name, path) != path:
+            msg = (
+                f"the saved arrays {path_by_name[name]!r} and {path!r} both become "
+                f"{name!r}. Change rename= so that they differ."
+            )
+            raise CheckpointError(msg)
+    return list(path_by_name)
+
+
+def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
+    """Returns the paths that the patterns of `partial=` match."""
+    if isinstance(partial, bool):
+        return set()
+    patterns = [partial] if isinstance(partial, str) else partial
+    if not isinstance(patterns, (list, tuple)):
+        msg = (
+            "partial must be True, False, or patterns of the paths to leave as they "
+            f"are, got {_checks.shown(partial)}."
+        )
+        raise CheckpointError(msg)
+    table = _table("partial", dict.fromkeys(patterns), paths)
+    return {path for path in paths if any(regex.search(path) for regex, _ in table)}
+
+
+def _table(
+    option: str, table: Any, paths: Collection[str]
+) -> list[tuple[re.Pattern[str], Any]]:
+    """Returns an option's patterns with their values; each must match a path."""
+    if not isinstance(table, Mapping | None):
+        msg = f"{option}= must be a dict from patterns, got {_checks.shown(table)}."
+        raise CheckpointError(msg)
+    pairs: list[tuple[re.Pattern[str], Any]] = []
+    for pattern, value in (table or {}).items():
+        regex = _checks.pattern(option, pattern, error=CheckpointError)
+        if not any(map(regex.search, paths)):
+            near = nearest_paths([regex.pattern], paths)[regex.pattern]
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            msg = (
+                f"the pattern {regex.pattern!r} of {option}= matches none of the "
+                f"{len(paths):,} paths.{hint} Correct it or remove it."
+            )
+            raise CheckpointError(msg)
+        pairs.append((regex, value))
+    return pairs
+
+
+def _requested(
+    dtype: DTypeLike | None, wanted: Sequence[ArraySpec]
+) -> tuple[Any, str | None]:
+    """Returns the dtype of `dtype=`, and the kind of the arrays that it is for."""
+    if dtype is None:
+        return None, None
+    kinds = {_kind_of(spec.dtype) for spec in wanted if not spec.is_number}
+    try:
+        value = jnp.dtype(dtype).newbyteorder("=")
+    except (TypeError, ValueError):
+        value = None
+    if value is None or _kind_of(value) not in kinds:
+        msg = (
+            f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are in "
+            f"the state, got {_checks.shown(dtype)}."
+        )
+        raise CheckpointError(msg)
+    return value, _kind_of(value)
+
+
+def _kind_of(dtype: DType) -> str:
+    """Returns the kind of a dtype's values; arrays are never cast to another kind."""
+    for kind in (np.bool_, np.integer, np.floating, np.complexfloating):
+        if jnp.issubdtype(dtype, kind):
+            return kind.__name__.removesuffix("_")
+    return str(dtype)
