@@ -5,10 +5,11 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
-from meshlayout.checkpoint import directory as steps, orbax, policy, positions
+from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.inspection import Inspection
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import SavedStep
@@ -30,6 +31,7 @@ from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
     DamagedCheckpointError,
+    did_you_mean,
     stack_level,
 )
 from meshlayout.layout_map import LayoutMap
@@ -149,8 +151,10 @@ class Checkpointer:
             Preempted: After SIGTERM, once the step is saved.
         """
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
-        is_preempted = self._is_preempted()
-        if not (force or is_preempted or policy.is_due(step, self._every, self._last)):
+        is_preempted, every = self._is_preempted(), self._every or 1
+        # Not `step % every`: with several steps per call, multiples may be passed over.
+        is_due = not self._every or step // every > min(self._last, step) // every
+        if not (force or is_preempted or is_due):
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
@@ -162,12 +166,12 @@ class Checkpointer:
             saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
-            facts["metrics"] = policy.metric_values(metrics, self.best)
+            facts["metrics"] = _metric_values(metrics, self.best)
             values = metadata() if callable(metadata) else metadata
             facts["metadata"] = positions.as_json(values, "metadata")
             facts |= {"time": time.time(), "processes": jax.process_count()}
             digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
-            own = {"the step": str(step), "the directory": str(self.directory)}
+            own = {"the step": str(step)}
             own["the digest of paths, shapes and dtypes"] = digest[:8]
             sums = replica_sums(x for tree in arrays.values() for x in tree.values())
             position = positions.position_of(data)
@@ -230,7 +234,7 @@ class Checkpointer:
         paths = steps.step_paths(self.directory)
         paths = {n: path for n, path in paths.items() if steps.is_whole(path)}
         best = None if self.best is None else self._best_of(paths)
-        for old in policy.steps_to_delete(list(paths), self._keep, {best, step}):
+        for old in steps_to_delete(list(paths), self._keep, {best, step}):
             steps.delete(paths[old])
 
     # Queries.
@@ -261,7 +265,7 @@ class Checkpointer:
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
                 metrics[step] = steps.read_facts(path)["metrics"]
-        return policy.best_of(self.best, metrics)
+        return best_of(self.best, metrics)
 
     def _choose(self, step: Step) -> tuple[int, str, bytes | None]:
         """Returns a step's number, and the name and mark of its directory."""
@@ -401,3 +405,38 @@ class Checkpointer:
         damages = self._channel.exchange(damage).values()
         first = next((other for other in damages if other is not None), None)
         return (result, None) if first is None else (None, first)
+
+
+# Which steps stay.
+
+
+def steps_to_delete(
+    steps: Collection[int], keep: int | None, kept: Collection[int | None] = ()
+) -> list[int]:
+    """Returns the steps to delete: neither the last ones nor `kept`."""
+    old = [] if keep is None else sorted(steps)[:-keep]
+    return [step for step in old if step not in kept]
+
+
+def best_of(
+    best: tuple[str, str], metrics: Mapping[int, Mapping[str, float]]
+) -> int | None:
+    """Returns the step with the best metric, the latest of a tie, or None."""
+    name, mode = best
+    sign = 1.0 if mode == "max" else -1.0
+    values = {step: sign * found.get(name, math.nan) for step, found in metrics.items()}
+    # NaN compares false with everything, so that one NaN would decide a maximum.
+    values = {step: value for step, value in values.items() if not math.isnan(value)}
+    return max(values, key=lambda step: (values[step], step), default=None)
+
+
+def _metric_values(
+    metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
+) -> dict[str, float]:
+    """Returns metrics as floats, with that of `best` if there are any."""
+    values = {name: float(value) for name, value in (metrics or {}).items()}
+    if values and best is not None and best[0] not in values:
+        names = ", ".join(map(repr, values))
+        msg = f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {names}."
+        raise CheckpointError(msg + did_you_mean(best[0], values))
+    return values

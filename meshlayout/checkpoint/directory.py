@@ -14,6 +14,7 @@ name, and commits it by a file that is written last and deleted first.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,8 @@ def clear(directory: Path, step: int) -> None:
         if is_ours:
             delete(path)
     if not is_ours:
-        msg = f"{path} is in the way: it is not an intact step of this version. "
-        msg += "Remove it."
-        raise CheckpointError(msg)
+        msg = "it is not an intact step of this version. Remove it."
+        raise CheckpointError(f"{path} is in the way: {msg}")
 
 
 def digests(path: Path) -> dict[str, list[Any]]:
@@ -168,21 +168,24 @@ def digests(path: Path) -> dict[str, list[Any]]:
     return {name: _digest(path / name) for name in _share(sizes)}
 
 
-def seal(path: Path, files: Mapping[str, list[Any]]) -> None:
-    """Declares a step whole, by the sizes and hashes of all of its files."""
+def publish(path: Path, files: Mapping[str, list[Any]]) -> None:
+    """Seals `5.new` with the sizes and hashes of all its files, and names it `5`."""
+    for folder in (path, *(x for x in path.rglob("*") if x.is_dir())):
+        _sync(folder)
     temporary = path / f"{_SEAL}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(files, file, separators=(",", ":"))
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(files, separators=(",", ":")), encoding="utf-8")
+    _sync(temporary)
     temporary.rename(path / _SEAL)
+    _sync(path)
+    _take_name(path)
 
 
-def take_name(directory: Path, step: int) -> None:
+def _take_name(new: Path) -> None:
     """Gives a sealed `5.new` its name, in the place of a `5` that is there."""
-    path = directory / str(step)
+    path = new.with_suffix("")
     old = _hidden(path) if path.exists() else None
-    (directory / f"{step}.new").rename(path)
+    new.rename(path)
+    _sync(path.parent)
     if old is not None:
         delete(old)
 
@@ -194,8 +197,7 @@ def delete(path: Path) -> None:
             (path / _COMMIT).unlink(missing_ok=True)
             path.rmtree()  # type: ignore[attr-defined]
         else:
-            path = _hidden(path)
-            shutil.rmtree(path)
+            shutil.rmtree(_hidden(path))
     except OSError as error:  # the next save tries again
         logger.warning("%s, which is not needed any more, stays: %s", path, error)
 
@@ -207,13 +209,13 @@ def recover(directory: Path) -> None:
     # Before any removal: what is being deleted may be the only other copy.
     for path in list(directory.glob("*.new")):
         if re.fullmatch(_STEP, path.name) and is_whole(path):
-            take_name(directory, int(path.stem))
+            _take_name(path)
     for path in list(directory.iterdir()):
         if re.fullmatch(_LEFTOVER, path.name):
             delete(path)
 
 
-def _share(sizes: Mapping[str, int]) -> Sequence[str]:
+def _share(sizes: Mapping[str, int]) -> list[str]:
     """Returns the files of this process, about as many bytes as those of any other."""
     names = sorted(sizes, key=lambda name: (-sizes[name], name))
     return names[jax.process_index() :: jax.process_count()]
@@ -223,9 +225,22 @@ def _digest(path: Path) -> list[Any]:
     """Returns the size and the hash of a file, which becomes durable."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if os.name == "posix":
-            os.fsync(file.fileno())
-        return [file.tell(), digest]
+        size = file.tell()
+    _sync(path)
+    return [size, digest]
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a directory, outlast a power cut."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a mount that cannot do this
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _hidden(path: Path) -> Path:

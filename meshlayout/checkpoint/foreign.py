@@ -232,8 +232,6 @@ def save_safetensors(
     header = _header(arrays, metadata)
     path = _local(path)
     path = path if path.suffix and not path.is_dir() else path / f"model{_SUFFIX}"
-    if path.suffix != _SUFFIX:
-        raise CheckpointError(f"{path}: the file name must end in {_SUFFIX}.")
     temporary = path.with_name(f".{path.name}.incomplete")
     channel = Channel(
         f"safetensors/{next(_numbers)}",

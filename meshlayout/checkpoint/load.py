@@ -10,6 +10,7 @@ Patterns are regular expressions for `re.search`; one that matches nothing is an
 since it is nearly always a typo, and of several that match a path the first one counts.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -155,23 +156,22 @@ def load(source: Source, request: Request) -> PyTree:
     pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
     # All leaves before the first read: an error after minutes of reading helps nobody.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
-    for target, pair in zip(targets, pairs, strict=True):
-        if pair is not None:
-            sharding = _checked_sharding(target, saved[pair[0]], pair[1])
-            wanted.append((in_file[pair[0]], None if pair[0] in dims else sharding))
+    for target in targets:
+        if target.spec.path in pairs:
+            name, dtype = pairs[target.spec.path]
+            sharding = _checked_sharding(target, saved[name], dtype)
+            wanted.append((in_file[name], None if name in dims else sharding))
         elif isinstance(target.value, jax.ShapeDtypeStruct):
-            msg = (
-                f"{target.spec.path}: not restored from {source.name}, and like= holds "
-                "only its shape. Give a created state."
-            )
+            place = f"{target.spec.path}: not restored from {source.name}"
+            msg = f"{place}, and like= holds only its shape. Give a created state."
             raise CheckpointError(msg)
-    arrays = iter([*source.read(wanted)])
+    arrays = iter(source.read(wanted))
     values: list[Any] = []
-    for target, pair in zip(targets, pairs, strict=True):
-        if pair is None:
+    for target in targets:
+        if target.spec.path not in pairs:
             values.append(_kept(target))
             continue
-        (name, dtype), array = pair, next(arrays)
+        (name, dtype), array = pairs[target.spec.path], next(arrays)
         array = np.transpose(array, dims[name]) if name in dims else array
         values.append(_placed(target, saved[name], dtype, array))
     return rebuild(values)
@@ -209,14 +209,13 @@ def spec_of(path: str, value: Any) -> ArraySpec | None:
         kind = next(kinds, None)
         return None if kind is None else ArraySpec(path, (), kind)
     dtype = value.dtype
-    try:
-        if not _jax.is_array_dtype(dtype):
-            return None
-    except TypeError:  # a dtype of another library
-        return None
-    if not _jax.is_extended(dtype):
-        dtype = np.dtype(dtype).newbyteorder("=")
-    return ArraySpec(path, tuple(value.shape), dtype)
+    with contextlib.suppress(TypeError):  # which a dtype of another library raises
+        if _jax.is_extended(dtype):
+            return ArraySpec(path, value.shape, dtype)
+        if _jax.is_array_dtype(dtype):
+            dtype = np.dtype(dtype).newbyteorder("=")
+            return ArraySpec(path, tuple(value.shape), dtype)
+    return None
 
 
 def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
@@ -390,25 +389,23 @@ def match(
     wanted: Sequence[ArraySpec],
     request: Request,
     source: str,
-) -> tuple[list[tuple[str, DType] | None], RestoreDiff]:
-    """Returns a saved array's name and the dtype of the result for each wanted array.
+) -> tuple[dict[str, tuple[str, DType]], RestoreDiff]:
+    """Returns by path what to restore: a saved name and a dtype; and all differences.
 
-    Or None, where it is to keep its value; and all differences. The saved arrays come
-    by their names after renaming. A leading `params/` and a trailing `/value`, which
-    some versions of Flax write and others do not, are ignored, and PRNG keys may be
-    saved as their words.
+    The saved arrays come by their names after renaming. A leading `params/` and a
+    trailing `/value`, which some versions of Flax write and others do not, are ignored,
+    and PRNG keys may be saved as their words.
     """
     names, paths = [*saved], [spec.path for spec in wanted]
     rest = dict(zip(_without_flax(names), names, strict=True))
     # Patterns mean names that the user sees, on either side.
     left = _left_as_they_are(request.partial, {*names, *paths})
     dtype, kind = _requested(request.dtype, wanted)
-    pairs: list[tuple[str, DType] | None] = []
+    pairs: dict[str, tuple[str, DType]] = {}
     missing: dict[str, ArraySpec] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
     for spec, path in zip(wanted, _without_flax(paths), strict=True):
-        pairs.append(None)
         name = rest.pop(path, None)
         if spec.path in left or name in left:
             continue
@@ -429,9 +426,9 @@ def match(
             shapes.append(Change(spec.path, partner, spec))
         else:
             own = spec.host_dtype if spec.is_key else spec.dtype
-            pairs[-1] = name, dtype if is_cast else own
+            pairs[spec.path] = name, dtype if is_cast else own
     extra = {name: saved[name] for name in rest.values() if name not in left}
-    is_found = any(pairs) or not saved
+    is_found = bool(pairs) or not saved
     if is_found and not (missing or extra or shapes or dtypes):
         return pairs, RestoreDiff()
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
@@ -459,12 +456,7 @@ def _without_flax(paths: Sequence[str]) -> Sequence[str]:
 def renamed(
     paths: Sequence[str], rename: Mapping[str, str] | None, old: str, new: str
 ) -> list[str]:
-    r"""Returns paths under their new names, with another separator of their keys.
-
-    Example:
-        >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".", "/")
-        ['layers/0/w', 'layers/1/w']
-    """
+    """Returns paths under their new names, with another separator of their keys."""
     table = _table("rename", rename, paths)
     path_by_name: dict[str, str] = {}
     for path in paths:
@@ -485,11 +477,8 @@ def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
         return set()
     patterns = [partial] if isinstance(partial, str) else partial
     if not isinstance(patterns, (list, tuple)):
-        msg = (
-            "partial must be True, False, or patterns of the paths to leave as they "
-            f"are, got {_checks.shown(partial)}."
-        )
-        raise CheckpointError(msg)
+        msg = "partial must be True, False, or patterns of paths that stay"
+        raise CheckpointError(f"{msg}, got {_checks.shown(partial)}.")
     table = _table("partial", dict.fromkeys(patterns), paths)
     return {path for path in paths if any(regex.search(path) for regex, _ in table)}
 

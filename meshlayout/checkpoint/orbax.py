@@ -1,13 +1,10 @@
 """Trees in Orbax's files: those of our steps, and those that others wrote.
 
-A step has JSON that says what each leaf is: it knows arrays of JAX and NumPy, PRNG keys
-and Python numbers apart. So a restore compares everything with the leaves of `like`
-before any array is read.
-
 Steps are written by Orbax's v1 API, which is public but called experimental; pyproject
 names the versions that the tests ran with. Trees are read by a handler of its first
 API, which knows the trees of both, and has no barrier at which processes would wait for
-one that has raised.
+one that has raised. JSON of ours says what the leaves of a step are, so that a restore
+compares them with those of `like` before any array is read.
 """
 
 import contextlib
@@ -54,9 +51,6 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
     PRNG keys are written as their words, and NumPy arrays are copies.
     """
-    if _jax.is_tracing():
-        msg = "save was called inside a function that JAX transforms. Call it outside."
-        raise CheckpointError(msg)
     try:
         flat = _paths.flatten(state, whole=True).leaves
     except MeshLayoutError as error:
@@ -91,9 +85,7 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
             "numbers; keep anything else in metadata=, or outside the tree."
         )
     elif isinstance(value, np.ma.MaskedArray):
-        problem = (
-            "the mask of a masked array would be lost. Save it as a separate array."
-        )
+        problem = "the mask of a masked array would be lost. Save it as an array."
     elif isinstance(value, jax.Array) and value.is_deleted():
         problem = "the array was donated, and is deleted. Save what the step returned."
     if problem:
@@ -171,9 +163,6 @@ class SavedStep:
         """Opens a step, and compares its files with what was saved."""
         facts = steps.read_facts(path)
         steps.check(path, verify=verify)
-        if facts["step"] != number:
-            msg = f"{path} is step {facts['step']}: the directory was renamed."
-            raise DamagedCheckpointError(msg)
         return cls(number, path, facts)
 
     def load(self, request: Request, tree: str = "state") -> Any:
@@ -207,12 +196,9 @@ def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
     """Returns the saved arrays and numbers, from what JSON holds of them."""
     specs: list[ArraySpec] = []
     for leaf in leaves:
-        kind, dtype = leaf["kind"], leaf["dtype"]
-        if kind == "python":
-            dtype = _NUMBERS[dtype]
-        else:
-            dtype = _key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
-        shape = tuple(leaf["shape"])
+        kind, shape = leaf["kind"], tuple(leaf["shape"])
+        as_dtype = _NUMBERS.get if kind == "python" else np.dtype
+        dtype = _key_dtype(leaf["impl"]) if "impl" in leaf else as_dtype(leaf["dtype"])
         specs.append(ArraySpec(leaf["path"], shape, dtype, kind == "numpy"))
     return specs
 

@@ -105,9 +105,8 @@ class Save:
         def finish() -> None:
             with failures(self.step, self.directory):
                 if not is_remote:
-                    steps.seal(path, {k: v for part in parts for k, v in part.items()})
-                    steps.take_name(self.directory, self.step)
-            self.after()
+                    steps.publish(path, {k: v for x in parts for k, v in x.items()})
+                self.after()
 
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
