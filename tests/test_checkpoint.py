@@ -492,8 +492,8 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, losses):
     [
         (
             {"f": print},
-            "f: a builtin_function_or_method cannot be saved. A state holds arrays and "
-            "numbers; keep anything else in metadata=, or outside the tree.",
+            "f: a builtin_function_or_method is neither an array nor a number: keep "
+            "anything else in metadata=, or outside the tree.",
         ),
         (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},

@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -228,7 +230,49 @@ def faults(directory):
     told["position"] = position.at
     ck.close()
     told |= disagreements(f"{directory}-disagreements")
+    told["Ctrl-C"] = interrupts(f"{directory}-interrupts")
     return told
+
+
+def interrupts(directory):
+    """Presses Ctrl-C on process 1 in three moments of a save; returns what came of it."""
+    start, begin = orbax.start_writing, threading.Thread.start
+    state, told = state_on("2x4"), []
+    ck = Checkpointer(directory, keep=None)
+
+    def pressed(call):
+        if jax.process_index():
+            main = threading.main_thread().ident
+            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+        try:
+            call()
+        except KeyboardInterrupt:
+            told.append("Ctrl-C")
+
+    def slowly(*args):
+        time.sleep(1.0)
+        return start(*args)
+
+    orbax.start_writing = slowly
+    pressed(lambda: ck.save(1, state))  # while the state is copied
+    ck.wait()
+    orbax.start_writing = start
+    ck.save(2, state)
+    pressed(ck.wait)  # while files are written
+    ck.wait()
+
+    def never(thread):
+        threading.Thread.start = begin
+        raise KeyboardInterrupt
+
+    if jax.process_index():  # before the thread of the save begins
+        threading.Thread.start = never
+    try:
+        ck.save(3, state)
+    except KeyboardInterrupt:
+        told.append("Ctrl-C")
+    ck.close()
+    return told, ck.all_steps()
 
 
 def disagreements(directory):
@@ -271,6 +315,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     told = run_processes(2, faults, str(tmp_path), devices_per_process=4)
     end = "Earlier steps are unchanged; the next save starts anew."
     for index, one in enumerate(told):
+        assert one["Ctrl-C"] == [["Ctrl-C"] * 3 * index, [1, 2, 3]]
         # Half of the files are hashed here, and half of the array is read.
         assert 0.9 < one["share"] < 1.1
         assert one["background"] == (

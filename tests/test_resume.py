@@ -367,13 +367,10 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
     with ml.Checkpointer(tmp_path) as ck:
         ck.save(1, {"x": 1}, data=iterator)
         again = iter(streamed(mesh))
-        with caplog.at_level("INFO", logger="meshlayout.checkpoint"):
-            ck.restore(data=again)
+        ck.restore(data=again)
         assert rows(again) == whole[1:] != []
         with pytest.raises(ml.errors.DataError):
             ck.restore(data=iter(distributed(mesh)))
-    line = "the data cannot seek: batches up to its position are dropped"
-    assert line in caplog.messages
 
 
 @pytest.mark.parametrize("until", [6, 7])

@@ -19,9 +19,8 @@ from jax.typing import DTypeLike
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import directory as steps, orbax, positions
-from meshlayout.checkpoint.inspection import Inspection
 from meshlayout.checkpoint.load import Request, to_numpy
-from meshlayout.checkpoint.orbax import SavedStep
+from meshlayout.checkpoint.orbax import Inspection, SavedStep
 from meshlayout.checkpoint.save import Save, failures
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
@@ -44,9 +43,6 @@ Step: TypeAlias = int | Literal["latest", "best"]
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
-# Longer than a slow store takes for a large file, and short enough for a job that hangs
-# to end by itself.
-_TIMEOUT_S = 1200.0
 
 
 class Checkpointer:
@@ -112,11 +108,9 @@ class Checkpointer:
             f"checkpoint/{next(_numbers)}",
             what="the same save or restore",
             hint="All processes have to save and restore the same steps in one order.",
-            timeout_s=_TIMEOUT_S,
+            timeout_s=1200.0,  # longer than a slow store takes for a large file
             error=CheckpointError,
         )
-
-    # Saving.
 
     def save(
         self,
@@ -183,7 +177,7 @@ class Checkpointer:
             raise CheckpointError(msg)
         places = [x for _, _, x in messages.values()]
         if data is not None:  # a single one if all are equal
-            is_one = all(x == places[0] for x in places)
+            is_one = places.count(places[0]) == len(places)
             facts["data"] = places[:1] if is_one else places
         after, self._last = functools.partial(self._delete_old, step), step
         self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
@@ -237,8 +231,6 @@ class Checkpointer:
         for old in steps_to_delete(list(paths), self._keep, {best, step}):
             steps.delete(paths[old])
 
-    # Queries.
-
     def all_steps(self) -> list[int]:
         """Returns the saved steps in ascending order; a running save is not one yet."""
         return list(steps.step_paths(self.directory))
@@ -282,8 +274,6 @@ class Checkpointer:
             msg = f"{self.directory} has no step {step!r}: there is {listed}."
             raise CheckpointError(msg)
         return number, paths[number].name, steps.mark(paths[number])
-
-    # Restoring.
 
     def restore(
         self,
@@ -405,9 +395,6 @@ class Checkpointer:
         damages = self._channel.exchange(damage).values()
         first = next((other for other in damages if other is not None), None)
         return (result, None) if first is None else (None, first)
-
-
-# Which steps stay.
 
 
 def steps_to_delete(

@@ -9,8 +9,9 @@
 A step takes its name by renames, and there is an intact copy at every moment: readers
 take a sealed `5.new` if there is no `5`; who has the lock finishes what was cut off.
 
-In Google Cloud Storage nothing can be renamed. There Orbax writes a step under its own
-name, and commits it by a file that is written last and deleted first.
+In gs:// nothing can be renamed. There Orbax writes a step under its own name, and
+commits it by a file that is written last and deleted first; one that is saved again is
+deleted before.
 """
 
 import contextlib
@@ -66,9 +67,6 @@ def as_directory(path: str | os.PathLike[str]) -> Path:
 def is_remote(path: Path) -> bool:
     """Returns whether a path is in a store, where nothing can be renamed."""
     return str(path).startswith("gs://")
-
-
-# Which steps there are.
 
 
 def step_paths(directory: Path) -> dict[int, Path]:
@@ -141,9 +139,6 @@ def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
         f"{path} is not as it was saved: {error}. Restore another step, or `resume`, "
         "which takes the newest intact one; verify=False reads whatever is there."
     )
-
-
-# A step that is written.
 
 
 def clear(directory: Path, step: int) -> None:
@@ -249,8 +244,6 @@ def _hidden(path: Path) -> Path:
     return path.rename(path.with_name(name))
 
 
-# Who may save.
-
 # The directories that this process has locked.
 _held: set[Path] = set()
 
@@ -290,10 +283,10 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
 
 def leave_token(directory: Path) -> str:
     """Writes a token for `find_token`; none if one process, or a store, needs none."""
-    is_alone = jax.process_count() == 1 or is_remote(directory)
-    token = "" if is_alone else secrets.token_hex(8)
-    if token:
-        (directory / _TOKEN).write_text(token)
+    if jax.process_count() == 1 or is_remote(directory):
+        return ""
+    token = secrets.token_hex(8)
+    (directory / _TOKEN).write_text(token)
     return token
 
 

@@ -1,11 +1,9 @@
 """Weights of other libraries: safetensors in and out, msgpack, plain Orbax, mappings.
 
-What is loaded is a `Source` of names and things that can be sliced. None of the formats
-has checksums of arrays: damage is found only where a file is cut off or contradicts
-itself. Safetensors files are mapped into memory: a load copies the slices that its
-devices hold, and in a save every process writes its own shards into a file on a shared
-disk, on which process 0 has reserved the room. The library checks headers; the bytes
-are read here, as its NumPy interface lacks float8.
+None of the formats has checksums of arrays: damage is found only where a file is cut
+off or contradicts itself. Safetensors files are mapped into memory: a load copies the
+slices that its devices hold, and in a save every process writes its own shards. The
+library checks headers; the bytes are read here, as its NumPy interface lacks float8.
 """
 
 import itertools
@@ -153,9 +151,9 @@ def load_msgpack(
 ) -> PyTree:
     """Loads a state that Flax wrote as msgpack, each array in its layout.
 
-    Use this for a file with the output of `flax.serialization.to_bytes`. All other
-    arguments are those of `load_arrays`; `/` separates keys. The host holds all arrays
-    during the call. A changed bit in an array goes unnoticed.
+    Use this for a file with the output of `flax.serialization.to_bytes`. The arguments
+    are those of `load_arrays`; `/` separates keys. The host holds all arrays during the
+    call. A changed bit in an array goes unnoticed.
 
     Raises:
         DamagedCheckpointError: If it is truncated or is not a state in msgpack.
@@ -174,10 +172,9 @@ def load_orbax(
 
     Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
     a `CheckpointManager` or Orbax's version 1, or for one of several trees in a step.
-    The arguments are those of `load_arrays`; `/` separates keys. A leading `params/`,
-    and the `/value` that NNX once wrote, need no renaming. Every device reads only the
-    slices that it holds, except of what `transpose` names. A changed bit is not always
-    found.
+    The arguments are those of `load_arrays`; `/` separates keys. Every device reads
+    only the slices that it holds, except of what `transpose` names. A changed bit is
+    not always found.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
@@ -186,8 +183,8 @@ def load_orbax(
     """
     # A dependency of Orbax, which also reads paths in cloud storage.
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
-    path = epath.Path(directory).expanduser()
-    path = path if "://" in str(path) else epath.Path(Path(path).absolute())
+    is_remote = "://" in str(directory)
+    path = epath.Path(directory if is_remote else _local(directory).absolute())
     # Orbax's file with the metadata of all leaves of a tree.
     files = [*path.glob("_METADATA"), *path.glob("*/_METADATA")]
     if len(files) != 1:
@@ -245,15 +242,14 @@ def save_safetensors(
             msg = f"{path} exists. Give another name, or overwrite=True."
             raise CheckpointError(msg)
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = sum(spec.nbytes for spec, _ in arrays)
+        num_bytes = len(header) + sum(spec.nbytes for spec, _ in arrays)
         with temporary.open("wb") as file:
-            file.write(header)
-            file.flush()
             # A full disk is noticed here, as an error: a write to mapped memory would
             # kill the process with SIGBUS.
-            if num_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), len(header), num_bytes)
-            file.truncate(len(header) + num_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.truncate(num_bytes)
+            file.write(header)
 
     def publish() -> None:
         with temporary.open("r+b") as file:
@@ -272,9 +268,6 @@ def save_safetensors(
         if jax.process_index() == 0 and temporary.exists():
             temporary.unlink()
     return path
-
-
-# Sources.
 
 
 def arrays_source(name: str, arrays: Any, separator: str) -> Source:
@@ -316,12 +309,13 @@ def _mapped(path: Path) -> dict[str, Any]:
         (size,) = struct.unpack("<Q", content[:8].tobytes())
         header = json.loads(content[8 : 8 + size].tobytes())
         header.pop("__metadata__", None)
-        arrays: dict[str, Any] = {}
-        for name, entry in header.items():
+
+        def array(entry: Mapping[str, Any]) -> Any:
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
             dtype = jax.numpy.dtype(_DTYPES[entry["dtype"]])
-            arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
-    return arrays
+            return content[begin:end].view(dtype).reshape(entry["shape"])
+
+        return {name: array(entry) for name, entry in header.items()}
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
@@ -329,9 +323,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
         msg = f"{path} is not on a disk of this machine. Give a local path."
         raise CheckpointError(msg)
     return Path(path).expanduser()
-
-
-# Writing.
 
 
 def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
@@ -349,9 +340,9 @@ def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
         if not is_array or spec is None or spec.dtype not in _CODES:
             what = f"dtype {value.dtype}" if is_array else _checks.shown(value)
             msg = (
-                f"{path}: safetensors files hold arrays of common dtypes, and this is "
-                f"{what}. Save the parameters alone, as state.params or "
-                "nnx.state(model, nnx.Param), and of PRNG keys jax.random.key_data."
+                f"{path}: safetensors files cannot hold {what}. Save the parameters "
+                "alone, as state.params or nnx.state(model, nnx.Param), and of PRNG "
+                "keys jax.random.key_data."
             )
             raise CheckpointError(msg)
         arrays.append((replace(spec, path=name), value))

@@ -11,12 +11,12 @@ since it is nearly always a typo, and of several that match a path the first one
 """
 
 import contextlib
-import functools
+import difflib
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -29,7 +29,6 @@ from jax.typing import DTypeLike
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.difference import Change, RestoreDiff
 from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -39,8 +38,11 @@ from meshlayout.state.create import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# How many rows of a difference an error shows, and how many keys a name may have.
-_SHOWN, _DEEPEST = 40, 200
+# How many rows of a difference an error shows, among how many names near ones are
+# looked for (difflib is slow), and how many keys a name may have.
+_SHOWN, _COMPARED, _DEEPEST = 40, 100, 200
+
+_COLUMNS = ("differs", "wanted", "saved")
 
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
@@ -74,29 +76,87 @@ class ArraySpec:
         return not self.is_number and _jax.is_extended(self.dtype)
 
     @property
-    def host_shape(self) -> tuple[int, ...]:
-        """Its shape on the host; of PRNG keys, with that of the words in the end."""
-        return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
-
-    @property
-    def host_dtype(self) -> np.dtype[Any]:
-        """Its dtype on the host; of PRNG keys, that of the words."""
-        return np.dtype("uint32" if self.is_key else self.dtype)
+    def host(self) -> "ArraySpec":
+        """It as the host holds it: of PRNG keys, their words."""
+        if not self.is_key:
+            return self
+        keys = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        words = jax.eval_shape(jax.random.key_data, keys)
+        return replace(self, shape=words.shape, dtype=np.dtype(words.dtype))
 
     @property
     def nbytes(self) -> int:
         """Its bytes; none for a Python number."""
-        size = math.prod(self.host_shape) * self.host_dtype.itemsize
+        host = self.host
+        size = math.prod(host.shape) * np.dtype(host.dtype).itemsize
         return 0 if self.is_number else size
 
     def __str__(self) -> str:
         return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
 
 
-@functools.lru_cache(maxsize=16)
-def _word_shape(dtype: DType) -> tuple[int, ...]:
-    key = jax.ShapeDtypeStruct((), dtype)
-    return jax.eval_shape(jax.random.key_data, key).shape
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A path whose saved array has another shape or dtype than the one in the state."""
+
+    path: str
+    saved: ArraySpec
+    wanted: ArraySpec
+
+
+@dataclass(frozen=True)
+class RestoreDiff:
+    """How a saved state differs from the state to restore; print or display it.
+
+    Attributes:
+        missing: Paths of the state to restore that were not saved.
+        extra: Paths that were saved but are not in the state, after renaming.
+        shapes: Arrays whose shapes differ.
+        dtypes: Arrays whose dtypes differ.
+    """
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    shapes: tuple[Change, ...] = ()
+    dtypes: tuple[Change, ...] = ()
+    # By path, what stands in the table for a missing or extra array.
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.shapes or self.dtypes)
+
+    def summary(self) -> str:
+        """Returns the counts, as `1 missing, 2 extra`."""
+        rows = self.missing, self.extra, self.shapes, self.dtypes
+        kinds = "missing", "extra", "of another shape", "of another dtype"
+        texts = [f"{len(x)} {kind}" for x, kind in zip(rows, kinds, strict=True) if x]
+        return ", ".join(texts) or "nothing differs"
+
+    def table(self, most: int | None = None) -> str:
+        """Returns the differences side by side, at most so many of them."""
+        rows, notes = self._rows(), list[str]()
+        if most is not None and len(rows) > most:
+            notes = [f"... and {len(rows) - most:,} more"]
+        return _render.text_table(_COLUMNS, rows[:most], notes=notes)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.table()}" if self else self.summary()
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(_COLUMNS, self._rows(), caption=self.summary())
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        text = {path: str(replace(x, path=path)) for path, x in self.specs.items()}
+        near: dict[str, str] = {}
+        for path in self.missing[:_COMPARED]:
+            for match in difflib.get_close_matches(path, self.extra[:_COMPARED], n=1):
+                near[path] = f"(near: {text.get(match, match)})"
+        return [
+            *(("missing", text.get(x, x), near.get(x, "")) for x in self.missing),
+            *(("shape", str(x.wanted), str(x.saved)) for x in self.shapes),
+            *(("dtype", str(x.wanted), str(x.saved)) for x in self.dtypes),
+            *(("extra", "", text.get(x, x)) for x in self.extra),
+        ]
 
 
 Wanted: TypeAlias = Sequence[tuple[ArraySpec, Sharding | None]]
@@ -227,9 +287,6 @@ def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
     return replace(spec, shape=shape)
 
 
-# The state to build.
-
-
 def _targets(
     saved: Mapping[str, ArraySpec], request: Request
 ) -> tuple[list[Target], Callable[[Sequence[Any]], PyTree]]:
@@ -253,8 +310,7 @@ def _targets(
     values, treedef = jax.tree.flatten(tree)
     named = enumerate(_paths.flatten(tree, whole=True).leaves)
     # By position among all leaves: those that are not arrays are kept.
-    specs = {i: spec_of(path, value) for i, (path, value, _) in named}
-    specs = {i: spec for i, spec in specs.items() if spec is not None}
+    specs = {i: x for i, (path, value, _) in named if (x := spec_of(path, value))}
     if layouts is None:
         shardings = [_own_sharding(values[i]) for i in specs]
     else:
@@ -313,9 +369,9 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
     except ValueError as error:
         raise CheckpointError(f"{saved} does not fit its layout: {error}.") from None
     # Wider than JAX's, it would be narrowed on devices before its range is checked.
-    is_wide = _jax.canonical_dtype(saved.host_dtype) != saved.host_dtype
-    is_on_host = is_wide or saved.is_number or target.spec.is_key
-    return None if is_on_host else target.sharding
+    is_wide = _jax.canonical_dtype(saved.host.dtype) != saved.host.dtype
+    on_host = is_wide or saved.is_number or target.spec.is_key
+    return None if on_host else target.sharding
 
 
 def _kept(target: Target) -> Any:
@@ -381,9 +437,6 @@ def _cast(
     return result
 
 
-# Which saved array belongs to which array of the state, and what does not fit.
-
-
 def match(
     saved: Mapping[str, ArraySpec],
     wanted: Sequence[ArraySpec],
@@ -412,9 +465,8 @@ def match(
         if name is None:
             missing[spec.path] = spec
             continue
-        partner, expected = saved[name], spec
-        if spec.is_key and not partner.is_key:
-            expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
+        partner = saved[name]
+        expected = spec if partner.is_key else spec.host
         is_cast = kind == _kind_of(spec.dtype) and not spec.is_number
         if is_cast or partner.is_number or spec.is_number:
             fits = _kind_of(partner.dtype) == _kind_of(expected.dtype)
@@ -425,12 +477,9 @@ def match(
         elif partner.shape != expected.shape:
             shapes.append(Change(spec.path, partner, spec))
         else:
-            own = spec.host_dtype if spec.is_key else spec.dtype
-            pairs[spec.path] = name, dtype if is_cast else own
+            pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
     extra = {name: saved[name] for name in rest.values() if name not in left}
     is_found = bool(pairs) or not saved
-    if is_found and not (missing or extra or shapes or dtypes):
-        return pairs, RestoreDiff()
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
     wrong = diff = RestoreDiff(*rows, extra | missing)
     if request.partial is True and is_found:
@@ -443,7 +492,8 @@ def match(
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
         raise RestoreDiffError(msg, diff)
-    logger.info("%s differs: %s", source, diff)
+    if diff:
+        logger.info("%s differs: %s", source, diff)
     return pairs, diff
 
 
@@ -512,17 +562,17 @@ def _requested(
     if dtype is None:
         return None, None
     kinds = {_kind_of(spec.dtype) for spec in wanted if not spec.is_number}
-    try:
+    value = kind = None
+    with contextlib.suppress(TypeError, ValueError):
         value = jnp.dtype(dtype).newbyteorder("=")
-    except (TypeError, ValueError):
-        value = None
-    if value is None or _kind_of(value) not in kinds:
+        kind = _kind_of(value)
+    if kind not in kinds:
         msg = (
             f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are in "
             f"the state, got {_checks.shown(dtype)}."
         )
         raise CheckpointError(msg)
-    return value, _kind_of(value)
+    return value, kind
 
 
 def _kind_of(dtype: DType) -> str:

@@ -8,6 +8,7 @@ compares them with those of `like` before any array is read.
 """
 
 import contextlib
+import datetime
 import functools
 import logging
 import re
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import directory as steps
@@ -43,14 +44,8 @@ _CHUNK_BYTES = 64 * 2**20
 _one_at_a_time = threading.Lock()
 
 
-# Writing.
-
-
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the description of each leaf for JSON, and the arrays to write by path.
-
-    PRNG keys are written as their words, and NumPy arrays are copies.
-    """
+    """Returns what JSON holds of each leaf, and the arrays to write by path."""
     try:
         flat = _paths.flatten(state, whole=True).leaves
     except MeshLayoutError as error:
@@ -80,10 +75,8 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
     if isinstance(value, jax.ShapeDtypeStruct):
         problem = "a shape without values cannot be saved. Save the state itself."
     elif not is_array or not _jax.is_array_dtype(value.dtype):
-        problem = (
-            f"{_checks.shown(value)} cannot be saved. A state holds arrays and "
-            "numbers; keep anything else in metadata=, or outside the tree."
-        )
+        where = "keep anything else in metadata=, or outside the tree"
+        problem = f"{_checks.shown(value)} is neither an array nor a number: {where}."
     elif isinstance(value, np.ma.MaskedArray):
         problem = "the mask of a masked array would be lost. Save it as an array."
     elif isinstance(value, jax.Array) and value.is_deleted():
@@ -117,14 +110,13 @@ def start_writing(
 ) -> Any:
     """Starts to write arrays, and returns Orbax's response when they may be donated.
 
-    All processes call this with the same arrays, and each writes its own shards. The
-    facts are JSON. The directory does not exist yet.
+    All processes call this with the same arrays, and each writes its own shards.
     """
     items = {
         name: nested((_name(path), array) for path, array in arrays.items())
         for name, arrays in trees.items()
         if arrays
-    }
+    } or {"state": {"%": np.zeros(1)}}  # Orbax refuses to write nothing
     ocp = quiet("orbax.checkpoint.experimental.v1")
     context = ocp.Context()
     saving = context.array.saving
@@ -136,8 +128,6 @@ def start_writing(
     saving.enable_pinned_host_transfer = False
     saving.use_replica_parallel = jax.process_count() > 1
     with _one_at_a_time, undisturbed(), context:
-        # Orbax refuses to write nothing.
-        items = items or {"state": {"%": np.zeros(1)}}
         return ocp.save_checkpointables_async(str(path), items, custom_metadata=facts)
 
 
@@ -145,9 +135,6 @@ def _name(path: str) -> str:
     """Returns a path as a name in Orbax's files, where dots separate keys."""
     escapes = str.maketrans({"%": "%25", ".": "%2E"})
     return "/".join(key.translate(escapes) or "%" for key in path.split("/"))
-
-
-# Reading.
 
 
 @dataclass(frozen=True)
@@ -176,18 +163,14 @@ class SavedStep:
         specs = specs_of(leaves)
         # What is not read from Orbax's files.
         others: dict[str, Any] = {
-            x.path: np.zeros(x.host_shape, x.host_dtype) for x in specs if 0 in x.shape
+            x.path: np.zeros(x.host.shape, x.host.dtype) for x in specs if 0 in x.shape
         }
         for leaf in leaves:
             if leaf["kind"] == "python":
-                is_pair = leaf["dtype"] == "complex"
-                value = complex(*leaf["value"]) if is_pair else leaf["value"]
-                others[leaf["path"]] = value
-        stored = nested(
-            (_name(x.path), x)
-            for x in specs
-            if _is_written(np.asarray(others.get(x.path, 0)))
-        )
+                pair = leaf["value"] if leaf["dtype"] == "complex" else None
+                others[leaf["path"]] = complex(*pair) if pair else leaf["value"]
+        written = (x for x in specs if _is_written(np.asarray(others.get(x.path, 0))))
+        stored = nested((_name(x.path), x) for x in written)
         source = tree_source(self.path / tree, stored, others)
         return replace(source, name=str(self.path), leaves=specs)
 
@@ -207,6 +190,55 @@ def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
 def _key_dtype(impl: str) -> Any:
     """Returns the dtype of a generator's PRNG keys, without running a program."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of a checkpoint: a table if printed or displayed; times are UTC.
+
+    `arrays` has by path the dtype, shape, layout and mesh of each array, as text.
+    """
+
+    step: int
+    saved_at: datetime.datetime
+    num_processes: int
+    arrays: Mapping[str, str]
+    nbytes: int
+    metadata: Any
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Inspection":
+        """Returns the inspection of a step, from the facts of its save."""
+        leaves = facts["items"]["state"]
+        arrays, specs = dict[str, str](), specs_of(leaves)
+        for x, leaf in zip(specs, leaves, strict=True):
+            place = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
+            text = f"{_render.array_text(x.dtype, x.shape)} {place}"
+            arrays[x.path] = text.strip()
+        return cls(
+            step=facts["step"],
+            saved_at=datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
+            num_processes=facts["processes"],
+            arrays=arrays,
+            nbytes=sum(x.nbytes for x in specs),
+            metadata=facts["metadata"],
+            metrics=facts["metrics"],
+        )
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{_render.text_table(*self._table())}"
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(*self._table(), caption=self._title())
+
+    def _title(self) -> str:
+        facts = (_render.bytes_text(self.nbytes), self.metrics, self.metadata)
+        saved = f"saved {self.saved_at:%Y-%m-%d %H:%M:%S} UTC"
+        return ", ".join([f"step {self.step}", saved, *(f"{x}" for x in facts if x)])
+
+    def _table(self) -> tuple[list[str], list[tuple[str, str]]]:
+        return ["path", "array"], list(self.arrays.items())
 
 
 def tree_source(
@@ -305,10 +337,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suspends the caller's active mesh and transfer guards.
-
-    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
-    JAX would refuse programs on the arrays of the state.
-    """
+    """Suspends the caller's transfer guards, and a mesh, which may be another one."""
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield

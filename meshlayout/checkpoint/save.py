@@ -31,6 +31,8 @@ from meshlayout.errors import CheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
+_turn = threading.Lock()
+
 # How often a process that waits for Orbax looks whether another one has failed.
 _PEEK_S = 1.0
 
@@ -39,8 +41,7 @@ _PEEK_S = 1.0
 class Save:
     """One running save, of trees as for `orbax.start_writing`; `after` follows it.
 
-    A Future tells of its end, and whether the thread or an interrupted caller was
-    first. In Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
+    A Future tells of its end: in Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
     """
 
     directory: Path
@@ -55,38 +56,37 @@ class Save:
     def start(self) -> None:
         """Returns when the state may be donated."""
         _finish_at_exit()
+        name = f"checkpoint-{self.step}"
         try:
             _unfinished.add(self)
-            threading.Thread(target=self._run, name=f"checkpoint-{self.step}").start()
+            threading.Thread(target=self._run, name=name).start()
             self.copied.wait()
-        except BaseException as error:  # Ctrl-C
-            if self.end.cancel():  # before the thread began, which others wait for
-                self.channel.fail(error)
-            else:  # the caller may donate the state afterwards
-                self.copied.wait()
+        except BaseException:  # Ctrl-C
+            # Perhaps before the thread began, for which other processes wait.
+            threading.Thread(target=self._run, name=name).start()
+            self.copied.wait()  # the caller may donate the state afterwards
             raise
 
     def error(self) -> BaseException | None:
         """Waits for its end, and returns its error; may be interrupted and repeated."""
-        # If Ctrl-C came before its thread, it never runs.
+        # If Ctrl-C came before `start`, it never runs.
         error = None if self.end.cancel() else self.end.result()
         _unfinished.discard(self)
         return error
 
-    # In the thread.
-
     def _run(self) -> None:
-        if not self.end.set_running_or_notify_cancel():
-            return
-        error: BaseException | None = None
+        with _turn:  # of two threads, the first one saves
+            if self.end.running() or self.end.done():
+                return
+            self.end.set_running_or_notify_cancel()
         try:
             with activity.during(f"saving step {self.step} in {self.directory}"):
                 self._write()
-        except BaseException as problem:
-            error = problem
-        self.trees = {}
-        self.end.set_result(error)
-        self.copied.set()
+            self.end.set_result(None)
+        except BaseException as error:
+            self.trees = {}
+            self.end.set_result(error)
+            self.copied.set()
 
     def _write(self) -> None:
         is_remote, channel = steps.is_remote(self.directory), self.channel
@@ -144,8 +144,7 @@ def failures(step: int, directory: Path) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
-# The end of the process: saves that run, or whose error nobody has raised. A forked
-# child does not have their threads.
+# Saves that run, or whose error nobody has raised; a forked child lacks their threads.
 _unfinished: set[Save] = set()
 
 if hasattr(os, "register_at_fork"):
@@ -159,8 +158,7 @@ def _finish_at_exit() -> None:
     At exit Python first shuts down the pools that Orbax writes with, and then waits for
     threads: a running save would hang for minutes, and be lost. Functions registered so
     run in reverse order, so ours runs before that of `concurrent.futures`. The API is
-    private (in Python 3.9 to 3.14); without it
-    `test_a_process_that_ends_finishes_its_save` fails.
+    private (Python 3.9 to 3.14); `test_a_process_that_ends_finishes_its_save` notices.
     """
     assert concurrent.futures.thread  # its import registers its function first
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
