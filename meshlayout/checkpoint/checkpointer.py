@@ -51,8 +51,9 @@ class Checkpointer:
     Use this in a loop of your own, as below, or in the callback `Checkpoint`.
 
     A step is saved completely or not at all: a killed process or a full disk leaves the
-    earlier steps intact, and a step that is saved again is there at every moment. A
-    step is a plain directory of Orbax; a restore compares its files with their hashes.
+    earlier steps intact, and a step that is saved again is there at every moment (in
+    gs:// it is deleted first). A step is a plain directory of Orbax; a restore compares
+    its files with their hashes, except in gs://.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
     stays in host memory until the files are written. The next save waits for that, and
@@ -63,8 +64,8 @@ class Checkpointer:
     All processes share the directory, and save and restore in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
-            `gcs`) and has no locks.
+        directory: A local path, or `gs://bucket/run`, which has no locks and needs the
+            extra `gcs`.
         keep: How many of the latest steps to keep; None for all.
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
@@ -296,8 +297,7 @@ class Checkpointer:
         Args:
             like: The state to restore into, concrete or abstract (`ml.describe`,
                 `jax.eval_shape`), which sets shapes, dtypes and layouts; or a layout
-                map, for nested dicts of all saved arrays. None for nested dicts on one
-                device.
+                map for nested dicts of all arrays; None for such dicts on one device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
             data: The input iterator, which is moved to its saved position.
@@ -354,8 +354,8 @@ class Checkpointer:
                 continue
             if damaged:
                 damaged.insert(0, f"restored step {step}, the newest that is intact.")
-                text, level = " ".join(damaged), stack_level()
-                warnings.warn(text, CheckpointWarning, stacklevel=level)
+                text = " ".join(damaged)
+                warnings.warn(text, CheckpointWarning, stacklevel=stack_level())
             return result
         if damaged:
             damaged.insert(0, f"{self.directory} has no intact step.")
@@ -392,9 +392,8 @@ class Checkpointer:
                 result = work()
             except DamagedCheckpointError as error:
                 damage = error
-        damages = self._channel.exchange(damage).values()
-        first = next((other for other in damages if other is not None), None)
-        return (result, None) if first is None else (None, first)
+        damages = [x for x in self._channel.exchange(damage).values() if x is not None]
+        return (None, damages[0]) if damages else (result, None)
 
 
 def steps_to_delete(

@@ -37,8 +37,8 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# What declares a step whole: the sizes and hashes of its files, or Orbax's commit in a
-# store. What Orbax keeps for us: the facts of a step. What steps of older formats have.
+# The sizes and hashes of a step's files declare it whole; in a store, Orbax's commit.
+# Orbax keeps the facts of a step for us. Steps of older formats have a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
 _STEP = r"(0|[1-9]\d*)(\.new)?"
@@ -118,10 +118,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def check(path: Path, *, verify: bool) -> None:
-    """Raises DamagedCheckpointError unless this process's share of files is as saved.
-
-    Without `verify`, only sizes are compared.
-    """
+    """Compares this process's share of the files with the seal, or only their sizes."""
     file = path / _SEAL
     try:
         files = {} if is_remote(path) else json.loads(file.read_bytes())

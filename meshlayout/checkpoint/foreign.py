@@ -67,7 +67,7 @@ class LoadOptions(TypedDict, total=False):
 def load_arrays(
     arrays: Mapping[str, Any], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
-    """Loads a state from arrays by name, each array in its layout.
+    """Returns a new state from arrays by name, each array in its layout.
 
     Use this for what is in memory or in a format of its own: memory maps, HDF5,
     `np.load` of an `.npz` file, `{name: x.numpy() for name, x in ...}` of a
@@ -80,20 +80,11 @@ def load_arrays(
         like: The state to restore: arrays, whose values are ignored, or abstract
             arrays (from `ml.describe`), in any tree. Or just a layout map, to get
             nested dicts of all arrays; or None, for one device.
-        **options: `layouts`, a layout map, if the layouts are not those of `like`.
-            `rename`, `{pattern: replacement}`, as by `re.sub`; the first pattern that
-            matches a saved name changes it.
-            `transpose`, `{pattern: permutation}` by path in the state, as by
-            `np.transpose`: PyTorch's dense weights need `(1, 0)`, and those of its
-            convolutions `(2, 3, 1, 0)`.
-            `partial`: True if arrays of the state may be missing, and keep their
-            values, and extra saved arrays are ignored; or patterns of paths that are
-            left as they are in `like`, whatever was saved there.
-            `dtype`, for every array of its kind; all others must have been saved in
-            the dtype of the state.
-
-    Returns:
-        A new tree of the type of `like`.
+        **options: `layouts`, `rename`, `partial`, and `dtype`, as for
+            `Checkpointer.restore`: the first pattern of `rename` that matches a saved
+            name changes it. And `transpose`, `{pattern: permutation}` by path in the
+            state, as by `np.transpose`: PyTorch's dense weights need `(1, 0)`, and
+            those of its convolutions `(2, 3, 1, 0)`.
 
     Raises:
         RestoreDiffError: If the arrays differ in ways that are not allowed.
@@ -202,7 +193,7 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the arrays of a state to a safetensors file.
+    """Writes the arrays of a state to a safetensors file, and returns its path.
 
     Use this to publish weights, or to hand them to another library. All processes call
     this, with a path that they share, and each writes its own shards: no array is ever
@@ -216,9 +207,6 @@ def save_safetensors(
             then dots separate keys in the names.
         metadata: Strings to write into the header, by name.
         overwrite: Whether an existing file may be replaced.
-
-    Returns:
-        The path of the file.
 
     Raises:
         CheckpointError: If a leaf cannot be written, a name is ambiguous, or the file

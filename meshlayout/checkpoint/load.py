@@ -1,10 +1,9 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
-A kind of files is a `Source`: names, shapes, dtypes, and how to read. Everything else
-is the same for our steps, plain Orbax, safetensors and msgpack. Names are matched, and
-all differences are known before any array is read. Then each process casts and places
-the slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need no
-special handling.
+A kind of files is a `Source`: names, shapes, dtypes, and how to read. All else is the
+same for all. Names are matched, and all differences are known before any array is read.
+Then each process casts and places the slices that its devices hold, in NumPy, where
+64-bit values and PRNG keys need no special handling.
 
 Patterns are regular expressions for `re.search`; one that matches nothing is an error,
 since it is nearly always a typo, and of several that match a path the first one counts.
@@ -87,9 +86,8 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         """Its bytes; none for a Python number."""
-        host = self.host
-        size = math.prod(host.shape) * np.dtype(host.dtype).itemsize
-        return 0 if self.is_number else size
+        itemsize = 0 if self.is_number else np.dtype(self.host.dtype).itemsize
+        return math.prod(self.host.shape) * itemsize
 
     def __str__(self) -> str:
         return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
@@ -134,9 +132,9 @@ class RestoreDiff:
 
     def table(self, most: int | None = None) -> str:
         """Returns the differences side by side, at most so many of them."""
-        rows, notes = self._rows(), list[str]()
-        if most is not None and len(rows) > most:
-            notes = [f"... and {len(rows) - most:,} more"]
+        rows = self._rows()
+        rest = len(rows[:most]) - len(rows)
+        notes = [f"... and {-rest:,} more"] if rest else []
         return _render.text_table(_COLUMNS, rows[:most], notes=notes)
 
     def __str__(self) -> str:
@@ -191,10 +189,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Target:
-    """A leaf of the state to build: its spec, and its value in `like`.
+    """A leaf of the state to build, and its value in `like`.
 
-    `sharding` is that of the result, None for JAX's default device; `on_host` says
-    that it is a NumPy array or a Python number.
+    Without a sharding it is on JAX's default device, or `on_host`.
     """
 
     spec: ArraySpec
@@ -240,8 +237,7 @@ def load(source: Source, request: Request) -> PyTree:
 def to_numpy(source: Source) -> PyTree:
     """Returns all arrays as nested dicts of NumPy arrays, PRNG keys as their words."""
     values = source.read([(leaf, None) for leaf in source.leaves])
-    paths = [leaf.path for leaf in source.leaves]
-    return nested(zip(paths, values, strict=True))
+    return nested(zip((leaf.path for leaf in source.leaves), values, strict=True))
 
 
 def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
@@ -249,10 +245,9 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
     tree: dict[str, Any] = {}
     for path, value in items:
         *parents, last = path.split("/")
-        if len(parents) > _DEEPEST:  # Python and JAX walk trees by recursion
-            msg = f"{path[:80]!r}... has {len(parents) + 1} keys. Change rename=."
-            raise CheckpointError(msg)
         node: Any = tree
+        if len(parents) > _DEEPEST:  # JAX walks trees by recursion
+            raise CheckpointError(f"{path[:80]!r}... has more than {_DEEPEST} keys.")
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
@@ -265,9 +260,8 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
 def spec_of(path: str, value: Any) -> ArraySpec | None:
     """Returns the spec of an array or a Python number; None for anything else."""
     if not hasattr(value, "dtype"):
-        kinds = (x for x in (bool, int, float, complex) if isinstance(value, x))
-        kind = next(kinds, None)
-        return None if kind is None else ArraySpec(path, (), kind)
+        kinds = [x for x in (bool, int, float, complex) if isinstance(value, x)]
+        return ArraySpec(path, (), kinds[0]) if kinds else None
     dtype = value.dtype
     with contextlib.suppress(TypeError):  # which a dtype of another library raises
         if _jax.is_extended(dtype):
@@ -358,11 +352,8 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
         return None
     narrow = _jax.canonical_dtype(dtype)
     if narrow != dtype:
-        msg = (
-            f"{saved}: JAX would turn {dtype} into {narrow}. Ask for that with "
-            f"dtype='{narrow}', or set jax_enable_x64."
-        )
-        raise CheckpointError(msg)
+        way = f"Ask for that with dtype='{narrow}', or set jax_enable_x64."
+        raise CheckpointError(f"{saved}: JAX would turn {dtype} into {narrow}. {way}")
     try:
         if target.sharding is not None:
             target.sharding.shard_shape(target.spec.shape)
@@ -390,7 +381,8 @@ def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     # By index: of what the source has placed already, and of what is read here, once
     # for all devices that hold it.
     is_placed = isinstance(value, jax.Array)
-    shards = value.addressable_shards if is_placed else ()
+    is_done = is_placed and value.dtype == dtype
+    shards = value.addressable_shards if is_placed and not is_done else ()
     placed = {repr(shard.index): shard.data for shard in shards}
     parts: dict[str, Any] = {}
 
@@ -407,7 +399,7 @@ def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
 
     if target.on_host:
         return read()[()] if isinstance(target.value, np.generic) else read()
-    if is_placed and value.dtype == dtype:
+    if is_done:
         array = value
     elif sharding is None:
         array = jax.device_put(read())
@@ -513,11 +505,9 @@ def renamed(
         names = (regex.sub(x, path) for regex, x in table if regex.search(path))
         name = next(names, path).replace(old, new)
         if path_by_name.setdefault(name, path) != path:
-            msg = (
-                f"the saved arrays {path_by_name[name]!r} and {path!r} both become "
-                f"{name!r}. Change rename= so that they differ."
-            )
-            raise CheckpointError(msg)
+            both = f"the saved arrays {path_by_name[name]!r} and {path!r} both become"
+            way = "Change rename= so that they differ."
+            raise CheckpointError(f"{both} {name!r}. {way}")
     return list(path_by_name)
 
 
@@ -546,11 +536,9 @@ def _table(
         if not any(map(regex.search, paths)):
             near = nearest_paths([regex.pattern], paths)[regex.pattern]
             hint = f" Nearest: {', '.join(near)}." if near else ""
-            msg = (
-                f"the pattern {regex.pattern!r} of {option}= matches none of the "
-                f"{len(paths):,} paths.{hint} Correct it or remove it."
-            )
-            raise CheckpointError(msg)
+            msg = f"the pattern {regex.pattern!r} of {option}= matches none of the"
+            way = "Correct it or remove it."
+            raise CheckpointError(f"{msg} {len(paths):,} paths.{hint} {way}")
         pairs.append((regex, value))
     return pairs
 
@@ -567,11 +555,8 @@ def _requested(
         value = jnp.dtype(dtype).newbyteorder("=")
         kind = _kind_of(value)
     if kind not in kinds:
-        msg = (
-            f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are in "
-            f"the state, got {_checks.shown(dtype)}."
-        )
-        raise CheckpointError(msg)
+        msg = f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are"
+        raise CheckpointError(f"{msg} in the state, got {_checks.shown(dtype)}.")
     return value, kind
 
 

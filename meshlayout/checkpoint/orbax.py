@@ -1,10 +1,9 @@
 """Trees in Orbax's files: those of our steps, and those that others wrote.
 
-Steps are written by Orbax's v1 API, which is public but called experimental; pyproject
-names the versions that the tests ran with. Trees are read by a handler of its first
-API, which knows the trees of both, and has no barrier at which processes would wait for
-one that has raised. JSON of ours says what the leaves of a step are, so that a restore
-compares them with those of `like` before any array is read.
+Steps are written by Orbax's v1 API, which is public but called experimental. Trees are
+read by a handler of its first API, which knows the trees of both, and has no barrier at
+which processes would wait for one that has raised. JSON of ours says what the leaves of
+a step are: a restore compares them with `like` before any array is read.
 """
 
 import contextlib
@@ -246,8 +245,7 @@ def tree_source(
 ) -> Source:
     """Returns the arrays of one tree that Orbax wrote.
 
-    `tree` holds their specs, if Orbax need not be asked for them; `others` has values
-    by path that are not to be read.
+    `tree` has their specs; None asks Orbax. `others` by path are not read.
     """
     api = quiet("orbax.checkpoint")
     path = require("etils.epath", extra="checkpoint", purpose="A path").Path(path)

@@ -1,9 +1,8 @@
-"""One save, in a thread of its own.
+"""One save, in a thread of its own: Ctrl-C cannot cut it in two.
 
-Ctrl-C cannot cut it in two, and a process that ends finishes it first. All processes
-must agree on each outcome, or some would wait forever for the others. So each exchange
-is reached on every path: a process that fails sends its error instead of its result,
-and all of them raise the first one.
+All processes must agree on each outcome, or some would wait forever for the others. So
+each exchange is reached on every path: a process that fails sends its error instead of
+its result, and all of them raise the first one.
 """
 
 import concurrent.futures.thread
@@ -111,8 +110,8 @@ class Save:
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
         activity.now.checkpoint = f"step {self.step} in {self.directory}"
-        seconds, size = time.perf_counter() - begin_s, _render.bytes_text(nbytes)
-        logger.info("saved step %d: %s in %.2f s", self.step, size, seconds)
+        facts = self.step, _render.bytes_text(nbytes), time.perf_counter() - begin_s
+        logger.info("saved step %d: %s in %.2f s", *facts)
 
     def _await(self, response: Any) -> None:
         """Waits for Orbax, which would wait for minutes for a process that failed."""
