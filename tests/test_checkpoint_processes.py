@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding  # noqa: TID251
 
 import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer, orbax
 from meshlayout.checkpoint.directory import read_facts
+from meshlayout.cluster.replicas import replica_sums
 from tests.processes import run_processes
 
 
@@ -297,6 +299,18 @@ def disagreements(directory):
         for name, specs in ("copies", (None, None)), ("shards", (None, "model")):
             flipped = state | {"half": place(half, mesh.layout(*specs))}
             told[name] = message(lambda flipped=flipped: ck.save(1, flipped))
+        sums = []
+        for layout in mesh.layout(None, None), mesh.layout(None, "model"):
+            hlo = layout.sharding._to_xla_hlo_sharding(2)
+            sharding = GSPMDSharding(tuple(mesh.jax_mesh.devices.flat), hlo)
+            arrays = [
+                jax.make_array_from_callback(
+                    half.shape, where, lambda index: half[index]
+                )
+                for where in (sharding, layout.sharding)
+            ]
+            sums.append([repr(replica_sums([array])) for array in arrays])
+        told["of any sharding"] = sums
 
         def metadata():
             return {} if first else {}["not here"]
@@ -351,6 +365,8 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
             "CheckpointError: process 1 and process 0 do not share the directory /x: "
             "all of them have to."
         )
+        for general, named in one["of any sharding"]:
+            assert general == named != "{}"
         for name in ("copies", "shards"):
             assert one[name].startswith(
                 f"{begin}the sum of the arrays and numbers that processes share is "

@@ -1,5 +1,6 @@
 """What checkpoints promise, as a user can see it: one test for each sentence."""
 
+import errno
 import gc
 import hashlib
 import inspect
@@ -86,6 +87,35 @@ def test_reading_creates_no_directory(tmp_path):
     before = sorted(where.rglob("*"))
     ml.Checkpointer(where).restore(STATE)
     assert sorted(where.rglob("*")) == before
+
+
+def test_files_and_names_are_durable_before_a_step_takes_its_name(
+    tmp_path, monkeypatch
+):
+    synced, sync, rename = [], os.fsync, Path.rename
+
+    def noted_sync(descriptor):
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        sync(descriptor)
+        if Path(synced[-1]).is_dir():  # as on mounts that cannot sync directories
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def noted_rename(path, target):
+        synced.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    where = saved(tmp_path / "run") / "1"
+    new = [*where.rglob("*"), where]
+    paths = {str(path).replace("run/1", "run/1.new") for path in new}
+    paths.remove(f"{where}.new/files.json")
+    first, last = (
+        synced.index(name) for name in ("files.json.tmp -> files.json", "1.new -> 1")
+    )
+    assert paths <= {*synced[:first]}
+    assert synced[last - 1] == f"{where}.new"
+    assert synced[last + 1] == str(tmp_path / "run")
 
 
 NOISE = """

@@ -115,6 +115,14 @@ def test_no_changed_header_raises_anything_but_sentences(tmp_path, mesh_2x4):
             outcome(checkpoint.load_safetensors, file, layouts)
 
 
+def test_a_name_of_very_many_keys_is_a_sentence(mesh_2x4):
+    name = "a." * 1500 + "w"
+    message = error_of(checkpoint.load_arrays, {name: STATE["w"]}, None)
+    assert message.endswith("... has more than 200 keys.")
+    got = checkpoint.load_arrays({name: STATE["w"]}, STATE, rename={"^a.*": "w"})
+    np.testing.assert_array_equal(got["w"], STATE["w"])
+
+
 # What a state to restore may hold.
 
 
