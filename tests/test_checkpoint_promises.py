@@ -1,10 +1,12 @@
 """What checkpoints promise, as a user can see it: one test for each sentence."""
 
+import errno
 import gc
 import hashlib
 import inspect
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -93,6 +95,31 @@ def test_reading_creates_no_directory(tmp_path):
     before = sorted(where.rglob("*"))
     ml.Checkpointer(where).restore(STATE)
     assert sorted(where.rglob("*")) == before
+
+
+def test_files_and_names_are_durable_before_a_step_takes_its_name(
+    tmp_path, monkeypatch
+):
+    done, sync, rename = [], os.fsync, Path.rename
+
+    def noted_sync(descriptor):
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        sync(descriptor)
+        if Path(done[-1]).is_dir():  # as on mounts that cannot sync directories
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def noted_rename(path, target):
+        done.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    where = saved(tmp_path / "run") / "1"
+    paths = {str(x).replace("run/1", "run/1.new") for x in (*where.rglob("*"), where)}
+    sealed = done.index("files.json.tmp -> files.json")
+    assert paths - {f"{where}.new/files.json"} <= {*done[:sealed]}
+    named = done.index("1.new -> 1")
+    assert (done[named - 1], done[named + 1]) == (f"{where}.new", str(tmp_path / "run"))
 
 
 def saves_and_restores(directory):
