@@ -240,7 +240,6 @@ def test_an_old_step_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, c
 
 
 def test_what_no_checkpointer_wrote_is_left_alone(run):
-    """Directories with numbers for names: somebody's notes, and a run of plain Orbax."""
     (run / "2" / "config.yaml").write_text("mine")
     (run / "2024").mkdir()
     (run / "2024" / "thesis.txt").write_text("mine")
@@ -269,4 +268,3 @@ def test_a_sealed_copy_stands_in_for_its_step_until_it_takes_its_name(run):
     with Checkpointer(run) as ck:
         ck.save(3, {"x": 1})
     assert names_in(run) == [".lock", "1", "2", "3"]
-    assert (run / "2" / "files.json").exists()
