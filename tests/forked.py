@@ -67,6 +67,7 @@ def _server():
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        start_new_session=True,
     )
 
     def listen():
@@ -81,7 +82,7 @@ def _server():
 
     @atexit.register
     def close():
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # programs that still run, too
         process.wait()
         listener.join()
         process.stdin.close()
