@@ -23,8 +23,8 @@ error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
 
 @pytest.fixture
 def ck(tmp_path):
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        yield checkpointer
+    with Checkpointer(tmp_path / "run") as ck:
+        yield ck
 
 
 def saved_and_restored(ck, state, like=None, **options):
@@ -287,7 +287,6 @@ def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
     }
     made = ck.restore({"a": like["a"]}, dtype="float32", partial="n")
     assert_same_bits(made, {"a": (np.arange(8.0) / 3).astype("float32")})
-    assert_same_layouts(made, {"a": like["a"]})
     made = ck.restore({"n": like["n"]}, dtype="int32", partial="a")
     assert_same_bits(made, {"n": like["n"] + np.arange(8)})
     assert error_of(ck.restore, ml.LayoutMap(mesh_2x4)) == (

@@ -157,7 +157,6 @@ def test_the_older_format_is_refused_with_the_way_out(run):
 
 
 def check_save_works_after(ck):
-    """The failure is told once, the old step is whole, and the next save works."""
     ck.wait()
     for step in (1, 2):
         assert step == 1 or ck.save(2, state_of(2))
@@ -169,7 +168,6 @@ def check_save_works_after(ck):
 
 @pytest.fixture
 def one(tmp_path):
-    """A checkpointer that has saved one step."""
     with Checkpointer(tmp_path / "one") as ck:
         ck.save(1, state_of(1))
         ck.wait()

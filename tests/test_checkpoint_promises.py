@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import sys
 import threading
 import time
@@ -274,6 +275,7 @@ def test_one_line_says_that_nobody_guards_a_directory_without_locks(
 
     if system == "Windows":
         monkeypatch.setitem(sys.modules, "fcntl", None)
+        runpy.run_path("meshlayout/checkpoint/directory.py")  # nor at its import
     else:
         monkeypatch.setattr("fcntl.lockf", no_locks)
     with caplog.at_level(logging.WARNING), ml.Checkpointer(tmp_path) as ck:
