@@ -462,7 +462,7 @@ NO_ARRAYS = (
         ),
         (
             {"x": np.ma.masked_array([1.0, 2.0], [True, False])},
-            "x: the mask of a masked array would be lost. Save it as a separate array.",
+            "x: the mask of a masked array would be lost. Save it as an array.",
         ),
         (
             {"x": deleted()},
