@@ -207,7 +207,7 @@ def load(source: Source, request: Request) -> PyTree:
     in_file = dict(zip(names, source.leaves, strict=True))
     dims: dict[str, Sequence[int]] = {}
     for regex, permutation in _table("transpose", request.transpose, names):
-        dims = dict.fromkeys(filter(regex.search, names), permutation) | dims
+        dims = {x: permutation for x in names if regex.search(x)} | dims
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
     pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
