@@ -327,6 +327,7 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
     library = pytest.importorskip("orbax.checkpoint")
     write_two_steps(tmp_path, mesh_2x4)
     (tmp_path / "2" / "config.yaml").write_text("mine")
+    (tmp_path / "9").symlink_to(tmp_path / "away")
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024" / "thesis.txt").write_text("mine")
     with library.CheckpointManager(tmp_path / "plain") as manager:

@@ -255,13 +255,22 @@ def interrupts(directory):
         time.sleep(1.0)
         return start(*args)
 
+    class Slow:
+        def __init__(self, *args):
+            self.response = start(*args)
+
+        def result(self, timeout=None):
+            time.sleep(1.0)
+            return self.response.result(timeout)
+
     orbax.start_writing = slowly
     pressed(lambda: ck.save(1, state))  # while the state is copied
     ck.wait()
-    orbax.start_writing = start
+    orbax.start_writing = Slow
     ck.save(2, state)
     pressed(ck.wait)  # while files are written
     ck.wait()
+    orbax.start_writing = start
 
     def never(thread):
         threading.Thread.start = begin

@@ -1,8 +1,8 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
 A kind of files is a `Source`: names, shapes, dtypes, and how to read. All else is the
-same for all. Names are matched, and all differences are known before any array is read.
-Then each process casts and places the slices that its devices hold, in NumPy, where
+same. Names are matched, and all differences are known before any array is read. Then
+each process casts and places the slices that its devices hold, in NumPy, where
 64-bit values and PRNG keys need no special handling.
 
 Patterns are regular expressions for `re.search`; one that matches nothing is an error,
