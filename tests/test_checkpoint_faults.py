@@ -239,6 +239,7 @@ def test_an_old_step_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, c
 
 def test_what_no_checkpointer_wrote_is_left_alone(run):
     (run / "2" / "config.yaml").write_text("mine")
+    (run / "9").symlink_to(run / "away")
     (run / "2024").mkdir()
     (run / "2024" / "thesis.txt").write_text("mine")
     with ocp.StandardCheckpointer() as saver:

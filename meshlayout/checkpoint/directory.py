@@ -9,9 +9,8 @@
 A step takes its name by renames, and there is an intact copy at every moment: readers
 take a sealed `5.new` if there is no `5`; who has the lock finishes what was cut off.
 
-In gs:// nothing can be renamed. There Orbax writes a step under its own name, and
-commits it by a file that is written last and deleted first; one that is saved again is
-deleted before.
+In gs:// nothing can be renamed. Orbax commits a step under its own name, by a file that
+is written last and deleted first; a step that is saved again is deleted before.
 """
 
 import contextlib
@@ -75,7 +74,7 @@ def step_paths(directory: Path) -> dict[int, Path]:
     children = [path for path in children if re.fullmatch(_STEP, path.name)]
     children.sort(key=lambda path: -len(path.name))  # `5` wins over `5.new`
     paths = {int(path.stem): path for path in children if _is_step(path)}
-    if not is_remote(directory) and not all(path.exists() for path in children):
+    if not is_remote(directory) and not all(map(os.path.lexists, children)):
         return step_paths(directory)  # one took its name meanwhile, or was deleted
     return dict(sorted(paths.items()))
 
@@ -154,10 +153,13 @@ def clear(directory: Path, step: int) -> None:
 
 
 def digests(path: Path) -> dict[str, list[Any]]:
-    """Returns sizes and hashes of this process's share of a step's files."""
+    """Returns sizes and hashes of this process's files, which become durable."""
     files = [x for x in path.rglob("*") if not x.is_dir()]
     sizes = {str(x.relative_to(path)): x.stat().st_size for x in files}
-    return {name: _digest(path / name) for name in _share(sizes)}
+    names = _share(sizes)
+    for name in names:
+        _sync(path / name)
+    return {name: _digest(path / name) for name in names}
 
 
 def publish(path: Path, files: Mapping[str, list[Any]]) -> None:
@@ -214,12 +216,10 @@ def _share(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _digest(path: Path) -> list[Any]:
-    """Returns the size and the hash of a file, which becomes durable."""
+    """Returns the size and the hash of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.tell()
-    _sync(path)
-    return [size, digest]
+        return [file.tell(), digest]
 
 
 def _sync(path: Path) -> None:

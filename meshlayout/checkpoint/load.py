@@ -1,8 +1,8 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
 A kind of files is a `Source`: names, shapes, dtypes, and how to read. All else is the
-same for all. Names are matched, and all differences are known before any array is read.
-Then each process casts and places the slices that its devices hold, in NumPy, where
+same. Names are matched, and all differences are known before any array is read. Then
+each process casts and places the slices that its devices hold, in NumPy, where
 64-bit values and PRNG keys need no special handling.
 
 Patterns are regular expressions for `re.search`; one that matches nothing is an error,
@@ -207,7 +207,7 @@ def load(source: Source, request: Request) -> PyTree:
     in_file = dict(zip(names, source.leaves, strict=True))
     dims: dict[str, Sequence[int]] = {}
     for regex, permutation in _table("transpose", request.transpose, names):
-        dims = dict.fromkeys(filter(regex.search, names), permutation) | dims
+        dims = {x: permutation for x in names if regex.search(x)} | dims
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
     pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
