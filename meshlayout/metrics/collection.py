@@ -17,6 +17,7 @@ from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
 from meshlayout.metrics.inputs import as_metric, measured, named_inputs
+from meshlayout.metrics.metric import Metric
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -266,6 +267,8 @@ set_flat: Any = vars(Metrics)["_flat"].__set__
 
 
 def _named_metric(name: str, metric: Any) -> Any:
+    if isinstance(metric, Metric):
+        return metric
     try:
         return as_metric(metric)
     except MetricError as error:
