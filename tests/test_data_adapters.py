@@ -117,27 +117,6 @@ def test_a_grain_dataset_gives_every_example_once(mesh, make):
     assert len(values(data)) == len(expected)
 
 
-@pytest.mark.parametrize("batch_size", [None, 5])
-def test_a_data_loader_gives_what_it_gives_by_itself(mesh, batch_size):
-    loader = grain.DataLoader(
-        data_source=records(40),
-        sampler=grain.samplers.IndexSampler(
-            40,
-            shuffle=True,
-            seed=5,
-            num_epochs=1,
-            shard_options=grain.sharding.NoSharding(),
-        ),
-        operations=[grain.transforms.Batch(batch_size)] if batch_size else [],
-        worker_count=0,
-    )
-    expected = [int(y) for element in loader for y in np.atleast_1d(element["y"])]
-    options = {"batched": True} if batch_size else {}
-    data = distribute_dataset(loader, mesh, global_batch_size=16, **options)
-    assert values(data) == expected
-    assert sorted(expected) == squares(range(40))
-
-
 def run_python(program):
     run = [sys.executable, "-c", program]
     return subprocess.check_output(run, text=True, timeout=60).strip()
@@ -178,26 +157,6 @@ def test_a_tfds_data_source_gives_every_example_decoded_in_its_own_dtypes(mesh, 
         assert batch["name"].tolist() == [b"row %d" % row for row in rows]
         found += rows.tolist()
     assert sorted(found) == list(range(NUM_ROWS))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {},
-            "leaf 'name' holds strings, which devices do not take. Leave it out, or "
-            "keep it on the host with strings='host'.",
-        ),
-        (
-            {"batched": True},
-            "an ArrayRecordDataSource yields single examples: leave out batched=True.",
-        ),
-    ],
-)
-def test_what_a_tfds_data_source_is_not_is_an_error(mesh, source, options, message):
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(source, mesh, global_batch_size=32, **options)
-    assert str(error.value) == message
 
 
 # Frameworks that are not installed: classes with the public methods that are used

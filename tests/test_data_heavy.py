@@ -239,29 +239,6 @@ def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
         np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
 
 
-def test_a_batch_sampler_of_the_users_knows_its_rows_and_its_epoch(mesh, torch):
-    class ByEpoch(torch.utils.data.SequentialSampler):
-        epoch = 0
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter(range(self.epoch, self.epoch + 11))
-
-        def __len__(self):
-            return 11
-
-    samplers = torch.utils.data
-    batches = samplers.BatchSampler(ByEpoch(Rows()), batch_size=4, drop_last=True)
-    loader = samplers.DataLoader(Rows(), batch_sampler=batches)
-    data = distribute_dataset(loader, mesh, global_batch_size=4)
-    assert len(data) == 2
-    for epoch in range(2):
-        expected = slice(epoch, epoch + 8)
-        check(data, {key: column[expected] for key, column in ALL.items()})
-
-
 def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
