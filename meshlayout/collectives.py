@@ -10,6 +10,7 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class DistributedValues:
     """The values of all replicas, which are not one array: the base of `PerReplica`."""
 
 
+@dataclass(eq=False)
 class ReplicaContext:
     """What a function knows that runs on one replica; see `get_replica_context`.
 
@@ -57,18 +59,11 @@ class ReplicaContext:
         mask_was_read: Whether the function, or the library for it, has asked for it.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        axis_name: str | None,
-        num_replicas_in_sync: int,
-        mask: jax.Array | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.axis_name = axis_name
-        self.num_replicas_in_sync = num_replicas_in_sync
-        self.mask = mask
-        self.mask_was_read = False
+    strategy: Any
+    axis_name: str | None
+    num_replicas_in_sync: int
+    mask: jax.Array | None = None
+    mask_was_read: bool = False
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
