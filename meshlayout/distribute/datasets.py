@@ -17,7 +17,6 @@ import numpy as np
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.data import DistributedDataset
-from meshlayout.data.dataset import make_plan
 from meshlayout.data.plan import DataPlan
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
@@ -75,7 +74,7 @@ def distribute_dataset(
         raise StrategyError(msg)
     is_own = bool(options.get("per_process"))
     size = functools.partial(_batch_size, mesh.size, is_own=is_own)
-    return ReplicaDataset(make_plan, source, mesh, options, batch_size_of=size)
+    return ReplicaDataset(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 
 
 def _batch_size(
