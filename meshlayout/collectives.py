@@ -95,10 +95,8 @@ class ReplicaContext:
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: A tree of arrays and numbers, of equal shapes on all replicas.
-
-        Returns:
-            The same tree of arrays, of the dtypes of `jnp.sum`, `jnp.mean` and so on.
+            value: A tree of arrays and numbers, of equal shapes on all replicas. The
+                dtypes of the result are those of `jnp.sum`, `jnp.mean` and so on.
 
         Example:
             >>> import meshlayout as ml
@@ -111,12 +109,7 @@ class ReplicaContext:
         return jax.tree.map(lambda x: self.combine(op, x), value, is_leaf=_is_of_all)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the replicas' arrays along a dim; all replicas get the result.
-
-        Args:
-            value: A tree of arrays, of equal shapes on all replicas.
-            axis: The dim to concatenate along.
-        """
+        """Concatenates the replicas' arrays, of equal shapes; all get the result."""
 
         def gather(leaf: Leaf) -> jax.Array:
             x, name = jnp.asarray(leaf), self.axis_name
@@ -139,11 +132,9 @@ def _is_of_all(leaf: object) -> bool:
     return isinstance(leaf, DistributedValues)
 
 
-# Code outside of a strategy runs as a single replica.
-_alone = ReplicaContext(None, None, 1)
-# The context of a replica; None in cross-replica context.
+# None in cross-replica context. Code outside of a strategy runs as a single replica.
 current_context: ContextVar[ReplicaContext | None] = ContextVar(
-    "replica", default=_alone
+    "replica", default=ReplicaContext(None, None, 1)
 )
 
 

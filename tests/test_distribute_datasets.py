@@ -153,8 +153,8 @@ def test_fewer_examples_than_replicas_leave_replicas_without_rows():
     three = np.arange(1.0, 4, dtype=np.float32)
     for data in (
         strategy.distribute_dataset(three, 8),
-        strategy.distribute_dataset([three]),
-        strategy.distribute_dataset(lambda: iter([three])),
+        strategy.distribute_dataset([three], 8),
+        strategy.distribute_dataset(lambda: iter([three]), 8),
     ):
         (x,) = data
         assert rows_of(strategy, x) == [[1], [2], [3], [], [], [], [], []]
@@ -213,8 +213,8 @@ def test_a_dataset_says_what_it_yields():
     data = strategy.distribute_dataset(source, 8)
     assert len(data) == 2
     x, y = data.element_spec
-    assert (x.shape, x.dtype) == ((2, 3), np.float32)
-    assert (y["y"].shape, y["y"].dtype) == ((2,), np.uint8)
+    assert (x.shape, x.dtype) == ((8, 3), np.float32)
+    assert (y["y"].shape, y["y"].dtype) == ((8,), np.uint8)
     assert data.global_batch_size == 8
 
 
