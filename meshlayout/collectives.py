@@ -132,10 +132,9 @@ def _is_of_all(leaf: object) -> bool:
     return isinstance(leaf, DistributedValues)
 
 
-# None in cross-replica context. Code outside of a strategy runs as a single replica.
-current_context: ContextVar[ReplicaContext | None] = ContextVar(
-    "replica", default=ReplicaContext(None, None, 1)
-)
+# Code outside of a strategy runs as a single replica; None is cross-replica context.
+_alone = ReplicaContext(None, None, 1)
+current_context = ContextVar[ReplicaContext | None]("replica", default=_alone)
 
 
 @contextlib.contextmanager
