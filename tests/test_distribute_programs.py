@@ -320,7 +320,7 @@ def test_a_replaced_model_is_freed_with_its_programs(two):
 def test_the_program_that_is_called_is_not_the_one_that_is_dropped(
     two, capsys, monkeypatch
 ):
-    monkeypatch.setattr("meshlayout.distribute.program_cache._MOST_PROGRAMS", 3)
+    monkeypatch.setattr("meshlayout.distribute.replica_program._MOST_PROGRAMS", 3)
 
     def hot(x):
         print("traced")  # noqa: T201

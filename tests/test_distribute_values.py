@@ -249,7 +249,7 @@ def test_an_axis_is_one_dim_of_the_values(two, axis):
 
 def test_arguments_of_run_that_devices_would_change_are_refused(two):
     assert message_of(two.run, lambda x: x, (np.array([2**40]),)) == (
-        "run: the argument x holds 1099511627776, and JAX would turn int64 into int32. "
+        "run: an argument holds 1099511627776, and JAX would turn int64 into int32. "
         "Set jax_enable_x64, or give it another dtype."
     )
 

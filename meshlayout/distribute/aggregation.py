@@ -5,9 +5,10 @@ function has combined itself, and a Variable says how what replicas write is com
 The first trace, under `jax.vmap`, tells which values differ between replicas. It does
 not tell whether an equal value has been combined: the gradients of a regularization
 loss do not depend on the batch, and each replica has its part. Nor does it tell whether
-a new value is computed from the old one. So sums over replicas are marked there, and
-the values of Variables that are added up, each by a `vmap` that has no other use: JAX
-carries marks along, through every operation and transformation.
+a new value is computed from the old one. Where that has to be known, the first trace
+begins anew with marks on what collectives return, and on the values of Variables that
+are added up. A mark is an axis of a `vmap` that has no other use: JAX carries it along,
+through every operation and transformation.
 """
 
 import functools
@@ -23,23 +24,33 @@ from meshlayout import _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, ReplicaContext
-from meshlayout.distribute.variables import Variable, aggregation, current, unwatched
+from meshlayout.distribute.variables import (
+    TraceWatch,
+    Variable,
+    aggregation,
+    current,
+    unwatched,
+)
 from meshlayout.errors import StrategyError
 
 
-# The axes of marks: of what a function has combined, and of what it computes from the
-# values of Variables that are added up.
-COMBINED, ADDED_UP = "combined", "added_up"
+# The axes of marks: of what the function has combined, of what it has sent around, and
+# of what it computes from the values of Variables that are added up.
+COMBINED, SENT, ADDED_UP = MARKS = "combined", "sent", "added_up"
 
 
-class ReplicaTrace:
-    """What one replica sees and sets in a trace; see `TraceWatch`.
+class MarksNeeded(BaseException):
+    """A first trace without marks has come to where they are needed."""
+
+
+class ReplicaTrace(TraceWatch):
+    """What one replica sees and sets in a trace.
 
     Args:
         context: The context of the replica.
         value_of: Returns a traced value of a Variable.
         decisions: What the first trace decided, for the second one to repeat.
-        marks: In the first trace, bools that are mapped over the axes of marks.
+        marks: In a first trace with marks, bools that are mapped over their axes.
         path_of: Returns the path of a Variable, for messages.
     """
 
@@ -51,29 +62,39 @@ class ReplicaTrace:
         marks: dict[str, jax.Array] | None = None,
         path_of: Callable[[Variable], str] = str,
     ) -> None:
+        super().__init__()
         self.context, self._axis, self._value_of = context, context.axis_name, value_of
-        self._marks, self._path_of = marks or {}, path_of
+        self._marks, self._path_of, self._used = marks or {}, path_of, set[str]()
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
-        # By the id of a value: the value, and the ids of Variables that are its terms.
+        # By the id of a value: the value, and the ids of what is a term of it.
         self.terms: dict[int, tuple[Any, frozenset[int]]] = {}
-        self._averages: set[int] = set()
 
-    def is_mapped(self, value: PyTree, axis: str | None = None) -> bool:
-        """Returns whether a value is marked, or else differs between replicas."""
-        name, leaves = axis or self._axis, jax.tree.leaves(value)
-        return name is not None and any(_jax.is_mapped(x, name) for x in leaves)
+    def differs(self, value: PyTree) -> bool:
+        """Returns whether a value differs between replicas, in a first trace."""
+        return self._has_axis(value, self._axis)
 
-    def marked(self, axis: str, value: PyTree) -> PyTree:
-        """Returns a value with a mark, in a first trace."""
-        if axis not in self._marks:
+    def _has_axis(self, value: PyTree, axis: str | None) -> bool:
+        leaves = jax.tree.leaves(value)
+        return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
+
+    def _is_marked(self, mark: str, value: PyTree) -> bool:
+        if mark in self._used and not self._marks:
+            raise MarksNeeded
+        return self._has_axis(value, mark)
+
+    def marked(self, mark: str, value: PyTree) -> PyTree:
+        """Returns a value with a mark, which its derivatives do not have."""
+        self._used.add(mark)
+        if mark not in self._marks:
             return value
-        mark = self._marks[axis]
-        # A sum of constants, as the number of replicas, is a number of Python's.
-        return jax.tree.map(
-            lambda x: jax.lax.select_n(mark, x, x) if isinstance(x, Tracer) else x,
-            value,
-        )
+
+        def add(x: Leaf) -> Any:
+            if not isinstance(x, Tracer) or _jax.is_extended(x.dtype):
+                return x  # a sum of constants, as the number of replicas, is a number
+            return x + self._marks[mark].astype(x.dtype)
+
+        return jax.tree.map(add, value)
 
     def _decide(self, choice: Callable[[], Any]) -> Any:
         """Decides in the first trace, and repeats that in the second."""
@@ -81,28 +102,29 @@ class ReplicaTrace:
         self.decisions.append(choice() if earlier is None else next(earlier, None))
         return self.decisions[-1]
 
+    def _is_combined(self, value: PyTree) -> bool:
+        return not self.differs(value) and self._is_marked(COMBINED, value)
+
     def summed(self, grads: PyTree) -> PyTree:
         """Returns the sums over replicas of gradients that are not combined yet."""
         if self._axis is None:
             return grads
-        leaves, treedef = jax.tree.flatten(grads)
-        is_combined = self._decide(
-            lambda: [
-                self.is_mapped(x, COMBINED) and not self.is_mapped(x) for x in leaves
-            ]
-        )
-        combine = functools.partial(self.context.combine, ReduceOp.SUM)
-        with unwatched():  # these sums are ours
-            pairs = zip(leaves, is_combined, strict=True)
-            sums = [x if is_whole else combine(x) for x, is_whole in pairs]
-        return treedef.unflatten(sums)
 
-    # What a watch calls.
+        def combine(x: Leaf) -> Any:
+            if self._decide(lambda: self._is_combined(x)):
+                return x
+            if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
+                msg = (
+                    "the gradients given to optimizer.update are computed from what "
+                    "jax.lax.ppermute has sent between replicas, and may be their sum "
+                    "already. Add them up by get_replica_context().all_reduce('SUM', "
+                    "grads), or send within the function that is differentiated."
+                )
+                raise StrategyError(msg)
+            with unwatched():  # this sum is ours
+                return self.context.combine(ReduceOp.SUM, x)
 
-    def meet(self, node: object, attributes: dict[str, Any]) -> None:
-        """Notes that Flax's averages are sums, wherever they are updated."""
-        if isinstance(node, nnx.metrics.Average):
-            self._averages.update(map(id, attributes.values()))
+        return jax.tree.map(combine, grads)
 
     def enter(self, variable: Variable) -> Any:
         """Returns the value that a Variable has when it is met first."""
@@ -133,29 +155,29 @@ class ReplicaTrace:
 
     def _followed(self, variable: Variable, value: Any) -> Any:
         """Marks a value that is added up, to see what is computed from it."""
-        if self._marks and aggregation(variable) in ("sum", "metric"):
+        if self._earlier is None and aggregation(variable) in ("sum", "metric"):
             value = self.marked(ADDED_UP, jax.tree.map(jnp.asarray, value))
-            for x in jax.tree.leaves(value):
-                self.terms[id(x)] = x, frozenset([id(variable)])
+            self.note(value, id(variable))
         return value
 
+    def note(self, value: PyTree, key: int) -> None:
+        """Notes what the leaves of a value are, to see where they are terms."""
+        for x in jax.tree.leaves(value):
+            self.terms[id(x)] = x, frozenset([key])
+
     def terms_of(self, x: Leaf) -> frozenset[int]:
-        """Returns the ids of the Variables that are a term of a value."""
+        """Returns the ids of what is a term of a value."""
         return self.terms.get(id(x), (x, frozenset[int]()))[1]
 
     def _choose(self, kind: str, variable: Variable, new: Leaf) -> str | None:
-        differs = self.is_mapped(new)
         if kind in ("mean", "first"):
-            return kind if differs else None
-        is_assigned = not self.is_mapped(new, ADDED_UP)
-        is_combined = self.is_mapped(new, COMBINED) and not differs
-        if kind == "metric" and (is_assigned or is_combined):
+            return kind if self.differs(new) else None
+        if kind == "metric" and self._is_combined(new):
             return None
-        if is_assigned:
-            return "assign"
-        terms = map(self.terms_of, jax.tree.leaves(new))
-        if id(variable) in self._averages or all(id(variable) in x for x in terms):
+        if all(id(variable) in self.terms_of(x) for x in jax.tree.leaves(new)):
             return "add"
+        if not self._is_marked(ADDED_UP, new):
+            return "assign" if kind == "sum" else None
         msg = (
             f"the new value of the variable {self._path_of(variable)} is computed from "
             "the old one, and not by `variable[...] += change`, which would be added "
@@ -187,12 +209,16 @@ class ReplicaTrace:
 # The patches. Outside of a trace, and for other threads, they do nothing.
 
 
+def _trace() -> ReplicaTrace | None:
+    return cast("ReplicaTrace | None", current.get())
+
+
 def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
-        if (watch := current.get()) is not None:
+        if (trace := _trace()) is not None:
             grads = jax.tree.map(_jax.in_device_memory, grads)
-            grads, state = watch.replica.summed(grads), nnx.state(model)
+            grads, state = trace.summed(grads), nnx.state(model)
             if any(map(_jax.is_on_host, jax.tree.leaves(state))):
                 nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
         return update(self, model, grads, **kwargs)
@@ -200,11 +226,13 @@ def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(reduce)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        result, watch = reduce(*args, **kwargs), current.get()
-        return result if watch is None else watch.replica.marked(COMBINED, result)
+def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(*args: Any, **params: Any) -> Any:
+        result, trace = bind(sends, *args, **params), _trace()
+        # What a loss has sent is sent back for its gradients, which combines nothing.
+        if trace is None or _jax.is_transposing():
+            return result
+        return trace.marked(mark, result)
 
     return replacement
 
@@ -212,12 +240,12 @@ def _marking(reduce: Callable[..., Any]) -> Callable[..., Any]:
 def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operator)
     def replacement(self: Any, other: Any) -> Any:
-        result, watch = operator(self, other), current.get()
-        if watch is not None and (name != "getitem" or other is ...):
-            x, y = map(watch.replica.terms_of, (self, other))
+        result, trace = operator(self, other), _trace()
+        if trace is not None and (name != "getitem" or other is ...):
+            x, y = map(trace.terms_of, (self, other))
             # v + v does not add to v, and neither does x - v.
             if terms := x - y if name == "sub" else x ^ y:
-                watch.replica.terms[id(result)] = result, terms
+                trace.terms[id(result)] = result, terms
         return result
 
     return replacement
@@ -225,12 +253,12 @@ def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
 
 # Optimizers have no hook between gradients and update. If Flax renames the method,
 # variables differ between replicas, which is an error, and nearly every test in
-# tests/test_distribute.py fails. jax.lax's functions are what all_reduce and all_gather
-# call, and what a function may call itself; the operators are those of `variable += x`
-# (and of `variable[...]` in flax 0.11).
+# tests/test_distribute.py fails. The operators are those of `variable += x` (and of
+# `variable[...]` in flax 0.11).
 patches = SharedPatches(
     (nnx.Optimizer, "update", _summing),
-    *((cast("type", jax.lax), x, _marking) for x in ("psum", "pmean", "all_gather")),
+    *((x, "bind", functools.partial(_marking, COMBINED, x)) for x in _jax.COMBINING),
+    (_jax.SENDING, "bind", functools.partial(_marking, SENT, _jax.SENDING)),
     *(
         (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
         for name in ("add", "radd", "sub", "getitem")

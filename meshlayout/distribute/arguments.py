@@ -17,7 +17,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas
-from meshlayout.errors import LayoutError, StrategyError
+from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
 
@@ -30,7 +30,8 @@ def _is_object(value: object) -> bool:
     return _is_kind(type(value), nnx.Pytree, nnx.Variable)
 
 
-def _is_per_replica(value: object) -> bool:
+def is_per_replica(value: object) -> bool:
+    """Returns whether this is a value of each replica."""
     return type(value) is PerReplica
 
 
@@ -59,61 +60,40 @@ class Arguments:
         kwargs: dict[str, Any],
         mesh: Mesh,
     ) -> None:
-        self._fn, self._call = fn, (args, kwargs)
+        self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
         leaves, self._treedef = jax.tree.flatten(self._call, is_leaf=is_leaf)
         self.objects = [x for x in leaves if _is_object(x)]
         # A state is a tree of values: its Variables are not objects of the user's.
         values, self._values = jax.tree.flatten(
-            [None if _is_object(x) else x for x in leaves],
-            is_leaf=_is_per_replica,
+            [None if _is_object(x) else x for x in leaves], is_leaf=is_per_replica
         )
-        self.arrays: list[Any] = []
-        self.is_own: list[bool] = []
-        self.scalars: set[int] = set()
-        self.mask: Any = None
+        self.arrays, self.is_own = list[Any](), list[bool]()
+        self.scalars, self.mask = set[int](), None
         # A bool, such as `training`, is for Python to decide on.
-        self._bools = [x if isinstance(x, bool) else None for x in values]
-        forms = [self._add(x, mesh) for x in values if not isinstance(x, bool)]
+        self._forms = tuple([x if type(x) is bool else self._add(x) for x in values])
         if self.mask is not None:
             self.arrays.append(self.mask)
             self.is_own.append(True)
-        fixed = tuple(self._bools), self.mask is not None
-        self.signature = self._treedef, self._values, tuple(forms), fixed
+        self.signature = self._treedef, self._values, self._forms
 
-    def _add(self, x: Leaf, mesh: Mesh) -> tuple[Any, ...]:
+    def _add(self, x: Leaf) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        self.is_own.append(_is_per_replica(x))
-        if _is_per_replica(x):
-            check_replicas(x, mesh, "run")
-            if x.mask is not None and x.mask is not self.mask:
-                is_traced = isinstance(x.mask, Tracer) or isinstance(self.mask, Tracer)
-                if self.mask is not None and (
-                    is_traced or not jnp.array_equal(x.mask, self.mask)
-                ):
-                    msg = (
-                        "run: two arguments have different rows that are padding, and "
-                        "a replica cannot tell which are meant. Pass values of one "
-                        "batch."
-                    )
-                    raise StrategyError(msg)
-                self.mask = x.mask
-            if x.is_scalar:
+        mask, is_own = None, type(x) is PerReplica
+        if is_own:
+            check_replicas(x, self._mesh, "run")
+            mask, is_scalar, x = x.mask, x.is_scalar, x.array
+            if mask is not None and mask is not self.mask:
+                self._check_mask(mask)
+                self.mask = mask
+            if is_scalar:
                 self.scalars.add(len(self.arrays))
-            self.arrays.append(x.array)
-            return x.array.shape, x.array.dtype, "scalar" if x.is_scalar else "rows"
-        if isinstance(x, jax.Array):
+        elif isinstance(x, jax.Array):
             # It may be elsewhere, as another strategy's.
-            if is_on(x, mesh.jax_mesh) is False and x.is_fully_addressable:
-                x = _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
-        elif isinstance(x, (np.ndarray, np.generic, int, float, complex)):
-            try:
-                array = host_array(x)
-            except LayoutError as error:
-                where = f"run: the argument {self._name(x)}"
-                msg = str(error).replace("the array", where, 1)
-                raise StrategyError(msg) from None
-            x = array if isinstance(x, (np.ndarray, np.generic)) else x
-        elif not isinstance(x, jax.ShapeDtypeStruct):
+            if is_on(x, self._mesh.jax_mesh) is False and x.is_fully_addressable:
+                x = _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
+        elif isinstance(x, (np.ndarray, np.generic)):
+            x = host_array(x, "run: an argument")
+        elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
             msg = (
                 f"run: the argument {self._name(x)} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
@@ -121,8 +101,20 @@ class Arguments:
             )
             raise StrategyError(msg)
         self.arrays.append(x)
-        kind = jax.typeof(x)
-        return kind.shape, kind.dtype, kind.weak_type
+        self.is_own.append(is_own)
+        kind = getattr(x, "aval", None) or jax.typeof(x)
+        return kind, is_own and (is_scalar, mask is not None)
+
+    def _check_mask(self, mask: jax.Array) -> None:
+        is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
+        if self.mask is not None and (
+            is_traced or not jnp.array_equal(mask, self.mask)
+        ):
+            msg = (
+                "run: two arguments have different rows that are padding, and a "
+                "replica cannot tell which are meant. Pass values of one batch."
+            )
+            raise StrategyError(msg)
 
     @property
     def name(self) -> str:
@@ -135,7 +127,7 @@ class Arguments:
 
     def _name(self, value: object) -> str:
         paths, _ = jax.tree.flatten_with_path(
-            self._call, is_leaf=lambda x: x is value or _is_per_replica(x)
+            self._call, is_leaf=lambda x: x is value or is_per_replica(x)
         )
         side, first, *rest = next(path for path, x in paths if x is value)
         name = str(getattr(first, "key", getattr(first, "idx", first)))
@@ -147,16 +139,11 @@ class Arguments:
     def unflatten(self, arrays: list[Any]) -> Any:
         """Returns `(args, kwargs)` with other arrays."""
         own, objects = iter(arrays), iter(self.objects)
-        values = [next(own) if x is None else x for x in self._bools]
+        values = [x if type(x) is bool else next(own) for x in self._forms]
         leaves = self._values.unflatten(values)
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
-
-    def call(self, fn: Callable[..., PyTree], arrays: list[Any]) -> PyTree:
-        """Calls the function with one replica's arrays, and with the objects."""
-        args, kwargs = self.unflatten(arrays)
-        return fn(*args, **kwargs)
 
 
 def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:

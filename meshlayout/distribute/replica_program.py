@@ -10,8 +10,10 @@ constant, as in every recurrent layer.)
 """
 
 import collections
+import functools
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -24,32 +26,40 @@ from jax.sharding import PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, entered
-from meshlayout.distribute.aggregation import ADDED_UP, COMBINED, ReplicaTrace, patches
-from meshlayout.distribute.arguments import Arguments, is_leaf
+from meshlayout.distribute.aggregation import (
+    MARKS,
+    MarksNeeded,
+    ReplicaTrace,
+    patches,
+)
+from meshlayout.distribute.arguments import Arguments, is_leaf, is_per_replica
 from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
-from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, check_replicas
 from meshlayout.distribute.variables import (
     Modes,
-    TraceWatch,
     Variable,
     aggregation,
     belongs_here,
     raw_value,
     set_raw_value,
 )
-from meshlayout.errors import StrategyError
+from meshlayout.errors import RecompileWarning, StrategyError, stack_level
 from meshlayout.step import compile_step
 
 
+_MOST_PROGRAMS = 64
 _phases = itertools.count()
+
+
+# The first trace.
 
 
 class Examination(NamedTuple):
     """What the first trace of a function shows."""
 
-    variables: list[Variable]  # that it reads or sets
-    is_changed: list[bool]  # which of them it sets
+    changed: list[Variable]  # that it sets
+    others: list[Variable]  # that it reads
     nodes: list[Any]  # the modules whose attributes it reads
     treedef: Any  # of its results
     shapes: list[tuple[int, ...]]
@@ -66,23 +76,28 @@ def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Exami
     """
     found: list[Examination] = []
 
-    def examined(arrays: list[Any], **marks: jax.Array) -> tuple[()]:
-        options = {"marks": marks, "path_of": path_of}
+    def examined(arrays: list[Any], *marks: jax.Array) -> tuple[()]:
+        named = dict(zip(MARKS, marks, strict=False))
+        options = {"marks": named, "path_of": path_of}
         traced = _traced(strategy, fn, arguments, arrays, _placeholder, **options)
-        found.append(_read(arguments, path_of, *traced))
-        _check_states(arguments, arrays, traced[2], traced[0].is_mapped)
+        found.append(_read(arguments, arrays, path_of, *traced))
         return ()
 
     def marked(arrays: list[Any]) -> tuple[()]:
-        def call(added_up: jax.Array, combined: jax.Array) -> tuple[()]:
-            return examined(arrays, added_up=added_up, combined=combined)
+        function = functools.partial(examined, arrays)
+        for mark in MARKS:
+            axes = tuple(0 if mark == other else None for other in MARKS)
+            function = jax.vmap(function, axes, axis_name=mark)
+        return function(*[jnp.zeros(1, bool)] * len(MARKS))
 
-        once = jax.vmap(call, (0, None), axis_name=ADDED_UP)
-        twice = jax.vmap(once, (None, 0), axis_name=COMBINED)
-        return twice(jnp.zeros(1, bool), jnp.zeros(1, bool))
+    def trace(function: Callable[..., Any]) -> None:
+        if count > 1:
+            axes = [0 if is_own else None for is_own in arguments.is_own]
+            sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
+            function = jax.vmap(function, (axes,), **sizes)
+        jax.eval_shape(function, arrays)
 
     count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
-    axes = [0 if is_own else None for is_own in arguments.is_own]
     arrays = list(arguments.arrays)
     for index in itertools.compress(range(len(arrays)), arguments.is_own):
         (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
@@ -91,11 +106,10 @@ def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Exami
         shape = (count, *shape) if count > 1 else shape
         arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
     try:
-        if count > 1:
-            sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
-            jax.eval_shape(jax.vmap(marked, (axes,), **sizes), arrays)
-        else:
-            jax.eval_shape(examined, arrays)
+        try:
+            trace(examined)
+        except MarksNeeded:
+            trace(marked)
     except Exception as error:
         if has_mask or isinstance(error, NotImplementedError):
             error.add_note(
@@ -112,16 +126,15 @@ def _traced(
     strategy: Any,
     fn: Any,
     arguments: Arguments,
-    arrays: Any,
-    value_of: Any,
+    arrays: list[Any],
+    value_of: Callable[[Any, Variable], Any],
     **options: Any,
-) -> tuple[ReplicaTrace, TraceWatch, PyTree]:
+) -> tuple[ReplicaTrace, PyTree]:
     """Runs a function on one replica, while it is traced."""
     mask = arrays[-1] if arguments.mask is not None else None
     count = strategy.num_replicas_in_sync
     axis = REPLICA_AXIS if count > 1 else None
     context = ReplicaContext(strategy, axis, count, mask)
-    trace = ReplicaTrace(context, value_of, **options)
     # Functions that are jitted inside are traced anew: what they ask of the context
     # belongs to this trace.
     with (
@@ -130,47 +143,56 @@ def _traced(
         entered(context),
         patches,
         padding_left_out(),
-        TraceWatch(trace) as watch,
+        ReplicaTrace(
+            context, functools.partial(value_of, strategy), **options
+        ) as trace,
     ):
-        result = arguments.call(fn, arrays)
-        watch.check_attributes(arguments.name)
-    return trace, watch, result
+        for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
+            trace.note(x, id(x))
+        args, kwargs = arguments.unflatten(arrays)
+        result = fn(*args, **kwargs)
+        trace.check_attributes(arguments.name)
+    return trace, result
 
 
-def _placeholder(variable: Variable) -> Any:
+def _placeholder(strategy: Any, variable: Variable) -> Any:
     """Returns a value for a first trace, which has no numbers that Python could use."""
 
     def value(x: Leaf) -> Any:
         if isinstance(x, PerReplica):
+            check_replicas(x, strategy.mesh, "run")
             own = x.array.reshape(x.num_replicas, *x.shape)
             return own[jax.lax.axis_index(REPLICA_AXIS)]
         is_abstract = isinstance(x, jax.ShapeDtypeStruct)
         x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
         return jax.lax.optimization_barrier(x)
 
-    return jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
+    return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
 
 
 def _read(
     arguments: Arguments,
+    inputs: list[Any],
     path_of: Any,
     trace: ReplicaTrace,
-    watch: TraceWatch,
-    result: Any,
+    result: PyTree,
 ) -> Examination:
     """Reads a first trace, inside of it; refuses what replicas cannot do."""
-    is_changed, differing, is_safe = [], [], True
-    for variable, before in watch.entered.values():
-        after = watch.values[id(variable)]
-        differs, kind = trace.is_mapped(after), aggregation(variable)
+    changed, others, differing, is_safe = [], [], [], True
+    for key, (variable, before) in trace.entered.items():
+        after, kind = trace.values[key], aggregation(variable)
+        differs = trace.differs(after)
         # nnx.scan hands a replica's own keys back as new arrays.
-        is_key = isinstance(variable, nnx.RngKey) and differs
-        is_changed.append(_is_changed(before, after) and not is_key)
-        if is_changed[-1]:
-            is_statistic = isinstance(variable, nnx.BatchStat) or kind == "metric"
-            is_safe &= is_statistic and "aggregation" not in variable.get_metadata()
-            if differs and kind != "per_replica":
-                differing.append(path_of(variable))
+        if not _is_changed(before, after) or (
+            isinstance(variable, nnx.RngKey) and differs
+        ):
+            others.append(variable)
+            continue
+        changed.append(variable)
+        is_statistic = isinstance(variable, nnx.BatchStat) or kind == "metric"
+        is_safe &= is_statistic and "aggregation" not in variable.get_metadata()
+        if differs and kind != "per_replica":
+            differing.append(path_of(variable))
     if differing:
         msg = (
             f"{arguments.name} would leave different values of "
@@ -181,6 +203,7 @@ def _read(
             "'sum', 'first', 'per_replica'."
         )
         raise StrategyError(msg)
+    _check_states(arguments, inputs, trace, result)
     arrays, treedef = _flattened(arguments.name, result)
     mask, shapes = trace.context.mask, [x.shape for x in arrays]
     rows = 0 if mask is None else mask.shape[0]
@@ -195,12 +218,10 @@ def _read(
             "leave such batches out with distribute_dataset(..., remainder='drop')."
         )
         raise StrategyError(msg)
-    variables = [variable for variable, _ in watch.entered.values()]
-    nodes = [node for node, *_ in watch.nodes.values()]
-    differs, decisions = list(map(trace.is_mapped, arrays)), trace.decisions
-    return Examination(
-        variables, is_changed, nodes, treedef, shapes, differs, rows, decisions
-    )
+    nodes = [node for node, *_ in trace.nodes.values()]
+    differs = list(map(trace.differs, arrays))
+    facts = treedef, shapes, differs, rows, trace.decisions
+    return Examination(changed, others, nodes, *facts)
 
 
 def _is_changed(before: Leaf, after: Leaf) -> bool:
@@ -230,36 +251,39 @@ def _strong(x: Leaf) -> jax.Array:
     return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
 
 
-def _check_states(arguments: Arguments, arrays: Any, result: Any, differs: Any) -> None:
-    """Refuses a state that came in the same on all replicas, and goes out different.
+def _check_states(
+    arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: PyTree
+) -> None:
+    """Refuses a state of Linen that is returned with changes that differ.
 
-    NNX objects are changed in place, where that is an error. A state of Linen is
-    returned, and a forgotten all-reduce would give each replica one of its own.
+    NNX objects are changed in place, where that is an error. A state is returned, and a
+    forgotten all-reduce would give each replica one of its own. It is one if a result
+    has the structure of an argument, and something was added to one of its leaves:
+    gradients, to which nothing was added, may differ.
     """
-
-    def shapes(leaves: list[Any]) -> list[Any]:
-        return [None if is_leaf(x) else np.shape(x) for x in leaves]
-
-    args, kwargs = arguments.unflatten(arrays)
+    args, kwargs = arguments.unflatten(inputs)
     parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
     for state, part in itertools.product((*args, *kwargs.values()), parts):
         before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
         after, new_structure = jax.tree.flatten_with_path(part)
-        is_bare = jax.tree_util.treedef_is_leaf(structure)
-        is_state = any(shapes(before)) and not is_bare  # two numbers are none
-        is_same = structure == new_structure and not differs(before)
-        if is_state and is_same and shapes(before) == shapes([x for _, x in after]):
-            text = jax.tree_util.keystr
-            keys = [key for key, x in after if differs(x)]
-            names = [text(key, simple=True, separator="/") for key in keys]
-            if names:
-                msg = (
-                    f"{arguments.name} returns a state that came in the same on all "
-                    "replicas, and would leave different values of "
-                    f"{', '.join(names)} on them. Combine gradients and losses first: "
-                    "get_replica_context().all_reduce('SUM', grads)."
-                )
-                raise StrategyError(msg)
+        is_bare = jax.tree_util.treedef_is_leaf(structure)  # two numbers are no state
+        if is_bare or structure != new_structure:
+            continue
+        differing = [(key, x) for key, x in after if trace.differs(x)]
+        ids = {id(x) for x in before if np.ndim(x)}
+        if any(ids & trace.terms_of(x) for _, x in differing):
+            text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+            msg = (
+                f"{arguments.name} returns a state that came in the same on all "
+                "replicas, and would leave different values of "
+                f"{', '.join(text(key) for key, _ in differing)} on them. Combine "
+                "gradients and losses first: "
+                "get_replica_context().all_reduce('SUM', grads)."
+            )
+            raise StrategyError(msg)
+
+
+# The program.
 
 
 class ReplicaProgram:
@@ -276,16 +300,17 @@ class ReplicaProgram:
         self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
     ) -> None:
         self._strategy, self._name = strategy, arguments.name
+        self._count = strategy.num_replicas_in_sync
         self.roots = roots = Roots(fn, arguments.named_objects())
         with roots.refuse_appends(self._name):
             seen = examine(strategy, fn, arguments, roots.path_of)
+        self._changed, self._others, nodes, *_ = seen
         self._seen = seen._replace(nodes=[])  # which a program does not keep alive
-        self.roots.keep({*map(id, (*seen.variables, *seen.nodes))}, gone)
-        self.modes = Modes(seen.nodes, gone)
-        is_rest = map(operator.not_, seen.is_changed)
-        self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
-        self._variables = [*self._changed, *itertools.compress(seen.variables, is_rest)]
-        self._values: list[Any] = []  # after the last call
+        self.roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
+        self.modes = Modes(nodes, gone)
+        # The values of Variables after the last call.
+        self._state: tuple[Any, ...] = (self,) * len(self._changed)
+        self._rest: tuple[Any, ...] = (self,) * len(self._others)
         # Which results have one value per row of a short batch.
         self._aligned: set[int] = set()
         self._call: Any = None
@@ -294,47 +319,57 @@ class ReplicaProgram:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
+        self._step = compile_step(step, on_recompile="ignore")
 
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         """Traces the function for the second time."""
-        if self._strategy.num_replicas_in_sync == 1:
+        if self._count == 1:
             return self._replica(state, rest, arrays)
 
-        def specs(flags: Iterable[bool]) -> list[PartitionSpec]:
-            return [PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags]
+        def specs(flags: Iterable[bool]) -> tuple[PartitionSpec, ...]:
+            return tuple([PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags])
 
-        variables = specs(aggregation(x) == "per_replica" for x in self._variables)
-        changed = tuple(variables[: len(state)])
-        rest_specs = tuple(variables[len(state) :])
+        def of(variables: list[Variable]) -> tuple[PartitionSpec, ...]:
+            return specs(aggregation(x) == "per_replica" for x in variables)
+
         return jax.shard_map(
             self._replica,
             mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(changed, rest_specs, specs(self._call[1].is_own)),
-            out_specs=(changed, specs(self._seen.differs)),
+            in_specs=(
+                of(self._changed),
+                of(self._others),
+                [*specs(self._call[1].is_own)],
+            ),
+            out_specs=(of(self._changed), [*specs(self._seen.differs)]),
             check_vma=False,
         )(state, rest, arrays)
 
     def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        values = dict(zip(map(id, self._variables), (*state, *rest), strict=True))
+        variables = map(id, (*self._changed, *self._others))
+        values = dict(zip(variables, (*state, *rest), strict=True))
         (fn, arguments), seen = self._call, self._seen
 
-        def value_of(variable: Variable) -> Any:
+        def value_of(_: Any, variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
-            return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
+            return jax.tree.map(_own_part, value, is_leaf=is_per_replica)
 
-        scalars, options = arguments.scalars, {"decisions": seen.decisions}
+        scalars = arguments.scalars
         arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
-        traced = _traced(self._strategy, fn, arguments, arrays, value_of, **options)
-        _, watch, result = traced
+        options = {"decisions": seen.decisions}
+        trace, result = _traced(
+            self._strategy, fn, arguments, arrays, value_of, **options
+        )
         results, treedef = _flattened(self._name, result)
         expected = {*map(id, self._changed)}
-        is_same = treedef == seen.treedef
-        is_same &= expected <= watch.entered.keys() <= values.keys()
-        for key, (variable, before) in watch.entered.items():
-            is_expected = key in expected or isinstance(variable, nnx.RngKey)
-            is_same &= is_expected or not _is_changed(before, watch.values[key])
-        if not is_same:
+        unexpected = [
+            key
+            for key, (variable, before) in trace.entered.items()
+            if key not in expected
+            and not isinstance(variable, nnx.RngKey)
+            and _is_changed(before, trace.values[key])
+        ]
+        is_same = expected <= trace.entered.keys() <= values.keys()
+        if unexpected or not is_same or treedef != seen.treedef:
             msg = (
                 f"{self._name} did something else when it was traced again: it depends "
                 "on something that changes in Python. Pass that as an argument."
@@ -343,16 +378,16 @@ class ReplicaProgram:
         new = []
         for variable in self._changed:
             form = self._whole if aggregation(variable) == "per_replica" else _strong
-            new.append(jax.tree.map(form, watch.values[id(variable)]))
+            new.append(jax.tree.map(form, trace.values[id(variable)]))
         return tuple(new), list(map(self._result, itertools.count(), results))
 
     def _whole(self, x: Leaf) -> Any:
         """Returns a replica's own value as its part of the values of all."""
-        count, x = self._strategy.num_replicas_in_sync, _strong(x)
-        is_scalar = not x.ndim
-        rows = x[None] if is_scalar else x
-        value = PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
-        return x if count == 1 else value
+        x = _strong(x)
+        if self._count == 1:
+            return x
+        rows, is_scalar = x if x.ndim else x[None], not x.ndim
+        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
 
     def _result(self, index: int, x: jax.Array) -> jax.Array:
         shape, rows = self._seen.shapes[index], self._seen.rows
@@ -373,24 +408,21 @@ class ReplicaProgram:
 
     # Calls.
 
-    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
-        """Returns what the compiled step takes: state, other variables, arguments."""
-        values = list(map(raw_value, self._variables))
-        is_same = len(values) == len(self._values)
-        self._is_again = is_same and all(map(operator.is_, values, self._values))
-        if not self._is_again:
-            values = self._placed()
-        count = len(self._changed)
-        return tuple(values[:count]), tuple(values[count:]), arguments.arrays
+    def _is_again(self) -> bool:
+        """Returns whether the Variables are as the last call has left them."""
+        same, values = operator.is_, functools.partial(map, raw_value)
+        return all(map(same, values(self._changed), self._state)) and all(
+            map(same, values(self._others), self._rest)
+        )
 
-    def _placed(self) -> list[Any]:
-        """Places the Variables on the devices of all replicas; returns their values.
+    def _place(self) -> None:
+        """Places the Variables on the devices of all replicas.
 
         The program uses up the arrays of those that it changes. So what several hold is
         copied: clones share arrays, and so do Variables that were set to the same one.
         """
         seen: set[int] = set()
-        for variable in reversed(self._variables):  # those that change come last
+        for variable in (*self._others, *self._changed):
             before = raw_value(variable)
             with jax.ensure_compile_time_eval():
                 value = self._strategy._placed(variable)
@@ -400,37 +432,43 @@ class ReplicaProgram:
                 value = jax.tree.map(jnp.copy, value)
             seen |= ids
             set_raw_value(variable, value)
-        return list(map(raw_value, self._variables))
+        self._state = tuple(map(raw_value, self._changed))
+        self._rest = tuple(map(raw_value, self._others))
 
-    def held(self, fn: Any, arguments: Arguments) -> Any:
-        """Returns the compiled step, for a look at the program alone."""
+    def lowered(self, fn: Any, arguments: Arguments) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the compiled step and its inputs, for a look at the program alone."""
         self._call = fn, arguments
-        return self.step
+        self._place()
+        return self._step, (self._state, self._rest, arguments.arrays)
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        inputs, step = self.inputs(arguments), self.step
+        step, arrays = self._step.again, arguments.arrays
         if _jax.is_tracing():
             self._check_trace(fn, arguments)
-        elif self._is_again:  # the state is what the last call returned
-            step = self.step.again
+            step = self._step
+            self._place()
+        elif not self._is_again():
+            step = self._step
+            self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            state, out = step(*inputs)
+            self._state, out = step(self._state, self._rest, arrays)
         finally:
             self._call = None
-        self._values = [*state, *inputs[1]]
-        collections.deque(map(set_raw_value, self._changed, state), 0)
-        count = self._strategy.num_replicas_in_sync
+        collections.deque(map(set_raw_value, self._changed, self._state), 0)
         for index in itertools.compress(range(len(out)), self._seen.differs):
-            mask = arguments.mask if index in self._aligned else None
-            options = {"num_replicas": count, "is_scalar": not self._seen.shapes[index]}
-            out[index] = PerReplica(out[index], mask, **options)
+            out[index] = PerReplica(
+                out[index],
+                arguments.mask if index in self._aligned else None,
+                num_replicas=self._count,
+                is_scalar=not self._seen.shapes[index],
+            )
         return self._seen.treedef.unflatten(out)
 
     def _check_trace(self, fn: Any, arguments: Arguments) -> None:
-        """Refuses to change variables from outside of the trace under way, if any."""
+        """Refuses to change variables from outside of the trace under way."""
         for variable in itertools.filterfalse(belongs_here, self._changed):
             path = Roots(fn, arguments.named_objects()).path_of(variable)
             msg = (
@@ -441,11 +479,54 @@ class ReplicaProgram:
             raise StrategyError(msg)
 
 
-def _is_per_replica(leaf: object) -> bool:
-    return isinstance(leaf, PerReplica)
-
-
 def _own_part(x: Leaf) -> Any:
     if not isinstance(x, PerReplica):
         return x
     return x.array[0] if x.is_scalar else x.array
+
+
+class ProgramCache:
+    """The programs of a strategy, found by function, arguments, and objects reached.
+
+    A function is found again if it is defined anew with the same code. What was not
+    called for the longest time is dropped, and what is for objects that are gone.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        # Of programs, the last called first: function and signature; roots; the program
+        # itself, until an object of it is gone; how many roots that key had by then.
+        self._programs: list[tuple[Any, Roots, list[ReplicaProgram], int]] = []
+
+    def find(self, fn: Any, arguments: Arguments) -> ReplicaProgram:
+        """Returns the program for a call, compiling it if there is none yet."""
+        code = fn
+        while isinstance(code, functools.partial):
+            code = code.func
+        key = getattr(code, "__code__", type(code)), arguments.signature
+        differences, numbers = [], [0]
+        for index, (other, roots, held, number) in enumerate(self._programs):
+            if other == key:
+                difference = roots.difference(fn, arguments.objects)
+                if not difference and held and held[0].modes.are_current():
+                    if index:
+                        self._programs.insert(0, self._programs.pop(index))
+                    return held[0]
+                differences.append(difference)
+                numbers.append(number)
+        held: list[ReplicaProgram] = []
+        program = ReplicaProgram(self._strategy, fn, arguments, held.clear)
+        held.append(program)
+        number = max(numbers) + all(differences)
+        self._programs.insert(0, (key, program.roots, held, number))
+        del self._programs[_MOST_PROGRAMS:]
+        if number == 3 and all(differences):
+            warnings.warn(
+                f"{arguments.name} was compiled a third time for arguments of the same "
+                f"shapes and types: {differences[0][0]} stands for another object than "
+                "before. Pass arrays and numbers that change as arguments, or keep "
+                "them in an nnx.Variable; each model has its own program.",
+                RecompileWarning,
+                stacklevel=stack_level(),
+            )
+        return program

@@ -25,7 +25,7 @@ from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.arguments import Arguments, is_on
 from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
-from meshlayout.distribute.program_cache import ProgramCache
+from meshlayout.distribute.replica_program import ProgramCache
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, per_replica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
@@ -184,7 +184,7 @@ class Strategy:
         with _lock:
             arguments = Arguments(fn, tuple(args), dict(kwargs or {}), self.mesh)
             program = self._programs.find(fn, arguments)
-            return program.held(fn, arguments), program.inputs(arguments)
+            return program.lowered(fn, arguments)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -11,10 +11,11 @@ after a trace, and compared before each call: `eval()` is another program.
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -83,28 +84,33 @@ def unwatched() -> Iterator[None]:
 class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
     """Watches what happens to Variables and modules, in this thread.
 
-    Args:
-        replica: Says what values Variables have and get, by `enter(variable)` and
-            `write(variable, old, new)`; `meet(node)` is called for modules.
+    A subclass says which values Variables have and get, by `enter` and `write`.
 
     Attributes:
         entered: The Variables from outside that were read or set, by id, and the values
             with which they entered the trace.
         values: The values that they have now.
         nodes: The modules from outside of which an attribute was read or set, by id,
-            and their attributes: live, as they were, and in a form to compare.
+            and their attributes before, as they are and in a form to compare.
     """
 
-    def __init__(self, replica: Any) -> None:
-        self.replica = replica
+    def __init__(self) -> None:
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
         # What the objects belong to that are made in this trace, by id.
         self._levels: dict[int, Any] = {}
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
-        self.nodes: dict[int, tuple[Any, dict[str, Any], dict[str, Any], Any]] = {}
+        self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
 
-    def __enter__(self) -> "TraceWatch":
+    def enter(self, variable: Variable) -> Any:
+        """Returns the value that a Variable has when it is met first."""
+        raise NotImplementedError
+
+    def write(self, variable: Variable, old: Leaf, new: Leaf) -> Any:
+        """Returns the value that a Variable gets, of what the function writes."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
         _patches.__enter__()
         _jaxprs.short_sharding_errors.__enter__()  # Flax asks for one at each value
         self._token = current.set(self)
@@ -114,16 +120,17 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
         current.reset(self._token)
         _jaxprs.short_sharding_errors.__exit__()
         _patches.__exit__()
-        for _, live, before, _ in self.nodes.values():
-            live.clear()
-            live.update(before)
+        for node, before, _ in self.nodes.values():
+            vars(node).clear()
+            vars(node).update(before)
 
     def check_attributes(self, name: str) -> None:
         """Refuses a function that changes modules in Python, once for all calls."""
-        for node, live, before, frozen in self.nodes.values():
+        for node, before, frozen in self.nodes.values():
+            live = object.__getattribute__(node, "__dict__")
             now = _frozen(live)
             for key in {**frozen, **now}:
-                if (key in frozen, frozen.get(key)) == (key in now, now.get(key)):
+                if frozen.get(key, ...) == now.get(key, ...):
                     continue
                 verb = "removes" if key not in live else "sets"
                 verb = verb if key in before else "adds"
@@ -145,7 +152,7 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
                 return raw_value(variable)
             # Of the whole function, wherever in it, as in a scan, the value is read.
             with unwatched(), _jax.in_trace(self._trace):
-                self.values[key] = value = self.replica.enter(variable)
+                self.values[key] = value = self.enter(variable)
             self.entered[key] = variable, value
         return self.values[key]
 
@@ -156,7 +163,7 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
             return
         before = self.read(variable)
         with unwatched():
-            self.values[id(variable)] = self.replica.write(variable, before, value)
+            self.values[id(variable)] = self.write(variable, before, value)
 
     def read_level(self, holder: Any, slot: Any) -> Any:
         """Returns the trace that may change a Variable, or a module by its state."""
@@ -180,8 +187,7 @@ class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
             live = object.__getattribute__(node, "__dict__")
             state = live.get(_STATE)
             if state is not None and not self._is_made(state, _state_trace_slot):
-                self.nodes[id(node)] = node, live, dict(live), _frozen(live)
-                self.replica.meet(node, live)
+                self.nodes[id(node)] = node, dict(live), _frozen(live)
 
 
 # The patches. Other threads come here, too, and have no watch.
@@ -264,44 +270,39 @@ def _frozen(value: Leaf) -> Any:
     return _Same(value) if is_object else (type(value), value)
 
 
-def _containers(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
-    """Yields the values in lists and dicts, which follow changes of these."""
-    for value in values:
+def _values(attributes: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """Yields views of the values in dicts and lists, and in those among them."""
+    for value in attributes:
         if type(value) is list or type(value) is dict:
-            inner = value.values() if isinstance(value, dict) else value
-            yield inner
-            yield from _containers(inner)
+            view = value.values() if isinstance(value, dict) else value
+            yield view
+            yield from _values(view)
 
 
 class Modes:
     """The attributes of modules for which a program was compiled.
 
-    Modules are not kept alive: once one is gone, `gone` is called. The attributes are
-    nearly always the same objects as before, which is compared in C: a ResNet-50 has
-    2,400.
+    They are nearly always the same objects as before, which is compared in C: a
+    ResNet-50 has 2,400. Modules that no other one holds are not kept alive: once one
+    is gone, `gone` is called.
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        self._refs: list[Any] = [weakref.ref(node, lambda _: gone()) for node in nodes]
-        self._before = [_frozen(vars(node)) for node in nodes]
-        self._ids, self._inner = list[int](), list[Iterable[Any]]()
+        self._refs = [weakref.ref(node, lambda _: gone()) for node in nodes]
+        self._attributes = [vars(node) for node in nodes]
+        self._frozen = list(map(_frozen, self._attributes))
+        self._look()
+
+    def _look(self) -> None:
+        self._views = [*_values(self._attributes)]
+        self._before = [*itertools.chain.from_iterable(self._views)]
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
-        try:
-            attributes = [ref().__dict__ for ref in self._refs]
-        except AttributeError:  # of None: a module is gone
-            return False
-        chain = itertools.chain.from_iterable
-        values = [*map(dict.values, attributes), *self._inner]
-        if self._ids and list(map(id, chain(values))) == self._ids:
+        now = [*itertools.chain.from_iterable(self._views)]
+        if len(now) == len(self._before) and all(map(operator.is_, now, self._before)):
             return True
-        frozen = list(map(_frozen, attributes))
-        if frozen != self._before:
+        if list(map(_frozen, self._attributes)) != self._frozen:
             return False
-        # Flax's transforms replace attributes by equal ones.
-        self._before = frozen
-        self._inner = [*_containers(chain(map(dict.values, attributes)))]
-        values = [*map(dict.values, attributes), *self._inner]
-        self._ids = list(map(id, chain(values)))
+        self._look()  # Flax's transforms replace attributes by equal ones
         return True
