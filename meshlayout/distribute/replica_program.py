@@ -15,7 +15,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, entered
-from meshlayout.distribute.aggregation import (
+from meshlayout.distribute.arguments import Arguments, is_leaf, is_per_replica
+from meshlayout.distribute.capture import Roots
+from meshlayout.distribute.padded_statistics import padding_left_out
+from meshlayout.distribute.replica_trace import (
     MARKS,
     MarksNeeded,
     ReplicaTrace,
     patches,
 )
-from meshlayout.distribute.arguments import Arguments, is_leaf, is_per_replica
-from meshlayout.distribute.capture import Roots
-from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, check_replicas
 from meshlayout.distribute.variables import (
+    TRACE,
     Modes,
     Variable,
     aggregation,
-    belongs_here,
     raw_value,
     set_raw_value,
 )
@@ -50,240 +50,6 @@ from meshlayout.step import compile_step
 
 _MOST_PROGRAMS = 64
 _phases = itertools.count()
-
-
-# The first trace.
-
-
-class Examination(NamedTuple):
-    """What the first trace of a function shows."""
-
-    changed: list[Variable]  # that it sets
-    others: list[Variable]  # that it reads
-    nodes: list[Any]  # the modules whose attributes it reads
-    treedef: Any  # of its results
-    shapes: list[tuple[int, ...]]
-    differs: list[bool]  # which results differ between replicas
-    rows: int  # of each replica, if some are padding; else 0
-    decisions: list[Any]  # how values of replicas are combined, in order
-
-
-def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Examination:
-    """Traces a function under `jax.vmap` over the replicas, for what it does.
-
-    A batch with padding gets twice its rows, so that the second trace, which has as
-    many as there are, shows which results have one value for each.
-    """
-    found: list[Examination] = []
-
-    def examined(arrays: list[Any], *marks: jax.Array) -> tuple[()]:
-        named = dict(zip(MARKS, marks, strict=False))
-        options = {"marks": named, "path_of": path_of}
-        traced = _traced(strategy, fn, arguments, arrays, _placeholder, **options)
-        found.append(_read(arguments, arrays, path_of, *traced))
-        return ()
-
-    def marked(arrays: list[Any]) -> tuple[()]:
-        function = functools.partial(examined, arrays)
-        for mark in MARKS:
-            axes = tuple(0 if mark == other else None for other in MARKS)
-            function = jax.vmap(function, axes, axis_name=mark)
-        return function(*[jnp.zeros(1, bool)] * len(MARKS))
-
-    def trace(function: Callable[..., Any]) -> None:
-        if count > 1:
-            axes = [0 if is_own else None for is_own in arguments.is_own]
-            sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
-            function = jax.vmap(function, (axes,), **sizes)
-        jax.eval_shape(function, arrays)
-
-    count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
-    arrays = list(arguments.arrays)
-    for index in itertools.compress(range(len(arrays)), arguments.is_own):
-        (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
-        rows = length // count * (1 + has_mask)
-        shape = rest if index in arguments.scalars else (rows, *rest)
-        shape = (count, *shape) if count > 1 else shape
-        arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
-    try:
-        try:
-            trace(examined)
-        except MarksNeeded:
-            trace(marked)
-    except Exception as error:
-        if has_mask or isinstance(error, NotImplementedError):
-            error.add_note(
-                "run: a function is traced first under jax.vmap over the replicas, to "
-                "see what differs between them, and for a batch with padding with "
-                "twice its rows, to see which results have one value for each. So give "
-                "callbacks a vmap_method, and write -1 for the number of rows."
-            )
-        raise
-    return found[0]
-
-
-def _traced(
-    strategy: Any,
-    fn: Any,
-    arguments: Arguments,
-    arrays: list[Any],
-    value_of: Callable[[Any, Variable], Any],
-    **options: Any,
-) -> tuple[ReplicaTrace, PyTree]:
-    """Runs a function on one replica, while it is traced."""
-    mask = arrays[-1] if arguments.mask is not None else None
-    count = strategy.num_replicas_in_sync
-    axis = REPLICA_AXIS if count > 1 else None
-    context = ReplicaContext(strategy, axis, count, mask)
-    # Functions that are jitted inside are traced anew: what they ask of the context
-    # belongs to this trace.
-    with (
-        _jax.trace_phase(next(_phases)),
-        strategy._inside(),
-        entered(context),
-        patches,
-        padding_left_out(),
-        ReplicaTrace(
-            context, functools.partial(value_of, strategy), **options
-        ) as trace,
-    ):
-        for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
-            trace.note(x, id(x))
-        args, kwargs = arguments.unflatten(arrays)
-        result = fn(*args, **kwargs)
-        trace.check_attributes(arguments.name)
-    return trace, result
-
-
-def _placeholder(strategy: Any, variable: Variable) -> Any:
-    """Returns a value for a first trace, which has no numbers that Python could use."""
-
-    def value(x: Leaf) -> Any:
-        if isinstance(x, PerReplica):
-            check_replicas(x, strategy.mesh, "run")
-            own = x.array.reshape(x.num_replicas, *x.shape)
-            return own[jax.lax.axis_index(REPLICA_AXIS)]
-        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-        x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
-        return jax.lax.optimization_barrier(x)
-
-    return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
-
-
-def _read(
-    arguments: Arguments,
-    inputs: list[Any],
-    path_of: Any,
-    trace: ReplicaTrace,
-    result: PyTree,
-) -> Examination:
-    """Reads a first trace, inside of it; refuses what replicas cannot do."""
-    changed, others, differing, is_safe = [], [], [], True
-    for key, (variable, before) in trace.entered.items():
-        after, kind = trace.values[key], aggregation(variable)
-        differs = trace.differs(after)
-        # nnx.scan hands a replica's own keys back as new arrays.
-        if not _is_changed(before, after) or (
-            isinstance(variable, nnx.RngKey) and differs
-        ):
-            others.append(variable)
-            continue
-        changed.append(variable)
-        is_statistic = isinstance(variable, nnx.BatchStat) or kind == "metric"
-        is_safe &= is_statistic and "aggregation" not in variable.get_metadata()
-        if differs and kind != "per_replica":
-            differing.append(path_of(variable))
-    if differing:
-        msg = (
-            f"{arguments.name} would leave different values of "
-            f"{', '.join(differing[:3])} on the replicas: the new values are computed "
-            "from what differs between them. Combine that first, as "
-            "get_replica_context().all_reduce('MEAN', x) does, or say how the "
-            "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
-            "'sum', 'first', 'per_replica'."
-        )
-        raise StrategyError(msg)
-    _check_states(arguments, inputs, trace, result)
-    arrays, treedef = _flattened(arguments.name, result)
-    mask, shapes = trace.context.mask, [x.shape for x in arrays]
-    rows = 0 if mask is None else mask.shape[0]
-    is_safe &= all(shape[:1] == (rows,) for shape in shapes)
-    if rows and not is_safe and not trace.context.mask_was_read:
-        msg = (
-            f"{arguments.name} got a short batch, which is padded to the shape of the "
-            "others, and did not ask which rows are real: padding would count. Use "
-            "losses.compute_average_loss, which asks; or multiply by "
-            "get_replica_context().example_mask and divide by its num_examples; or "
-            "return one value per row and combine these with reduce(..., axis=0); or "
-            "leave such batches out with distribute_dataset(..., remainder='drop')."
-        )
-        raise StrategyError(msg)
-    nodes = [node for node, *_ in trace.nodes.values()]
-    differs = list(map(trace.differs, arrays))
-    facts = treedef, shapes, differs, rows, trace.decisions
-    return Examination(changed, others, nodes, *facts)
-
-
-def _is_changed(before: Leaf, after: Leaf) -> bool:
-    old, structure = jax.tree.flatten(before)
-    new, new_structure = jax.tree.flatten(after)
-    return structure != new_structure or not all(map(operator.is_, old, new))
-
-
-def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
-    """Returns what a function returned as arrays, and its structure."""
-
-    def array(leaf: Leaf) -> jax.Array:
-        kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-        if not isinstance(leaf, kinds):  # JAX would take a text for the name of a dtype
-            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg)
-        return _strong(leaf)
-
-    def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
-        return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
-
-    leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
-    return list(map(array, leaves)), treedef
-
-
-def _strong(x: Leaf) -> jax.Array:
-    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
-
-
-def _check_states(
-    arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: PyTree
-) -> None:
-    """Refuses a state of Linen that is returned with changes that differ.
-
-    NNX objects are changed in place, where that is an error. A state is returned, and a
-    forgotten all-reduce would give each replica one of its own. It is one if a result
-    has the structure of an argument, and something was added to one of its leaves:
-    gradients, to which nothing was added, may differ.
-    """
-    args, kwargs = arguments.unflatten(inputs)
-    parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
-    for state, part in itertools.product((*args, *kwargs.values()), parts):
-        before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
-        after, new_structure = jax.tree.flatten_with_path(part)
-        is_bare = jax.tree_util.treedef_is_leaf(structure)  # two numbers are no state
-        if is_bare or structure != new_structure:
-            continue
-        differing = [(key, x) for key, x in after if trace.differs(x)]
-        ids = {id(x) for x in before if np.ndim(x)}
-        if any(ids & trace.terms_of(x) for _, x in differing):
-            text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-            msg = (
-                f"{arguments.name} returns a state that came in the same on all "
-                "replicas, and would leave different values of "
-                f"{', '.join(text(key) for key, _ in differing)} on them. Combine "
-                "gradients and losses first: "
-                "get_replica_context().all_reduce('SUM', grads)."
-            )
-            raise StrategyError(msg)
-
-
-# The program.
 
 
 class ReplicaProgram:
@@ -303,10 +69,9 @@ class ReplicaProgram:
         self._count = strategy.num_replicas_in_sync
         self.roots = roots = Roots(fn, arguments.named_objects())
         with roots.refuse_appends(self._name):
-            seen = examine(strategy, fn, arguments, roots.path_of)
-        self._changed, self._others, nodes, *_ = seen
-        self._seen = seen._replace(nodes=[])  # which a program does not keep alive
-        self.roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
+            self._examine(fn, arguments)
+        nodes, self._nodes = self._nodes, []  # which a program does not keep alive
+        roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
         self.modes = Modes(nodes, gone)
         # The values of Variables after the last call.
         self._state: tuple[Any, ...] = (self,) * len(self._changed)
@@ -321,55 +86,225 @@ class ReplicaProgram:
         step.__name__ = self._name
         self._step = compile_step(step, on_recompile="ignore")
 
+    # The first trace.
+
+    def _examine(self, fn: Any, arguments: Arguments) -> None:
+        """Traces the function under `jax.vmap` over the replicas, for what it does.
+
+        A batch with padding gets twice its rows, so that the second trace, which has as
+        many as there are, shows which results have one value for each.
+        """
+        count, has_mask = self._count, arguments.mask is not None
+
+        def examined(arrays: list[Any], *marks: jax.Array) -> tuple[()]:
+            options = {"path_of": self.roots.path_of, "marks": {}}
+            options["marks"].update(zip(MARKS, marks, strict=False))
+            traced = self._traced(fn, arguments, arrays, self._placeholder, **options)
+            self._read(arguments, arrays, *traced)
+            return ()
+
+        def marked(arrays: list[Any]) -> tuple[()]:
+            function = functools.partial(examined, arrays)
+            for mark in MARKS:
+                axes = tuple(0 if mark == other else None for other in MARKS)
+                function = jax.vmap(function, axes, axis_name=mark)
+            return function(*[jnp.zeros(1, bool)] * len(MARKS))
+
+        def trace(function: Callable[..., Any]) -> None:
+            if count > 1:
+                axes = [0 if is_own else None for is_own in arguments.is_own]
+                sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
+                function = jax.vmap(function, (axes,), **sizes)
+            jax.eval_shape(function, arrays)
+
+        arrays = list(arguments.arrays)
+        for index in itertools.compress(range(len(arrays)), arguments.is_own):
+            (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
+            rows = length // count * (1 + has_mask)
+            shape = rest if index in arguments.scalars else (rows, *rest)
+            shape = (count, *shape) if count > 1 else shape
+            arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
+        try:
+            try:
+                trace(examined)
+            except MarksNeeded:
+                trace(marked)
+        except Exception as error:
+            if has_mask or isinstance(error, NotImplementedError):
+                error.add_note(
+                    "run: a function is traced first under jax.vmap over the replicas, "
+                    "to see what differs between them, and for a batch with padding "
+                    "with twice its rows, to see which results have one value for each."
+                    " So give callbacks a vmap_method, and write -1 for the number of "
+                    "rows."
+                )
+            raise
+
+    def _placeholder(self, variable: Variable) -> Any:
+        """Returns a traced value: Python must not compute with the numbers of today."""
+
+        def value(x: Leaf) -> Any:
+            if isinstance(x, PerReplica):
+                check_replicas(x, self._strategy.mesh, "run")
+                own = x.array.reshape(x.num_replicas, *x.shape)
+                return own[jax.lax.axis_index(REPLICA_AXIS)]
+            is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+            x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
+            return jax.lax.optimization_barrier(x)
+
+        return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
+
+    def _read(
+        self, arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: Any
+    ) -> None:
+        """Reads a first trace, inside of it; refuses what replicas cannot do."""
+        self._changed, ids = trace.changed(), {*map(id, trace.changed())}
+        entered = [variable for variable, _ in trace.entered.values()]
+        self._others = [x for x in entered if id(x) not in ids]
+        self._nodes = [node for node, *_ in trace.nodes.values()]
+        self._decisions = trace.decisions
+        differing = [
+            self.roots.path_of(x)
+            for x in self._changed
+            if aggregation(x) != "per_replica" and trace.differs(trace.values[id(x)])
+        ]
+        if differing:
+            msg = (
+                f"{self._name} would leave different values of "
+                f"{', '.join(differing[:3])} on the replicas: the new values are "
+                "computed from what differs between them. Combine that first, as "
+                "get_replica_context().all_reduce('MEAN', x) does, or say how the "
+                "variable's values become one: nnx.Variable(x, aggregation='mean'), "
+                "or 'sum', 'first', 'per_replica'."
+            )
+            raise StrategyError(msg)
+        self._check_states(arguments.unflatten(inputs), trace, result)
+        arrays, self._treedef = _flattened(self._name, result)
+        self._shapes = [x.shape for x in arrays]
+        self._differs = list(map(trace.differs, arrays))
+        mask = trace.context.mask
+        self._rows = rows = 0 if mask is None else mask.shape[0]
+        is_safe = all(shape[:1] == (rows,) for shape in self._shapes) and all(
+            (isinstance(x, nnx.BatchStat) or aggregation(x) == "metric")
+            and "aggregation" not in x.get_metadata()
+            for x in self._changed
+        )
+        if rows and not is_safe and not trace.context.mask_was_read:
+            msg = (
+                f"{self._name} got a short batch, which is padded to the shape of the "
+                "others, and did not ask which rows are real: padding would count. Use "
+                "losses.compute_average_loss, which asks; or multiply by "
+                "get_replica_context().example_mask and divide by its num_examples; or "
+                "return one value per row and combine these with reduce(..., axis=0); "
+                "or leave such batches out with distribute_dataset(..., "
+                "remainder='drop')."
+            )
+            raise StrategyError(msg)
+
+    def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
+        """Refuses a state of Linen that is returned with changes that differ.
+
+        NNX objects are changed in place, where that is an error. A state is returned,
+        and a forgotten all-reduce would give each replica one of its own. It is one if
+        a result has the structure of an argument, and something was added to one of its
+        leaves: gradients, to which nothing was added, may differ.
+        """
+        args, kwargs = call
+        parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
+        for state, part in itertools.product((*args, *kwargs.values()), parts):
+            before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
+            after, new_structure = jax.tree.flatten_with_path(part)
+            is_bare = jax.tree_util.treedef_is_leaf(structure)  # numbers are no state
+            if is_bare or structure != new_structure:
+                continue
+            differing = [(key, x) for key, x in after if trace.differs(x)]
+            ids = {id(x) for x in before if np.ndim(x)}
+            if any(ids & trace.terms_of(x) for _, x in differing):
+                keys = [key for key, _ in differing]
+                text = functools.partial(jax.tree_util.keystr, separator="/")
+                msg = (
+                    f"{self._name} returns a state that came in the same on all "
+                    "replicas, and would leave different values of "
+                    f"{', '.join(text(key, simple=True) for key in keys)} on them. "
+                    "Combine gradients and losses first: "
+                    "get_replica_context().all_reduce('SUM', grads)."
+                )
+                raise StrategyError(msg)
+
+    # Both traces.
+
+    def _traced(
+        self,
+        fn: Any,
+        arguments: Arguments,
+        arrays: list[Any],
+        value_of: Callable[[Variable], Any],
+        **options: Any,
+    ) -> tuple[ReplicaTrace, PyTree]:
+        """Runs the function on one replica, while it is traced."""
+        mask = arrays[-1] if arguments.mask is not None else None
+        axis = REPLICA_AXIS if self._count > 1 else None
+        context = ReplicaContext(self._strategy, axis, self._count, mask)
+        # Functions that are jitted inside are traced anew: what they ask of the context
+        # belongs to this trace.
+        with (
+            _jax.trace_phase(next(_phases)),
+            self._strategy._inside(),
+            entered(context),
+            patches,
+            _jaxprs.short_sharding_errors,  # Flax asks for one at each value
+            padding_left_out(),
+            ReplicaTrace(context, value_of, **options) as trace,
+        ):
+            for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
+                trace.note_terms(x, frozenset([id(x)]))
+            args, kwargs = arguments.unflatten(arrays)
+            result = fn(*args, **kwargs)
+            trace.check_attributes(self._name)
+        return trace, result
+
+    # The second trace.
+
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        """Traces the function for the second time."""
         if self._count == 1:
             return self._replica(state, rest, arrays)
 
-        def specs(flags: Iterable[bool]) -> tuple[PartitionSpec, ...]:
-            return tuple([PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags])
+        def specs(flags: Iterable[bool]) -> list[PartitionSpec]:
+            return [PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags]
 
         def of(variables: list[Variable]) -> tuple[PartitionSpec, ...]:
-            return specs(aggregation(x) == "per_replica" for x in variables)
+            return tuple(specs(aggregation(x) == "per_replica" for x in variables))
 
+        changed, (_, arguments) = of(self._changed), self._call
         return jax.shard_map(
             self._replica,
             mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(
-                of(self._changed),
-                of(self._others),
-                [*specs(self._call[1].is_own)],
-            ),
-            out_specs=(of(self._changed), [*specs(self._seen.differs)]),
+            in_specs=(changed, of(self._others), specs(arguments.is_own)),
+            out_specs=(changed, specs(self._differs)),
             check_vma=False,
         )(state, rest, arrays)
 
     def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         variables = map(id, (*self._changed, *self._others))
         values = dict(zip(variables, (*state, *rest), strict=True))
-        (fn, arguments), seen = self._call, self._seen
 
-        def value_of(_: Any, variable: Variable) -> Any:
+        def own_part(x: Leaf) -> Any:
+            if not isinstance(x, PerReplica):
+                return x
+            return x.array[0] if x.is_scalar else x.array
+
+        def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
-            return jax.tree.map(_own_part, value, is_leaf=is_per_replica)
+            return jax.tree.map(own_part, value, is_leaf=is_per_replica)
 
-        scalars = arguments.scalars
+        fn, arguments = self._call
+        scalars, options = arguments.scalars, {"decisions": self._decisions}
         arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
-        options = {"decisions": seen.decisions}
-        trace, result = _traced(
-            self._strategy, fn, arguments, arrays, value_of, **options
-        )
+        trace, result = self._traced(fn, arguments, arrays, value_of, **options)
         results, treedef = _flattened(self._name, result)
-        expected = {*map(id, self._changed)}
-        unexpected = [
-            key
-            for key, (variable, before) in trace.entered.items()
-            if key not in expected
-            and not isinstance(variable, nnx.RngKey)
-            and _is_changed(before, trace.values[key])
-        ]
-        is_same = expected <= trace.entered.keys() <= values.keys()
-        if unexpected or not is_same or treedef != seen.treedef:
+        is_same = [*map(id, trace.changed())] == [*map(id, self._changed)]
+        is_same &= trace.entered.keys() <= values.keys()
+        if not is_same or treedef != self._treedef:
             msg = (
                 f"{self._name} did something else when it was traced again: it depends "
                 "on something that changes in Python. Pass that as an argument."
@@ -390,8 +325,8 @@ class ReplicaProgram:
         return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
 
     def _result(self, index: int, x: jax.Array) -> jax.Array:
-        shape, rows = self._seen.shapes[index], self._seen.rows
-        if not self._seen.differs[index]:
+        shape, rows = self._shapes[index], self._rows
+        if not self._differs[index]:
             return x
         if rows and (x.shape[:1], shape[:1]) == ((rows // 2,), (rows,)):
             self._aligned.add(index)
@@ -410,9 +345,9 @@ class ReplicaProgram:
 
     def _is_again(self) -> bool:
         """Returns whether the Variables are as the last call has left them."""
-        same, values = operator.is_, functools.partial(map, raw_value)
-        return all(map(same, values(self._changed), self._state)) and all(
-            map(same, values(self._others), self._rest)
+        same = operator.is_
+        return all(map(same, map(raw_value, self._changed), self._state)) and all(
+            map(same, map(raw_value, self._others), self._rest)
         )
 
     def _place(self) -> None:
@@ -443,46 +378,60 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step, arrays = self._step.again, arguments.arrays
-        if _jax.is_tracing():
-            self._check_trace(fn, arguments)
-            step = self._step
-            self._place()
-        elif not self._is_again():
+        step: Any = self._step.again
+        if (is_tracing := _jax.is_tracing()) or not self._is_again():
+            if is_tracing:
+                self._check_trace(fn, arguments)
             step = self._step
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            self._state, out = step(self._state, self._rest, arrays)
+            self._state, out = step(self._state, self._rest, arguments.arrays)
         finally:
             self._call = None
         collections.deque(map(set_raw_value, self._changed, self._state), 0)
-        for index in itertools.compress(range(len(out)), self._seen.differs):
-            out[index] = PerReplica(
-                out[index],
-                arguments.mask if index in self._aligned else None,
-                num_replicas=self._count,
-                is_scalar=not self._seen.shapes[index],
-            )
-        return self._seen.treedef.unflatten(out)
+        for index in itertools.compress(range(len(out)), self._differs):
+            mask = arguments.mask if index in self._aligned else None
+            options = {
+                "num_replicas": self._count,
+                "is_scalar": not self._shapes[index],
+            }
+            out[index] = PerReplica(out[index], mask, **options)
+        return self._treedef.unflatten(out)
 
     def _check_trace(self, fn: Any, arguments: Arguments) -> None:
         """Refuses to change variables from outside of the trace under way."""
-        for variable in itertools.filterfalse(belongs_here, self._changed):
-            path = Roots(fn, arguments.named_objects()).path_of(variable)
-            msg = (
-                f"{self._name} changes the variable {path} from outside of the "
-                "function that is being compiled. run compiles by itself: call it "
-                "without jit, or pass the objects through nnx.jit as arguments."
-            )
+        for variable in self._changed:
+            if not getattr(variable, TRACE).is_valid():
+                path = Roots(fn, arguments.named_objects()).path_of(variable)
+                msg = (
+                    f"{self._name} changes the variable {path} from outside of the "
+                    "function that is being compiled. run compiles by itself: call it "
+                    "without jit, or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
+
+
+def _strong(x: Leaf) -> jax.Array:
+    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
+
+
+def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
+    """Returns what a function returned as arrays, and its structure."""
+
+    def array(leaf: Leaf) -> jax.Array:
+        kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+        if not isinstance(leaf, kinds):  # JAX would take a text for the name of a dtype
+            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
             raise StrategyError(msg)
+        return _strong(leaf)
 
+    def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
+        return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
 
-def _own_part(x: Leaf) -> Any:
-    if not isinstance(x, PerReplica):
-        return x
-    return x.array[0] if x.is_scalar else x.array
+    leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
+    return list(map(array, leaves)), treedef
 
 
 class ProgramCache:
