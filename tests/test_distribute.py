@@ -338,6 +338,14 @@ def test_a_variable_per_replica_is_summed_read_and_reset(two):
         assert summed == 14 + 2 * start
 
 
+def test_a_variable_per_replica_is_one_strategys(two):
+    with two.scope():
+        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
+    for strategy in (mirrored(1), mirrored(4)):
+        message = message_of(strategy.run, lambda: own[...], error=StrategyError)
+        assert message.endswith("it is another strategy's.")
+
+
 def test_variables_that_are_set_to_one_array_stay_two(two):
     with two.scope():
         sums = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.ones(()))
@@ -418,4 +426,7 @@ def test_a_forgotten_sum_of_plain_parameters_is_noticed(two):
 
     x = split(two, np.arange(12, dtype="f").reshape(4, 3))
     with pytest.raises(StrategyError, match=r"different values of w .*all_reduce"):
-        two.run(step, (two.run(step, (params, x)), x))
+        two.run(step, (params, x))
+    # Gradients may differ, as in TensorFlow, though they look like the parameters.
+    grads = two.run(jax.grad(lambda p, x: (x @ p["w"]).sum()), (params, x))
+    assert two.reduce("SUM", grads, axis=None)["w"].tolist() == [18, 22, 26]

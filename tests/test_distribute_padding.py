@@ -46,6 +46,15 @@ def test_six_rows_on_two_replicas_of_four_are_three_and_three():
     assert total(two, loss) == pytest.approx(10.5)
 
 
+def test_64_rows_on_three_replicas_count_as_64():
+    three, rows = mirrored(3), np.arange(64, dtype="f")
+    (batch,) = three.distribute_dataset(rows, 64)
+    assert sum(len(x) for x in three.local_results(batch)) == 64
+    loss = three.run(lambda x: ml.losses.compute_average_loss(x), (batch,))
+    assert total(three, loss) == pytest.approx(rows.mean())
+    assert three.gather(batch, axis=0).tolist() == rows.tolist()
+
+
 def test_five_rows_carry_a_mask_that_a_function_must_ask_for():
     two = mirrored(2)
     (short,) = two.distribute_dataset(np.arange(1, 6, dtype="f"), 8)

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.lax import psum
 
 import meshlayout as ml
 from meshlayout.distribute import get_replica_context
@@ -449,7 +450,7 @@ COMBINED = {
     "by the optimizer": lambda grads: grads,
     "by a sum": lambda grads: reduced("SUM", grads),
     "by a mean": lambda grads: jax.tree.map(lambda x: 2 * x, reduced("MEAN", grads)),
-    "by jax.lax.psum": lambda grads: jax.lax.psum(grads, "batch"),
+    "by psum, under a name of its own": lambda grads: psum(grads, "batch"),
     "by a sum, and clipped": lambda grads: jax.tree.map(
         lambda x: jnp.clip(x, -1e3, 1e3), reduced("SUM", grads)
     ),
@@ -479,6 +480,33 @@ def test_gradients_that_do_not_depend_on_the_batch_are_added_up_like_others(two)
         np.testing.assert_allclose(model.weight, 1 - ROWS.mean(axis=0), err_msg=how)
         np.testing.assert_allclose(model.bias, -1, err_msg=how)
         np.testing.assert_allclose(model.penalized, np.full(3, 1.6), rtol=1e-6)
+
+
+def test_gradients_of_a_loss_that_is_combined_are_added_up_as_in_tensorflow(two):
+    model, optimizer = made(two)
+
+    def step(x):
+        loss = lambda model: reduced("SUM", loss_of(model, x))  # noqa: E731
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    two.run(step, (split(two, ROWS),))
+    np.testing.assert_allclose(model.weight, 1 - 2 * ROWS.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(model.bias, -2)
+    np.testing.assert_allclose(model.penalized, np.full(3, 1.2), rtol=1e-6)
+
+
+def test_gradients_that_were_sent_around_a_ring_are_refused(two):
+    model, optimizer = made(two)
+
+    def step(x):
+        send = lambda x: jax.lax.ppermute(x, "batch", [(0, 1), (1, 0)])  # noqa: E731
+        grads = nnx.grad(loss_of)(model, x)
+        optimizer.update(model, jax.tree.map(lambda x: x + send(x), grads))
+
+    message = message_of(two.run, step, (split(two, ROWS),), error=StrategyError)
+    assert "jax.lax.ppermute" in message
+    assert "all_reduce" in message
+    np.testing.assert_array_equal(model.weight, 1)
 
 
 def test_gradients_may_be_results_and_arguments(two):

@@ -22,22 +22,24 @@ from meshlayout.mesh import Mesh
 
 
 @functools.cache  # Flax's classes are slow to ask
-def _is_kind(kind: type, *kinds: type) -> bool:
-    return issubclass(kind, kinds)
+def _is_leaf(kind: type) -> bool:
+    return _is_object(kind) or issubclass(kind, PerReplica | nnx.State)
 
 
-def _is_object(value: object) -> bool:
-    return _is_kind(type(value), nnx.Pytree, nnx.Variable)
+@functools.cache
+def _is_object(kind: type) -> bool:
+    is_object = issubclass(kind, nnx.Pytree | nnx.Variable)
+    return is_object and not issubclass(kind, nnx.State)
+
+
+def is_leaf(value: object) -> bool:
+    """Returns whether this is an NNX object, a state, or a value of replicas."""
+    return _is_leaf(type(value))
 
 
 def is_per_replica(value: object) -> bool:
     """Returns whether this is a value of each replica."""
     return type(value) is PerReplica
-
-
-def is_leaf(value: object) -> bool:
-    """Returns whether this is an NNX object, a state, or a value of replicas."""
-    return _is_kind(type(value), PerReplica, nnx.State, nnx.Pytree, nnx.Variable)
 
 
 class Arguments:
@@ -62,10 +64,10 @@ class Arguments:
     ) -> None:
         self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
         leaves, self._treedef = jax.tree.flatten(self._call, is_leaf=is_leaf)
-        self.objects = [x for x in leaves if _is_object(x)]
+        self.objects = [x for x in leaves if _is_object(type(x))]
         # A state is a tree of values: its Variables are not objects of the user's.
         values, self._values = jax.tree.flatten(
-            [None if _is_object(x) else x for x in leaves], is_leaf=is_per_replica
+            [None if _is_object(type(x)) else x for x in leaves], is_leaf=is_per_replica
         )
         self.arrays, self.is_own = list[Any](), list[bool]()
         self.scalars, self.mask = set[int](), None

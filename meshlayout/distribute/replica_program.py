@@ -145,7 +145,7 @@ class ReplicaProgram:
 
         def value(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
-                check_replicas(x, self._strategy.mesh, "run")
+                check_replicas(x, self._strategy.mesh, "a variable of each replica")
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)

@@ -219,12 +219,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
             arrays: The third argument, which alone is checked.
         """
         program, now = self.program, activity.now
+        ids = {*map(id, arrays)}
         if (
             program is None
             or program.is_loose
             or jax.sharding.get_abstract_mesh() is not self._no_mesh
             or program.is_elsewhere(arrays)
-            or may_be_donated_twice(state, arrays, is_new=True)
+            or True in [x.is_deleted() for x in arrays]
+            or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
         ):
             return self(state, rest, arrays)  # type: ignore[call-arg]
         now.name, now.moves = self._name, now.moves + 1
