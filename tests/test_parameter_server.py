@@ -287,21 +287,6 @@ def test_keys_and_numbers_travel_and_a_function_that_is_known_is_kept(monkeypatc
     assert answer == (value + 3, code)
 
 
-def test_a_jitted_step_and_an_optimizer_that_holds_its_model_work_alike(make_training):
-    training = make_training()
-    with training.strategy.scope():
-        model = Net(rngs=nnx.Rngs(0))
-        both = nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(iterator):
-        both.update(nnx.grad(loss_of)(both.model, next(iterator)))
-
-    training.step = step
-    training.run(3)
-    assert_same_state(model, trained_alone(3)[0])
-
-
 def test_two_updates_in_a_closure_are_two_updates(make_training):
     training = make_training(1, 2, tx=optax.sgd(0.1))
     ones = jax.tree.map(jnp.ones_like, nnx.state(training.model, nnx.Param))
@@ -337,8 +322,9 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     results = [coordinator.schedule(pair, (iterator,)) for _ in range(2)]
     assert coordinator.fetch(results) == [10.0, 32.0]
     coordinator.schedule(pair, (iterator,))
-    assert ".pair asked for a batch on worker 0, where the dataset has ended: let" in (
-        message_of(coordinator.join)
+    assert message_of(coordinator.join).endswith(
+        ".pair asked for a batch, and the worker's dataset has ended: let the dataset "
+        "function return one that repeats."
     )
 
     def rest(iterator):
@@ -388,8 +374,8 @@ def test_optimizers_are_exact_where_a_server_has_all_they_look_at(
 def test_others_are_refused(make_training, tx):
     assert message_of(make_training(1, 2, tx=tx).run, 1) == (
         "the optimizer looks at all parameters at once, as clipping by the global norm "
-        "does, and they are on 2 parameter servers. Use num_servers=1; or clip the "
-        "gradients before optimizer.update."
+        "does, and they are on 2 servers. Use num_servers=1; or clip the gradients "
+        "before optimizer.update."
     )
 
 
@@ -440,21 +426,15 @@ def test_closures_that_would_be_wrong_are_refused(make_training):
 def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
     schedule = coordinator.schedule
-    for call in ((3,), (max, 3)):
-        message = message_of(schedule, *call)
-        assert message.startswith("schedule takes a function and a tuple of its")
-    lock = threading.Lock()
     result = schedule(lambda: jnp.ones(2))
-    for value in (lock, result, coordinator):
-        with pytest.raises(TypeError, match="cannot pickle") as caught:
+    for value in (threading.Lock(), result, coordinator):
+        with pytest.raises(TypeError, match="cannot pickle"):
             schedule(lambda x: x, (value,))
-        assert "make files and locks in dataset functions" in caught.value.__notes__[0]
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
     assert "call next in a scheduled function" in message_of(next, iterator)
     assert "called on the coordinator" in message_of(strategy.run, lambda: 1)
     assert message_of(distribute.ClusterCoordinator, strategy) == (
-        "ParameterServerStrategy(1, 1) has a ClusterCoordinator: call shutdown() on that "
-        "one."
+        "the strategy has a ClusterCoordinator: call shutdown() on that one."
     )
     coordinator.shutdown()
     assert message_of(schedule, max) == "the coordinator was shut down."
