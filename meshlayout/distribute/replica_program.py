@@ -10,11 +10,13 @@ constant, as in every recurrent layer.)
 """
 
 import collections
+import contextlib
 import functools
+import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -248,6 +250,7 @@ class ReplicaProgram:
         # Functions that are jitted inside are traced anew: what they ask of the context
         # belongs to this trace.
         with (
+            _without_collections(),
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
             entered(context),
@@ -411,6 +414,18 @@ class ReplicaProgram:
                     "without jit, or pass the objects through nnx.jit as arguments."
                 )
                 raise StrategyError(msg)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pauses the garbage collector, which would look at all that a trace keeps."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _strong(x: Leaf) -> jax.Array:

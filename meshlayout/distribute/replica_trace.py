@@ -377,8 +377,10 @@ def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
 def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **params: Any) -> Any:
         result, trace = bind(sends, *args, **params), current.get()
+        axes = params.get("axes", params.get("axis_name", ()))
+        is_ours = trace is not None and str(trace.context.axis_name) in axes
         # What a loss has sent is sent back for its gradients, which combines nothing.
-        if trace is None or _jax.is_transposing():
+        if not is_ours or _jax.is_transposing():
             return result
         return trace.mark(mark, result)
 
