@@ -160,7 +160,9 @@ def test_scopes_cannot_be_nested(two):
 
 def test_code_knows_in_which_context_it_runs(two):
     assert (has_strategy(), in_cross_replica_context()) == (False, False)
-    assert get_strategy().num_replicas_in_sync == 1
+    with get_strategy().scope() as default:
+        assert default.num_replicas_in_sync == 1
+        assert not has_strategy()
     assert get_replica_context().num_replicas_in_sync == 1
     with two.scope():
         assert (has_strategy(), in_cross_replica_context()) == (True, True)
@@ -177,7 +179,7 @@ def test_code_knows_in_which_context_it_runs(two):
 
 
 def test_what_is_made_in_a_scope_is_mirrored_and_what_is_made_outside_works(two):
-    with two.scope():
+    with two.scope():  # a Variable of its own gets its copies when it is used
         mirrored_variable = nnx.Variable(jnp.arange(3.0))
         state = ml.TrainState.create(lambda: Model(nnx.Rngs(0)), optax.sgd(0.1))
         assert ml.get_default_mesh() == two.mesh
@@ -191,10 +193,24 @@ def test_what_is_made_in_a_scope_is_mirrored_and_what_is_made_outside_works(two)
     assert kernel.sharding.device_set == set(two.extended.worker_devices)
 
 
-def test_variables_of_another_strategy_are_moved(two):
+def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     model = scale(two, 2)
     for strategy in (mirrored(4), two):
         assert float(strategy.run(lambda: model(3.0))) == 6
+    with two.scope():
+        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
+    assert two.local_results(own) == (0, 0)
+    four, one = mirrored(4), mirrored(1)
+    for count, call in (
+        (4, lambda: four.run(lambda: own[...])),
+        (1, lambda: one.run(lambda: own[...])),
+        (4, lambda: four.local_results(own)),
+        (1, lambda: one.local_results(own)),
+    ):
+        assert message_of(call, error=StrategyError) == (
+            "a variable of each replica's own: the value is of 2 replicas, and this "
+            f"strategy has {count}: it is another strategy's."
+        )
 
 
 @pytest.mark.parametrize(
@@ -240,8 +256,9 @@ def test_what_is_gone_is_gone_and_what_stays_works(two):
     assert extended.parameter_devices
     value = values_of(two, 2, 5)
     device = jax.devices()[2]
-    moved = extended.reduce_to("SUM", value, device)
-    assert (float(moved), moved.devices()) == (7, {device})
+    for place in (device, "CPU:2", "/device:CPU:2"):
+        moved = extended.reduce_to("SUM", value, place)
+        assert (float(moved), moved.devices()) == (7, {device})
     with two.scope():
         variable = nnx.Variable(jnp.float32(0))
     pairs = [(value, device), (value, variable)]
@@ -336,14 +353,6 @@ def test_a_variable_per_replica_is_summed_read_and_reset(two):
         summed = two.reduce("SUM", own, axis=None)
         assert isinstance(summed, jax.Array)
         assert summed == 14 + 2 * start
-
-
-def test_a_variable_per_replica_is_one_strategys(two):
-    with two.scope():
-        own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
-    for strategy in (mirrored(1), mirrored(4)):
-        message = message_of(strategy.run, lambda: own[...], error=StrategyError)
-        assert message.endswith("it is another strategy's.")
 
 
 def test_variables_that_are_set_to_one_array_stay_two(two):

@@ -66,7 +66,7 @@ def test_a_function_makes_a_value_of_each_replica(two):
 
     value, keys = two.distribute_values_from_function(value_fn)
     assert all(leaf.is_scalar for leaf in value)
-    assert [str(leaf.dtype) for leaf in value] == ["float32", "int32", "float32"]
+    assert [str(leaf.array.dtype) for leaf in value] == ["float32", "int32", "float32"]
     assert [rows_of(two, leaf) for leaf in value] == [[1, 1], [2, 2], [3, 2]]
     bits = two.run(lambda key: jax.random.bits(key), args=(keys,))
     expected = [int(jax.random.bits(jax.random.key(i))) for i in range(2)]
@@ -400,5 +400,5 @@ def test_processes_agree_about_padding_and_read_every_example_once():
         assert seen["gathered"] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert seen["largest"] == 3
     assert second["repr"] == (
-        "PerReplica:{\n  2: Array(2, dtype=int32),\n  3: Array(3, dtype=int32)\n}"
+        "PerReplica:{\n  0: Array(2, dtype=int32),\n  1: Array(3, dtype=int32)\n}"
     )

@@ -137,10 +137,18 @@ def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
     parts = two.local_results({"a": value, "b": 1})
     assert [part["a"].tolist() for part in parts] == [[6, 8], [6, 8]]
     assert [part["a"].devices() for part in parts] == [{d} for d in jax.devices()[:2]]
-    assert message_of(two.reduce, "SUM", 3.0, axis=None) == (
-        "reduce takes what run returns, got 3.0, which is not on the devices of 2 "
-        "replicas: there is nothing to combine."
-    )
+    for plain in (3.0, np.float32(3), jnp.array(3.0)):
+        assert [float(two.reduce(op, plain, axis=None)) for op in OPS] == [6, 3, 3, 3]
+        assert two.local_results(plain) == (3, 3)
+    assert two.gather(np.ones((1, 2)), axis=1).shape == (1, 4)
+    sharded = jax.device_put(jnp.ones(4), two.mesh.layout("batch").sharding)
+    for name, combine in {"reduce": two.reduce, "gather": two.gather}.items():
+        arguments = (*["SUM"] * (name == "reduce"), sharded, 0)
+        assert message_of(combine, *arguments, error=StrategyError) == (
+            f"{name} takes values of replicas, and plain ones, which stand for an "
+            "equal value on each; got an array of shape (4,) that is sharded. Compute "
+            "with it as with any array."
+        )
 
 
 # Values as objects.

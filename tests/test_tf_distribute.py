@@ -3,6 +3,10 @@
 Each runs here, and in TensorFlow where that is installed: both give these numbers.
 """
 
+import inspect
+import pathlib
+import re
+
 import numpy as np
 import optax
 import pytest
@@ -273,3 +277,23 @@ def test_a_training_loop_with_a_short_last_batch(api, two, rows):
     losses, weights = trained(api, two, batches, start)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(weights, kernel, rtol=1e-5)
+
+
+# The table.
+
+
+def public_names(module):
+    """Returns the names of a module's classes and functions, and of its submodules'."""
+    names = set()
+    for name in filter(lambda name: not name.startswith("_"), dir(module)):
+        value = getattr(module, name)
+        names |= public_names(value) if inspect.ismodule(value) else {name}
+    return names
+
+
+def test_every_public_name_has_its_row():
+    tf = pytest.importorskip("tensorflow")
+    page = pathlib.Path(__file__).parents[1] / "docs/coming_from/tf_distribute.md"
+    rows = [x for x in page.read_text().splitlines() if x.startswith("| ")]
+    known = re.findall(r"\w+", " ".join(row.split("|")[1] for row in rows))
+    assert public_names(tf.distribute) <= {*known}

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.distribute.values import PerReplica, check_replicas
+from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
@@ -35,11 +35,6 @@ def _is_object(kind: type) -> bool:
 def is_leaf(value: object) -> bool:
     """Returns whether this is an NNX object, a state, or a value of replicas."""
     return _is_leaf(type(value))
-
-
-def is_per_replica(value: object) -> bool:
-    """Returns whether this is a value of each replica."""
-    return type(value) is PerReplica
 
 
 class Arguments:
@@ -90,14 +85,16 @@ class Arguments:
             if is_scalar:
                 self.scalars.add(len(self.arrays))
         elif isinstance(x, jax.Array):
-            # It may be elsewhere, as another strategy's.
-            if is_on(x, self._mesh.jax_mesh) is False and x.is_fully_addressable:
+            # It may have been placed elsewhere, as another strategy's.
+            is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
+            if is_placed and x.is_fully_addressable and not _is_whole(x, self._mesh):
                 x = _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
         elif isinstance(x, (np.ndarray, np.generic)):
             x = host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
+            name = next(name for name, y in self._named() if y is x)
             msg = (
-                f"run: the argument {self._name(x)} is {_checks.shown(x)}. A replica's "
+                f"run: the argument {name} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
                 "fix anything else with functools.partial or a closure."
             )
@@ -125,18 +122,15 @@ class Arguments:
 
     def named_objects(self) -> list[tuple[str, Any]]:
         """Returns the NNX objects with their names, by the function's parameters."""
-        return [(self._name(x), x) for x in self.objects]
+        return [(name, x) for name, x in self._named() if _is_object(type(x))]
 
-    def _name(self, value: object) -> str:
-        paths, _ = jax.tree.flatten_with_path(
-            self._call, is_leaf=lambda x: x is value or is_per_replica(x)
-        )
-        side, first, *rest = next(path for path, x in paths if x is value)
-        name = str(getattr(first, "key", getattr(first, "idx", first)))
-        if side.idx == 0:
-            with contextlib.suppress(TypeError, ValueError, IndexError):
-                name = list(inspect.signature(self._fn).parameters)[first.idx]
-        return name + jax.tree_util.keystr(tuple(rest))
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        args, kwargs = self._call
+        call: Any = [*args, kwargs]
+        with contextlib.suppress(TypeError, ValueError):  # not all have a signature
+            call = dict(inspect.signature(self._fn).bind(*args, **kwargs).arguments)
+        for path, x in jax.tree.leaves_with_path(call, is_leaf=is_leaf):
+            yield jax.tree_util.keystr(path, simple=True, separator="/"), x
 
     def unflatten(self, arrays: list[Any]) -> Any:
         """Returns `(args, kwargs)` with other arrays."""
@@ -148,20 +142,13 @@ class Arguments:
         )
 
 
-def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
-    """Returns whether a value is replicated over the devices of a mesh.
-
-    True if it is; None if it may be moved there freely, as NumPy arrays, numbers and
-    JAX arrays that were never placed; False if it was placed elsewhere.
-    """
-    if isinstance(x, Tracer):
-        return True  # the program that is traced is for devices of the mesh, or fails
-    return _is_whole(x.sharding, x.ndim, mesh) if _jax.is_committed(x) else None
+def _is_whole(x: jax.Array, mesh: Mesh) -> bool:
+    """Returns whether an array is replicated over the devices of a mesh."""
+    return _is_replicated(x.sharding, x.ndim, mesh.jax_mesh)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_whole(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
-    kind = sharding.memory_kind
-    whole = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+def _is_replicated(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
+    whole = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     is_there = sharding.is_equivalent_to(whole, ndim)
     return is_there and not _jax.is_in_other_memory(sharding)

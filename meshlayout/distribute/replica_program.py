@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, entered
-from meshlayout.distribute.arguments import Arguments, is_leaf, is_per_replica
+from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.replica_trace import (
@@ -37,7 +37,12 @@ from meshlayout.distribute.replica_trace import (
     ReplicaTrace,
     patches,
 )
-from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, check_replicas
+from meshlayout.distribute.values import (
+    REPLICA_AXIS,
+    PerReplica,
+    check_replicas,
+    is_per_replica,
+)
 from meshlayout.distribute.variables import (
     TRACE,
     Modes,
@@ -147,7 +152,8 @@ class ReplicaProgram:
 
         def value(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
-                check_replicas(x, self._strategy.mesh, "a variable of each replica")
+                where = "a variable of each replica's own"
+                check_replicas(x, self._strategy.mesh, where)
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)

@@ -120,21 +120,16 @@ class ReplicaTrace:
 
     def check_attributes(self, name: str) -> None:
         """Refuses a function that changes modules in Python, once for all calls."""
-        for node, before, earlier in self.nodes.values():
-            live = object.__getattribute__(node, "__dict__")
-            now = frozen(live)
-            for key in {**earlier, **now}:
-                if earlier.get(key, ...) == now.get(key, ...):
-                    continue
-                verb = "removes" if key not in live else "sets"
-                verb = verb if key in before else "adds"
-                is_variable = isinstance(live.get(key), nnx.Variable)
+        for node, _, before in self.nodes.values():
+            now = frozen(object.__getattribute__(node, "__dict__"))
+            keys = {**before, **now}
+            for key in [x for x in keys if before.get(x, ...) != now.get(x, ...)]:
                 msg = (
-                    f"run: {name} {verb} {'the variable ' * is_variable}"
-                    f"{type(node).__name__}.{key}. It runs in Python once per compiled "
-                    "program, not at every call: create variables before the call, set "
-                    "them with variable[...] = value, return other values (nnx.pop "
-                    "takes out what sow() keeps), and call model.eval() outside."
+                    f"run: {name} changes {type(node).__name__}.{key}. It runs in "
+                    "Python once per compiled program, not at every call: create "
+                    "variables before the call, set them with variable[...] = value, "
+                    "return other values (nnx.pop takes out what sow() keeps), and "
+                    "call model.eval() outside."
                 )
                 raise StrategyError(msg)
 

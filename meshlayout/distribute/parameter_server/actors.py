@@ -24,7 +24,7 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._paths import box_value, is_nnx_object
 from meshlayout.data import InputContext
 from meshlayout.distribute.capture import Roots
-from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.distribute.strategy import OneDeviceStrategy
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import StrategyError
 

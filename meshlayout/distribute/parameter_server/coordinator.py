@@ -26,7 +26,7 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.checkpoint import Checkpointer
 from meshlayout.distribute.parameter_server import actors
-from meshlayout.distribute.strategies import OneDeviceStrategy
+from meshlayout.distribute.strategy import OneDeviceStrategy
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_slots import find_slots
