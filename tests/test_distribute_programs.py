@@ -132,6 +132,17 @@ class Trainer(Base):
         return super().evaluate(x)
 
 
+class Doubling:
+    factor = 2
+
+    def scaled(self, x):
+        return self.factor * x
+
+
+class Tripling(Doubling):
+    factor = 3
+
+
 PLACES = types.SimpleNamespace(model=None)
 NAMED: dict[str, Any] = {"model": None}
 TRAINER = Trainer()
@@ -158,6 +169,14 @@ def test_a_name_that_is_bound_to_another_model_means_that_one(two, name):
     for factor in (2, 3):
         bind(scale(two, factor))
         assert total(two, two.run(evaluate, (split(two, X),)), 0) == factor * X.sum()
+
+
+def test_an_item_that_is_another_object_means_its_class(two):
+    used = {}
+    for kind in (Doubling, Tripling, Doubling):
+        used["way"] = kind()
+        scaled = two.run(lambda x: used["way"].scaled(x), (split(two, X),))
+        assert total(two, scaled, 0) == kind.factor * X.sum()
 
 
 def test_a_cell_that_is_bound_to_another_object_means_that_one(two):

@@ -80,7 +80,13 @@ class Arguments:
             check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
-                self._check_mask(mask)
+                if self.mask is not None and not _are_equal(mask, self.mask):
+                    msg = (
+                        "run: two arguments have different rows that are padding, and "
+                        "a replica cannot tell which are meant. Pass values of one "
+                        "batch."
+                    )
+                    raise StrategyError(msg)
                 self.mask = mask
             if is_scalar:
                 self.scalars.add(len(self.arrays))
@@ -103,17 +109,6 @@ class Arguments:
         self.is_own.append(is_own)
         kind = getattr(x, "aval", None) or jax.typeof(x)
         return kind, is_own and (is_scalar, mask is not None)
-
-    def _check_mask(self, mask: jax.Array) -> None:
-        is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
-        if self.mask is not None and (
-            is_traced or not jnp.array_equal(mask, self.mask)
-        ):
-            msg = (
-                "run: two arguments have different rows that are padding, and a "
-                "replica cannot tell which are meant. Pass values of one batch."
-            )
-            raise StrategyError(msg)
 
     @property
     def name(self) -> str:
@@ -140,6 +135,11 @@ class Arguments:
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
+
+
+def _are_equal(mask: jax.Array, other: jax.Array) -> bool:
+    is_traced = isinstance(mask, Tracer) or isinstance(other, Tracer)
+    return not is_traced and bool(jnp.array_equal(mask, other))
 
 
 def _is_whole(x: jax.Array, mesh: Mesh) -> bool:

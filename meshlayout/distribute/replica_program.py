@@ -10,13 +10,12 @@ constant, as in every recurrent layer.)
 """
 
 import collections
-import contextlib
 import functools
 import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -81,8 +80,8 @@ class ReplicaProgram:
         roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
         self.modes = Modes(nodes, gone)
         # The values of Variables after the last call.
-        self._state: tuple[Any, ...] = (self,) * len(self._changed)
-        self._rest: tuple[Any, ...] = (self,) * len(self._others)
+        self._state: Any = (self,) * len(self._changed)
+        self._rest: Any = (self,) * len(self._others)
         # Which results have one value per row of a short batch.
         self._aligned: set[int] = set()
         self._call: Any = None
@@ -103,27 +102,25 @@ class ReplicaProgram:
         """
         count, has_mask = self._count, arguments.mask is not None
 
-        def examined(arrays: list[Any], *marks: jax.Array) -> tuple[()]:
-            options = {"path_of": self.roots.path_of, "marks": {}}
-            options["marks"].update(zip(MARKS, marks, strict=False))
-            traced = self._traced(fn, arguments, arrays, self._placeholder, **options)
-            self._read(arguments, arrays, *traced)
-            return ()
+        def trace(*names: str) -> None:
+            def examined(arrays: list[Any], *values: jax.Array) -> tuple[()]:
+                marks = dict(zip(names, values, strict=True))
+                of, options = self._placeholder, {"path_of": path_of, "marks": marks}
+                traced = self._traced(fn, arguments, arrays, of, **options)
+                self._read(arguments, arrays, *traced)
+                return ()
 
-        def marked(arrays: list[Any]) -> tuple[()]:
-            function = functools.partial(examined, arrays)
-            for mark in MARKS:
-                axes = tuple(0 if mark == other else None for other in MARKS)
-                function = jax.vmap(function, axes, axis_name=mark)
-            return function(*[jnp.zeros(1, bool)] * len(MARKS))
-
-        def trace(function: Callable[..., Any]) -> None:
+            function: Any = examined
+            for name in names:
+                axes = [0 if name == other else None for other in names]
+                function = jax.vmap(function, (None, *axes), axis_name=name)
             if count > 1:
                 axes = [0 if is_own else None for is_own in arguments.is_own]
                 sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
-                function = jax.vmap(function, (axes,), **sizes)
-            jax.eval_shape(function, arrays)
+                function = jax.vmap(function, (axes, *[None] * len(names)), **sizes)
+            jax.eval_shape(function, arrays, *[jnp.zeros(1, bool)] * len(names))
 
+        path_of = self.roots.path_of
         arrays = list(arguments.arrays)
         for index in itertools.compress(range(len(arrays)), arguments.is_own):
             (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
@@ -131,21 +128,24 @@ class ReplicaProgram:
             shape = rest if index in arguments.scalars else (rows, *rest)
             shape = (count, *shape) if count > 1 else shape
             arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
+        collects = gc.isenabled()
+        gc.disable()  # it would look in vain at all that a trace keeps
         try:
             try:
-                trace(examined)
+                trace()
             except MarksNeeded:
-                trace(marked)
+                trace(*MARKS)
         except Exception as error:
             if has_mask or isinstance(error, NotImplementedError):
                 error.add_note(
-                    "run: a function is traced first under jax.vmap over the replicas, "
-                    "to see what differs between them, and for a batch with padding "
-                    "with twice its rows, to see which results have one value for each."
-                    " So give callbacks a vmap_method, and write -1 for the number of "
-                    "rows."
+                    "run: the first trace is under jax.vmap over the replicas, and for "
+                    "a batch with padding with twice its rows. So give callbacks a "
+                    "vmap_method, and write -1 for the number of rows."
                 )
             raise
+        finally:
+            if collects:
+                gc.enable()
 
     def _placeholder(self, variable: Variable) -> Any:
         """Returns a traced value: Python must not compute with the numbers of today."""
@@ -256,7 +256,6 @@ class ReplicaProgram:
         # Functions that are jitted inside are traced anew: what they ask of the context
         # belongs to this trace.
         with (
-            _without_collections(),
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
             entered(context),
@@ -352,13 +351,6 @@ class ReplicaProgram:
 
     # Calls.
 
-    def _is_again(self) -> bool:
-        """Returns whether the Variables are as the last call has left them."""
-        same = operator.is_
-        return all(map(same, map(raw_value, self._changed), self._state)) and all(
-            map(same, map(raw_value, self._others), self._rest)
-        )
-
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
 
@@ -387,8 +379,10 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step: Any = self._step.again
-        if (is_tracing := _jax.is_tracing()) or not self._is_again():
+        step, is_tracing = self._step.again, _jax.is_tracing()
+        before = itertools.chain(self._state, self._rest)
+        now = map(raw_value, itertools.chain(self._changed, self._others))
+        if is_tracing or not all(map(operator.is_, now, before)):
             if is_tracing:
                 self._check_trace(fn, arguments)
             step = self._step
@@ -420,18 +414,6 @@ class ReplicaProgram:
                     "without jit, or pass the objects through nnx.jit as arguments."
                 )
                 raise StrategyError(msg)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pauses the garbage collector, which would look at all that a trace keeps."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _strong(x: Leaf) -> jax.Array:
@@ -474,7 +456,7 @@ class ProgramCache:
         while isinstance(code, functools.partial):
             code = code.func
         key = getattr(code, "__code__", type(code)), arguments.signature
-        differences, numbers = [], [0]
+        differences, numbers = list[str | None](), [0]
         for index, (other, roots, held, number) in enumerate(self._programs):
             if other == key:
                 difference = roots.difference(fn, arguments.objects)
@@ -493,7 +475,7 @@ class ProgramCache:
         if number == 3 and all(differences):
             warnings.warn(
                 f"{arguments.name} was compiled a third time for arguments of the same "
-                f"shapes and types: {differences[0][0]} stands for another object than "
+                f"shapes and types: {differences[0]} stands for another object than "
                 "before. Pass arrays and numbers that change as arguments, or keep "
                 "them in an nnx.Variable; each model has its own program.",
                 RecompileWarning,

@@ -1,21 +1,20 @@
 """What a replica's function does to Variables and modules, watched while it is traced.
 
-A function reaches its models and optimizers in any way that Python has, as if nothing
-were compiled. So reads and writes are watched where all of them pass: at the slot of a
-Variable's value, exchanged for a property while a trace is open. In the thread of that
-trace, a Variable that was made outside has a traced value, and belongs to the trace as
-Flax sees it; the slot itself never changes, so other threads see what they always saw,
-and nothing has to be put back. Of modules, attributes are put back after a trace.
+A function reaches its models and optimizers in any way that Python has. So reads and
+writes are watched where all of them pass: at the slot of a Variable's value, exchanged
+for a property while a trace is open. In the thread of that trace, a Variable that was
+made outside has a traced value, and belongs to the trace as Flax sees it; the slot
+itself never changes, so other threads see what they always saw. Attributes of modules
+are put back after a trace.
 
 As in tf.distribute, optimizers add up the gradients of all replicas, except what the
 function has combined itself, and a Variable says how what replicas write is combined.
-The first trace, under `jax.vmap`, tells which values differ between replicas. It does
-not tell whether an equal value has been combined: the gradients of a regularization
-loss do not depend on the batch, and each replica has its part. Nor does it tell whether
-a new value is computed from the old one. Where that has to be known, the first trace
-begins anew with marks on what collectives return, and on Variables that are added up. A
-mark is an axis of a `vmap` that has no other use: JAX carries it along, through every
-operation and transformation.
+The first trace, under `jax.vmap`, tells which values differ between replicas; not
+whether an equal value has been combined (the gradients of a regularization loss do not
+depend on the batch, and each replica has its part), nor whether it is computed from the
+old value of a Variable. Where that has to be known, the first trace begins anew with
+marks. A mark is an axis of a `vmap` that has no other use: JAX carries it along,
+through every operation and transformation.
 """
 
 import functools
@@ -68,13 +67,6 @@ class ReplicaTrace:
         path_of: Returns the path of a Variable, for messages.
         marks: In a first trace with marks, bools that are mapped over their axes.
         decisions: What the first trace decided, for the second one to repeat.
-
-    Attributes:
-        entered: The Variables from outside that were read or set, by id, and the values
-            with which they entered the trace.
-        values: The values that they have now.
-        nodes: The modules from outside of which an attribute was read or set, by id,
-            and their attributes before, as they are and in a form to compare.
     """
 
     def __init__(
@@ -92,6 +84,9 @@ class ReplicaTrace:
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
         # What the objects belong to that are made in this trace, by id.
         self._levels: dict[int, Any] = {}
+        # By id, what is from outside: Variables that were read or set, with the values
+        # that they had at first; the values that they have now; modules of which an
+        # attribute was read or set, with their attributes at first, also to compare.
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}

@@ -65,30 +65,16 @@ def unwatched() -> Iterator[None]:
 # Attributes of modules.
 
 
-class _Same:
-    """Stands for an object that is compared by identity, and keeps it alive."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def frozen(value: Leaf) -> Any:
-    """Returns what an attribute is now, to compare; it keeps no module alive."""
-    if isinstance(value, nnx.Pytree):
-        return _Same(weakref.ref(value))  # of a living object, always the same
+    """Returns what an attribute is now, to compare while the value is alive."""
     if isinstance(value, (list, tuple)):
         return type(value), list(map(frozen, value))
     if type(value) is dict:
         items = value.items()
         return {k: frozen(x) for k, x in items if not str(k).startswith(_BOOKKEEPING)}
-    is_object = isinstance(value, nnx.Variable | jax.Array)
+    is_object = isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
     is_object |= type(value).__hash__ is None
-    return _Same(value) if is_object else (type(value), value)
+    return type(value), id(value) if is_object else value
 
 
 def _views(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
