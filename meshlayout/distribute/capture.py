@@ -191,7 +191,7 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
             part, is_named = get(value, key), get is not _attribute or key in names
             is_named &= are_named
             if get is getitem and _is_users(type(part)):  # its methods may be called
-                is_named |= not names.isdisjoint(vars(type(part)))
+                is_named |= bool(names & {*dir(type(part))} - {*dir(object)})
             if part is not None or get is not getattr:
                 yield _Entry(index, get, key, path, part, is_named)
 
