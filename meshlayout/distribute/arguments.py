@@ -93,12 +93,13 @@ class Arguments:
         elif isinstance(x, jax.Array):
             # It may have been placed elsewhere, as another strategy's.
             is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
-            if is_placed and x.is_fully_addressable and not _is_whole(x, self._mesh):
+            is_here = is_placed and _is_whole(x.sharding, x.ndim, self._mesh.jax_mesh)
+            if is_placed and not is_here and x.is_fully_addressable:
                 x = _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
         elif isinstance(x, (np.ndarray, np.generic)):
             x = host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
-            name = next(name for name, y in self._named() if y is x)
+            name = next((name for name, y in self._named() if y is x), "of a state")
             msg = (
                 f"run: the argument {name} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
@@ -142,13 +143,8 @@ def _are_equal(mask: jax.Array, other: jax.Array) -> bool:
     return not is_traced and bool(jnp.array_equal(mask, other))
 
 
-def _is_whole(x: jax.Array, mesh: Mesh) -> bool:
-    """Returns whether an array is replicated over the devices of a mesh."""
-    return _is_replicated(x.sharding, x.ndim, mesh.jax_mesh)
-
-
 @functools.lru_cache(maxsize=1024)
-def _is_replicated(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
+def _is_whole(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
     whole = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     is_there = sharding.is_equivalent_to(whole, ndim)
     return is_there and not _jax.is_in_other_memory(sharding)
