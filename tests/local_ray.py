@@ -59,9 +59,7 @@ class LocalRay:
         return Reference(lambda: value)
 
     def get(self, value):
-        if isinstance(value, list):
-            return [reference.get() for reference in value]
-        return value.get()
+        return [x.get() for x in value] if isinstance(value, list) else value.get()
 
     def kill(self, actor):
         actor.is_dead = True
@@ -113,13 +111,13 @@ class Actor:
         def remote(*args):
             return Reference(lambda: self.ray.call(self, method, args))
 
-        def options(num_returns):
-            def remote_parts(*args):
-                whole = remote(*args)
-                part = lambda i: Reference(lambda: whole.get()[i])  # noqa: E731
-                return [part(i) for i in range(num_returns)]
+        def remote_parts(num_returns, *args):
+            whole = remote(*args)
+            return [Reference(lambda i=i: whole.get()[i]) for i in range(num_returns)]
 
-            return types.SimpleNamespace(remote=remote_parts)
+        def options(num_returns):
+            parts = functools.partial(remote_parts, num_returns)
+            return types.SimpleNamespace(remote=parts)
 
         return types.SimpleNamespace(remote=remote, options=options)
 

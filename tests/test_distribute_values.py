@@ -28,9 +28,6 @@ def uneven(strategy):
     return values_of(strategy, *parts)
 
 
-# Reductions, against NumPy.
-
-
 @hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 @hypothesis.given(
     counts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
@@ -70,12 +67,10 @@ def test_reduction_of_even_values_is_numpys(two, axis):
     [
         ("int32", 2_000_000_000, "MEAN", 2e9),
         ("uint8", 200, "SUM", 800),
-        ("int8", 100, "MEAN", 100),
         ("float16", 60_000, "MEAN", 60_000),
         ("float32", -np.inf, "MAX", -np.inf),
         ("float32", np.inf, "MIN", np.inf),
         ("bool", False, "MAX", False),
-        ("bool", True, "MIN", True),
         ("complex64", 1j, "MEAN", 1j),
         *(("float32", np.nan, op, np.nan) for op in OPS),
     ],
@@ -151,9 +146,6 @@ def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
         )
 
 
-# Values as objects.
-
-
 def test_a_value_passes_through_jit_and_may_be_laid_out_otherwise(two):
     for value in (uneven(two), values_of(two, 1, 2)):
         copied = jax.jit(lambda value: value)(value)
@@ -166,37 +158,17 @@ def test_a_value_passes_through_jit_and_may_be_laid_out_otherwise(two):
     assert [part.tolist() for part in value.values] == [[0, 1], [2, 3]]
 
 
-def test_repr_shows_real_rows(two):
-    assert repr(uneven(two)) == (
-        "PerReplica:{\n"
-        "  0: Array([1., 2., 3.], dtype=float32),\n"
-        "  1: Array([4.], dtype=float32)\n"
-        "}"
-    )
+USES = [float, bool, list, np.asarray, jnp.sum, lambda x: x[0]]
+USES += [lambda x: x + 1, lambda x: jnp.ones(2) * x]
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        float,
-        bool,
-        list,
-        np.asarray,
-        jnp.sum,
-        lambda x: x + 1,
-        lambda x: jnp.ones(2) * x,
-        lambda x: x[0],
-    ],
-)
+@pytest.mark.parametrize("operation", USES)
 def test_a_value_is_not_used_as_one_array(two, operation):
     assert message_of(operation, values_of(two, 1.0, 2.0)) == (
         "a value of 2 replicas was used as one array. Combine it first, with "
         "strategy.reduce('SUM', value, axis=None) or strategy.gather(value, axis=0), "
         "or compute in a function that strategy.run calls."
     )
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize("replicas", [4, 1])
@@ -223,10 +195,3 @@ def test_an_axis_is_one_dim_of_the_values(two, axis):
     ):
         with pytest.raises((IndexError, TypeError)):
             call()
-
-
-def test_arguments_of_run_that_devices_would_change_are_refused(two):
-    assert message_of(two.run, lambda x: x, (np.array([2**40]),)) == (
-        "run: an argument holds 1099511627776, and JAX would turn int64 into int32. "
-        "Set jax_enable_x64, or give it another dtype."
-    )

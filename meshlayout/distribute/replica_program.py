@@ -357,16 +357,16 @@ class ReplicaProgram:
         The program uses up the arrays of those that it changes. So what several hold is
         copied: clones share arrays, and so do Variables that were set to the same one.
         """
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         for variable in (*self._others, *self._changed):
             before = raw_value(variable)
             with jax.ensure_compile_time_eval():
                 value = self._strategy._placed(variable)
             # With jax 0.7, a placed array may have the memory of the one it is from.
-            ids = set(map(id, jax.tree.leaves((before, value))))
-            if ids & seen and not _jax.is_tracing():
+            leaves = {id(x): x for x in jax.tree.leaves((before, value))}
+            if leaves.keys() & seen.keys() and not _jax.is_tracing():
                 value = jax.tree.map(jnp.copy, value)
-            seen |= ids
+            seen |= leaves
             set_raw_value(variable, value)
         self._state = tuple(map(raw_value, self._changed))
         self._rest = tuple(map(raw_value, self._others))
