@@ -30,7 +30,7 @@ from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.distribute import datasets, values
 from meshlayout.distribute.arguments import Arguments
 from meshlayout.distribute.datasets import ValueContext
-from meshlayout.distribute.program_cache import ProgramCache
+from meshlayout.distribute.replica_program import ProgramCache
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import LayoutWarning, StrategyError, stack_level
@@ -189,7 +189,7 @@ class Strategy:
         with _lock:
             arguments = Arguments(fn, tuple(args), dict(kwargs or {}), self.mesh)
             program = self._programs.find(fn, arguments)
-            return program.held(fn, arguments), program.inputs(arguments)
+            return program.lowered(fn, arguments)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
