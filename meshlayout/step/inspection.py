@@ -120,9 +120,18 @@ class StepInspection:
     that are only described. A program that was or will be called is not compiled twice.
     """
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does."""
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         raise NotImplementedError
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
+            **kwargs: Arguments by name.
+        """
+        return self.trace(*args, **kwargs).lower()
 
     def communication(self, *args: Any, **kwargs: Any) -> Communication:
         """Returns every collective of the compiled program, with bytes and mesh axes.
@@ -138,13 +147,13 @@ class StepInspection:
         return read_communication(compiled, arguments=arguments, results=results)
 
     def cost(self, *args: Any, **kwargs: Any) -> Cost:
-        """Returns the FLOPs and bytes of the compiled program, loops counted in full.
+        """Returns the FLOPs of all devices together, loops counted in full.
 
         Args:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return read_cost(self._compile(args, kwargs))
+        return read_cost(self.trace(*args, **kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
