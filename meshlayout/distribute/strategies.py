@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 
-from meshlayout._axes import parse_devices
 from meshlayout.cluster import initialize, process_count, process_index
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import LayoutWarning, StrategyError, stack_level
-from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, create_mesh, parse_devices
 
 
 class OneDeviceStrategy(Strategy):

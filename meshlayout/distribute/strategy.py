@@ -18,7 +18,6 @@ from flax import nnx
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
@@ -32,8 +31,7 @@ from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, create_mesh
 
 
 # The strategy whose scope is open, or whose `run` is under way.
@@ -191,7 +189,9 @@ class Strategy:
         """Makes this the current strategy, in cross-replica context."""
         token = _current.set(self)
         try:
-            with default_mesh(self.mesh), entered(None):
+            # JAX sets no mesh while it traces; there, the one around it holds.
+            mesh = None if _jax.is_tracing() else jax.set_mesh(self.mesh.jax_mesh)
+            with mesh or contextlib.nullcontext(), entered(None):
                 yield
         finally:
             _current.reset(token)

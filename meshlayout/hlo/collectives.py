@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshlayout.hlo.leaves import Leaves, parent_of
+from meshlayout.hlo.leaves import Leaves
 from meshlayout.hlo.origins import origin_of
 from meshlayout.hlo.program import OP_NAME, Instruction, Program, arrays_of, nbytes
 from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
@@ -174,7 +174,7 @@ def _occurrence(
         origin = origin_of(program, site, outer)
     module = "/".join(origin.scopes)
     if not module:  # an NNX model's: the weights tell its layers apart
-        module = parent_of(moved) or leaves.module(site, outer)
+        module = leaves.parent(moved) or leaves.module(site, outer)
     collective = Collective(
         kind,
         axes,

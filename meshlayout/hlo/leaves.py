@@ -47,7 +47,7 @@ class Leaves:
     def __init__(
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
     ) -> None:
-        self._program, self._arguments = program, arguments
+        self._program, self._arguments, self._results = program, arguments, {*results}
         # The leaves among the results that each value of the entry has a part in, and
         # the names of the elements and ends of values that have several.
         self._owners: dict[str, set[str]] = {}
@@ -55,7 +55,7 @@ class Leaves:
         entry = program.computations.get(program.entry, {})
         root = entry.get(program.root(program.entry))
         for path, name in zip(results, root.operands if root else (), strict=False):
-            self._owners.setdefault(name, set()).add(_owner(path, {*results}))
+            self._owners.setdefault(name, set()).add(_owner(path, self._results))
         for name, instruction in reversed(entry.items()):
             for operand in instruction.operands:
                 owners = self._owners.setdefault(operand, set())
@@ -133,6 +133,11 @@ class Leaves:
         owners = self._owners.get(value, set())
         return next(iter(owners)) if len(owners) == 1 else ""
 
+    def parent(self, paths: Sequence[str]) -> str:
+        """Returns the path of the module that holds all of some leaves, or `""`."""
+        owners = [_owner(path, self._results).split("/") for path in paths]
+        return "/".join(common_start([keys[:-1] for keys in owners if keys[1:]]))
+
     def module(self, computation: str, instruction: Instruction) -> str:
         """Returns the path of the module whose weights made a value, or `""`."""
         known = self._program.computations[computation]
@@ -140,16 +145,11 @@ class Leaves:
             made = [known[name] for name in instruction.operands if name in known]
             weights = [self.argument(computation, each.name) for each in made]
             if any(weights):
-                return parent_of(weights)
+                return self.parent(weights)
             if len(made) != 1:
                 return ""
             [instruction] = made
         return ""
-
-
-def parent_of(paths: Sequence[str]) -> str:
-    """Returns the path of the module that holds all of some leaves, or `""`."""
-    return "/".join(common_start([x.split("/")[:-1] for x in paths if "/" in x]))
 
 
 def _owner(path: str, paths: Set[str]) -> str:

@@ -13,7 +13,7 @@ from meshlayout.distribute.parameter_server.workers import WorkerStrategy, ray_m
 from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import create_mesh
 
 
 class ParameterServerStrategy(Strategy):
