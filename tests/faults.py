@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils  # noqa: TID251
 
 import meshlayout as ml
-from meshlayout.checkpoint.step import Save
+from meshlayout.checkpoint.save import Save
 from tests.processes import ROOT, free_port
 
 

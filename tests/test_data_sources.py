@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import importlib.util
-import io
 import shutil
 import socket
 import time
@@ -280,21 +279,6 @@ def test_emnist_is_read_from_its_archive(tmp_path):
     }
 
 
-def test_the_original_gzip_header_is_put_back():
-    content = b"images" * 100
-    stripped = io.BytesIO()
-    with gzip.GzipFile("", "wb", 9, stripped, mtime=0) as file:
-        file.write(content)
-    name = "t10k-labels-idx1-ubyte"
-    original = prepare_data.original_gzip(name, stripped.getvalue())
-    assert gzip.decompress(original) == content
-    with gzip.GzipFile(fileobj=io.BytesIO(original)) as file:
-        file.read()
-        assert file.mtime == 1504176627
-    assert original[10 : 10 + len(name) + 1] == name.encode() + b"\0"
-    assert prepare_data.original_gzip(name, original) == original
-
-
 def test_a_refused_connection_is_noticed_at_once(tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
@@ -369,24 +353,7 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
     assert [b["label"].tolist() for b in again] == [b["label"].tolist() for b in seen]
 
 
-def test_pixel_statistics_are_the_mean_and_deviation():
-    images = TRAIN[0][..., None]
-    mean, deviation = Split(images, TRAIN[1]).pixel_statistics()
-    assert mean == pytest.approx(images.mean(dtype=np.float64))
-    assert deviation == pytest.approx(images.std(dtype=np.float64))
-
-
 # The command line of `make data`
-
-
-def test_preparing_fails_where_nothing_has_the_dataset(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_data, "unreachable", lambda builder: "it is away")
-    status = prepare_data.main(["--dataset", "mnist", "--data-dir", str(tmp_path)])
-    assert status == 1
-    assert capsys.readouterr().err == (
-        "python -m models.prepare_data: mnist cannot be downloaded: it is away. Try "
-        "again with internet, or copy a directory that was prepared elsewhere.\n"
-    )
 
 
 def test_preparing_without_internet_and_apt_says_both(tmp_path, monkeypatch, capsys):

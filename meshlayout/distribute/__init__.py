@@ -14,26 +14,21 @@ from meshlayout.data import InputContext as InputContext
 from meshlayout.distribute.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
 )
-from meshlayout.distribute.datasets import (
-    ReplicaDataset as ReplicaDataset,
-    ValueContext as ValueContext,
-)
+from meshlayout.distribute.datasets import ValueContext as ValueContext
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
     ParameterServerStrategy as ParameterServerStrategy,
     PerWorkerDataset as PerWorkerDataset,
     RemoteValue as RemoteValue,
 )
-from meshlayout.distribute.strategies import (
+from meshlayout.distribute.strategy import (
     ClusterResolver as ClusterResolver,
     MirroredStrategy as MirroredStrategy,
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     OneDeviceStrategy as OneDeviceStrategy,
-    TPUStrategy as TPUStrategy,
-)
-from meshlayout.distribute.strategy import (
     Strategy as Strategy,
     StrategyExtended as StrategyExtended,
+    TPUStrategy as TPUStrategy,
     get_strategy as get_strategy,
     has_strategy as has_strategy,
 )

@@ -93,19 +93,18 @@ def array_rows(tree: PyTree) -> Rows:
     return Rows(next(iter(sizes))[0], read)
 
 
-def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
+def item_rows(items: Any) -> Rows:
     """Returns an indexable object of examples as a source.
 
-    `dtypes` are those of Python's numbers, by path. The datasets of PyTorch and TFDS
-    have `__getitems__` for several indices at once.
+    PyTorch's datasets may have `__getitems__` for several indices at once.
     """
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
         numbers = indices.tolist()
         if hasattr(items, "__getitems__"):
-            return stack(items.__getitems__(numbers), dtypes)
-        return stack([items[number] for number in numbers], dtypes)
+            return stack(items.__getitems__(numbers))
+        return stack([items[number] for number in numbers])
 
     return Rows(len(items), read)
 
@@ -129,7 +128,11 @@ def _is_frame(obj: Any) -> bool:
 
 
 def _is_column_list(node: Any) -> bool:
-    """Returns whether a list holds numbers, or lists of them, and so is an array."""
+    """Returns whether a list holds numbers, or lists of them, and so is an array.
+
+    A None among them is no tree without leaves, but a wrong entry, named later.
+    """
     if not isinstance(node, list) or not node:
         return False
-    return all(isinstance(item, _SINGLE) or _is_column_list(item) for item in node)
+    single = (*_SINGLE, type(None))
+    return all(isinstance(item, single) or _is_column_list(item) for item in node)
