@@ -585,7 +585,7 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
             f"got {_checks.shown(specs)}.{hint}"
         )
         raise LayoutError(msg)
-    if _jax.is_unreduced(specs):
+    if isinstance(specs, PartitionSpec) and _jax.is_unreduced(specs):
         msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
         raise LayoutError(msg)
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))

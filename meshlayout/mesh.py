@@ -140,7 +140,7 @@ class Mesh:
             >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
             (4, 8)
         """
-        names = axis if isinstance(axis, (tuple, list)) else (axis,)
+        names: Any = axis if isinstance(axis, (tuple, list)) else [axis]
         for name in names:
             if name not in self.axis_names:
                 hint = did_you_mean(name, self.shape)
@@ -424,8 +424,8 @@ def create_mesh(
     asked = _parse_axes(axis_sizes if axes is None else axes)
     sizes = _fill_sizes(asked, len(chosen))
     types = _parse_axis_types(axis_types, list(sizes))
-    one_or_more = tuple(dcn) if isinstance(dcn, (list, tuple)) else (dcn,)
-    slow = None if dcn is None else one_or_more
+    listed: Any = dcn if isinstance(dcn, (list, tuple)) else [dcn]
+    slow = None if dcn is None else tuple(listed)
     for axis in slow or ():
         if axis not in list(sizes):
             hint = did_you_mean(axis, sizes)

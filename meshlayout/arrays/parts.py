@@ -78,10 +78,9 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     trees = [Tree(part, is_leaf=is_number_list) for part in parts]
     for index, tree in enumerate(trees):
         if tree.treedef != trees[0].treedef:
-            first, other = sorted(trees[0].paths), sorted(tree.paths)
             msg = (
-                f"parts 0 and {index} have different structures: leaves {first} and "
-                f"{other}."
+                f"parts 0 and {index} have different structures: leaves "
+                f"{trees[0].listed()} and {tree.listed()}."
             )
             raise LayoutError(msg)
     first = trees[0]

@@ -65,6 +65,11 @@ class Tree:
         """Returns a tree of the same structure."""
         return self.treedef.unflatten(leaves)
 
+    def listed(self) -> str:
+        """Returns the paths of the first leaves, for messages."""
+        shown = ", ".join(map(repr, self.paths[:4]))
+        return shown + f" and {len(self.paths) - 4} more" * (len(self.paths) > 4)
+
     def broadcast(self, layout: LayoutLike) -> list[Any]:
         """Returns one layout per leaf, from a single one or a prefix tree."""
         # A spec without a mesh is refused later, by leaf: as a tree of strings, the
@@ -75,11 +80,13 @@ class Tree:
         leaves = self.unflatten(range(len(self.leaves)))
         try:
             whole = jax.tree.broadcast(layout, leaves, is_leaf=_is_layout)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):
+            others = Tree(layout, _is_layout).listed()
             msg = (
-                "the layouts do not have the structure of the arrays: "
-                f"{first_line(error)} Give one layout for all, or a tree of layouts "
-                "that is a prefix of the tree of arrays."
+                "the layouts do not have the structure of the arrays: there are "
+                f"layouts for {others}, and arrays at {self.listed()}. "
+                "Give one layout for all, or a tree of layouts that is a prefix of the "
+                "tree of arrays."
             )
             raise LayoutError(msg) from None
         return jax.tree.leaves(whole, is_leaf=_is_layout)
