@@ -787,7 +787,11 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             "verify: step must be a function (state, batch, ...) -> (state, aux), got 3 of type int.",
         ),
         (
-            lambda mesh: (mlp_step, jnp.ones(3), jnp.ones(3)),
+            lambda mesh: (
+                mlp_step,
+                jax.device_put(np.ones(3), jax.devices()[0]),
+                jnp.ones(3),
+            ),
             {},
             "the state is on no mesh, and so there is nothing to compare with one device. "
             "Create it on a mesh of several; virtual_devices(8) makes eight on any "

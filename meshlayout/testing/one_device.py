@@ -91,7 +91,8 @@ def _to_one_device(leaf: Leaf, mesh: Mesh) -> Any:
         layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
     # The program depends on it, whether an array is weakly typed.
     is_weak = jax.typeof(leaf).weak_type
-    return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+    with _jax.without_set_mesh():
+        return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
 
 
 def copied(tree: PyTree) -> Any:

@@ -185,6 +185,10 @@ def verify(
                 result = step_on_one(
                     copied(state), batch, *args_on_one, **kwargs_on_one
                 )
+                state, aux = _state_and_aux(step, result, state)
+                return state, values_of(leaves_of(state, aux))
+        except VerificationError:
+            raise
         except Exception as error:
             first = str(error).strip().partition("\n")[0].rstrip(".")
             msg = (
@@ -193,8 +197,6 @@ def verify(
                 "jax.sharding.get_abstract_mesh() inside the step."
             )
             raise VerificationError(msg) from error
-        state, aux = _state_and_aux(step, result, state)
-        return state, values_of(leaves_of(state, aux))
 
     # Compiled as on the one device: run eagerly, it would round in other places.
     is_compiled = hasattr(step, "lower")
