@@ -46,7 +46,7 @@ from flax import __version__ as flax_version, nnx
 from jax.experimental import topologies  # noqa: TID251
 
 import meshlayout as ml
-from benchmarks.schedule import FLOPS_PER_S, MEMORY_BYTES_PER_S, Replay, replay
+from benchmarks.schedule import Replay, replay
 from models.resnet import ResNet50
 
 
@@ -246,7 +246,6 @@ def read(work: Work, folder: Path | None) -> None:
     )
     print("|---" * 12 + "|")
     first: dict[str, Replay] = {}
-    costs: list[str] = []
     for chips in SLICES:
         for way in ways(chips):
             text = program_text(work, way, chips, folder)
@@ -273,16 +272,6 @@ def read(work: Work, folder: Path | None) -> None:
                 f"{one / max(step.compute_s, step.alone_s):.1%}",
             ]
             print(f"| {' | '.join(cells)} |", flush=True)
-            if chips == 1:
-                cost = ml.hlo.read_cost(text)
-                flops = cost.flops / FLOPS_PER_S * 1e3
-                memory = cost.bytes_accessed / MEMORY_BYTES_PER_S * 1e3
-                costs.append(
-                    f"{way} on one chip: {cost.flops / 1e12:.2f} TFLOP, at the peak "
-                    f"{flops:.1f} ms; {cost.bytes_accessed / 1e9:.1f} GB that "
-                    f"instructions read and write, at the memory's rate {memory:.1f} ms"
-                )
-    print("\n" + "\n".join(costs))
     print(
         f"\nThe talk: roughly {TALK[1]:,} images/s on one GPU, close to {TALK[8]:,} on "
         f"eight: {TALK[8] / TALK[1] / 8:.0%} efficiency at most"

@@ -17,7 +17,6 @@ _MODULES = (
     "trainer",
 )
 _NAMES = {
-    "_default_mesh": ("default_mesh", "get_default_mesh"),
     "arrays": (
         *("check_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout"),
         *("to_numpy", "unpack"),
@@ -29,8 +28,7 @@ _NAMES = {
     "errors": ("MeshLayoutError",),
     "layout": ("MATCH", "UNSHARDED", "Layout"),
     "layout_map": ("LayoutMap", "Rule", "constrain", "zero_rule"),
-    "mesh": ("Mesh",),
-    "mesh_creation": ("create_mesh",),
+    "mesh": ("Mesh", "create_mesh"),
     "pictures": ("visualize",),
     "state": (
         *("PrecisionPolicy", "TrainState", "create", "describe", "optimizer_by_path"),
@@ -62,10 +60,6 @@ if TYPE_CHECKING:
         testing as testing,
         trainer as trainer,
     )
-    from meshlayout._default_mesh import (
-        default_mesh as default_mesh,
-        get_default_mesh as get_default_mesh,
-    )
     from meshlayout.arrays import (
         check_layout as check_layout,
         copy_to_mesh as copy_to_mesh,
@@ -91,8 +85,7 @@ if TYPE_CHECKING:
         constrain as constrain,
         zero_rule as zero_rule,
     )
-    from meshlayout.mesh import Mesh as Mesh
-    from meshlayout.mesh_creation import create_mesh as create_mesh
+    from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
     from meshlayout.pictures import visualize as visualize
     from meshlayout.state import (
         PrecisionPolicy as PrecisionPolicy,

@@ -9,10 +9,8 @@ in `_jaxprs`.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-import functools
 import math
 import os
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +23,7 @@ from jax._src import (
     distributed,
     mesh as jax_mesh,
     source_info_util,
+    xla_bridge,
 )
 from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
@@ -52,34 +51,6 @@ if TYPE_CHECKING:
     Device: TypeAlias = Any
 else:
     Device = jax.Device
-
-_trace_key = jax.make_user_context()
-
-
-class _ThreadState(threading.local):
-    trace_key: AbstractContextManager[Any] | None = None
-
-
-_thread = _ThreadState()
-
-
-def set_trace_key(value: Hashable | None) -> None:
-    """Makes JAX retrace a compiled function if `value` has changed.
-
-    Use this for state that a traced function reads and that is not among its arguments.
-    It holds for this thread until it is set again; None is as if it was never set.
-    """
-    # JAX has a context manager for this, but async tasks of one thread leave in any
-    # order, and each exit would restore the value of another task. So there is one
-    # context at a time, which is left before the next one is entered.
-    if _thread.trace_key is not None:
-        _thread.trace_key.__exit__(None, None, None)
-        _thread.trace_key = None
-    if value is not None:
-        context = _trace_key(value)
-        context.__enter__()
-        _thread.trace_key = context
-
 
 _trace_phase = jax.make_user_context()
 
@@ -348,7 +319,8 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
         return jax.device_put(x, sharding, **options)
     # Copied: a CPU device would use the memory that it is given.
     values = np.array(x, canonical_dtype(jax.typeof(x).dtype))
-    placed = place_slices(values, NamedSharding(sharding.mesh, sharding.spec))
+    main = NamedSharding(sharding.mesh, sharding.spec)
+    placed = jax.make_array_from_callback(values.shape, main, values.__getitem__)
     placed = with_weak_type(placed, weak_type=jax.typeof(x).weak_type)
     return put(placed, sharding)
 
@@ -545,18 +517,6 @@ def is_in_other_memory(sharding: jax.sharding.Sharding) -> bool:
     return _memory_kind(sharding) != _main_memory(sharding)
 
 
-def is_ref(x: Leaf) -> bool:
-    """Returns whether a value is a mutable `jax.Ref`.
-
-    JAX has no public class for it that 0.7 and 0.12 share.
-    tests/test_distribute_variables.py notices.
-    """
-    try:
-        return isinstance(jax.typeof(x), AbstractRef)
-    except TypeError:  # not an array at all
-        return False
-
-
 def with_shards(x: jax.Array) -> jax.Array:
     """Returns an array whose `addressable_shards` can be read.
 
@@ -578,13 +538,6 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-def from_one_process(
-    x: np.ndarray[Any, Any], *, is_source: bool
-) -> np.ndarray[Any, Any]:
-    """Returns the source's array on all processes, all of which call this."""
-    return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
@@ -695,15 +648,10 @@ def process_count() -> int:
 def has_backend() -> bool:
     """Returns whether JAX has started its devices, without starting them.
 
-    JAX refuses to change an option once they have started.
+    JAX refuses to change an option once they have started, and has no public way to
+    ask. tests/test_startup.py notices.
     """
-    number = jax.config.jax_num_cpu_devices
-    try:
-        jax.config.update("jax_num_cpu_devices", number + 1)
-    except RuntimeError:
-        return True
-    jax.config.update("jax_num_cpu_devices", number)
-    return False
+    return xla_bridge.backends_are_initialized()
 
 
 def launcher_devices() -> int | None:
@@ -836,21 +784,6 @@ def shard_placer(
             shape, sharding, [], dtype=dtype
         )
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
-
-
-def place_slices(x: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
-    """Places the slices of a host array that the devices of this process hold."""
-    return _slices_placer(x.shape, x.dtype, sharding)(x)
-
-
-# Cached: for small batches, computing the slices takes longer than placing them.
-@functools.lru_cache(maxsize=512)
-def _slices_placer(
-    shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
-) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
-    slices: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
-    place = shard_placer(shape, dtype, sharding)
-    return lambda x: place([x[index] for index in slices])
 
 
 def reached_preemption_sync_point(turn: int) -> bool:

@@ -3,42 +3,92 @@
 A `NamedSharding` does not know the rank of its array, so that JAX finds most mistakes
 only when an array is there. A layout has one entry per dim: shapes, shards and bytes
 are worked out and checked before anything is created, with errors that name the dim and
-the sizes that would fit. Parsing of entries is in `_specs`.
+the sizes that would fit.
+
+`None`, `()` and `UNSHARDED` are the same entry, and so are `"model"` and `("model",)`:
+layouts that mean the same have to be equal, as they are keys of compiled programs.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import EllipsisType
+from typing import Any, Final, TypeAlias, Union
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import DType
-from meshlayout._default_mesh import get_default_mesh
-from meshlayout._specs import (
-    MATCH as MATCH,
-    UNSHARDED as UNSHARDED,
-    DimSpec as DimSpec,
-    Misfit,
-    SpecLike,
-    axes_of,
-    check_axes,
-    entry_from_json,
-    entry_text,
-    entry_to_json,
-    parse_specs,
-    specs_text,
-)
 from meshlayout.errors import LayoutError, did_you_mean
-from meshlayout.mesh import Mesh, Value, as_mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, as_mesh, create_mesh, current_mesh
 
 
-@dataclass(init=False, repr=False, unsafe_hash=True)
-class Layout(Value):
+class _Match:
+    """The type of `MATCH`."""
+
+    def __repr__(self) -> str:
+        return "MATCH"
+
+    def __reduce__(self) -> str:
+        return "MATCH"  # pickled by name: it is compared by identity
+
+
+UNSHARDED: Final = None
+"""An unsharded dim: whole on every device; the `None` of a `PartitionSpec`."""
+
+MATCH: Final = _Match()
+"""In `relayout`: this dim keeps the sharding that the array already has."""
+
+DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # noqa: UP007
+"""One entry of a layout, in its canonical form."""
+
+SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
+"""What a user may write for the entries of a layout."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One dim of a shape that does not divide into its shards.
+
+    Attributes:
+        dim: The array dim.
+        size: Its size, in elements.
+        num_shards: The number of shards that it would have to divide into.
+        axes: The mesh axes that shard it.
+    """
+
+    dim: int
+    size: int
+    num_shards: int
+    axes: tuple[str, ...]
+
+    @property
+    def fact(self) -> str:
+        """What does not divide, without a period at the end."""
+        return (
+            f"dim {self.dim} has size {self.size}, which does not divide into "
+            f"{self.num_shards} shards over mesh {axes_text(self.axes)}"
+        )
+
+    @property
+    def fix(self) -> str:
+        """The nearest sizes that would fit, and the alternative."""
+        below = self.size // self.num_shards * self.num_shards
+        sizes = [below] * (below > 0) + [below + self.num_shards]
+        fit = " and ".join(map(str, sizes))
+        return (
+            f"Nearest size{'s' * (len(sizes) > 1)} that fit{'s' * (len(sizes) == 1)}: "
+            f"{fit}. To keep the size, leave dim {self.dim} UNSHARDED."
+        )
+
+    def __str__(self) -> str:
+        """Returns the fact and the fix, without saying which array."""
+        return f"{self.fact}. {self.fix}"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layout:
     """How the dims of one array are sharded over the axes of a mesh.
 
     Use this wherever you would write a `NamedSharding`. A layout is an immutable value:
@@ -50,7 +100,7 @@ class Layout(Value):
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
             `UNSHARDED` (or `None`), `MATCH` (see `relayout`), or once `...` for any
             number of unsharded dims. Or a `PartitionSpec`.
-        mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if omitted.
+        mesh: A `Mesh` or `jax.sharding.Mesh`; that of `jax.set_mesh` if omitted.
         memory_kind: The memory of the devices that holds the array, such as
             `"pinned_host"`; the devices' default if omitted.
 
@@ -83,21 +133,15 @@ class Layout(Value):
         *,
         memory_kind: str | None = None,
     ) -> None:
-        if isinstance(specs, (NamedSharding, Layout)):
-            msg = (
-                f"specs must be a list of entries, one per dim, got a "
-                f"{type(specs).__name__}. Use Layout.of(sharding)."
-            )
-            raise LayoutError(msg)
-        parsed = parse_specs(specs)
-        mesh = get_default_mesh() if mesh is None else as_mesh(mesh)
+        parsed = _parse_specs(specs)
+        mesh = current_mesh() if mesh is None else as_mesh(mesh)
         if mesh is None:
             msg = (
                 f"Layout({specs_text(parsed)}) has no mesh. Give one as the second "
-                "argument, or set one with default_mesh(mesh)."
+                "argument, or set one: `with jax.set_mesh(mesh.jax_mesh):`."
             )
             raise LayoutError(msg)
-        check_axes(parsed, mesh)
+        _check_axes(parsed, mesh)
         kind = _memory_kind(memory_kind, mesh)
         self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=kind)
 
@@ -150,20 +194,12 @@ class Layout(Value):
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds the whole array.
-
-        Raises:
-            LayoutError: If an entry is MATCH, which may mean either.
-        """
+        """Whether every device holds the whole array."""
         return all(self._entry_shards(entry) == 1 for entry in self._known())
 
     @property
     def is_batch_parallel(self) -> bool:
-        """Whether the first dim, and no other, is sharded over mesh axes.
-
-        Raises:
-            LayoutError: If an entry is MATCH, which may mean either.
-        """
+        """Whether the first dim, and no other, is sharded over mesh axes."""
         sharded = [bool(axes_of(entry)) for entry in self._known()]
         return sharded[:1] == [True] and not any(sharded[1:])
 
@@ -192,14 +228,9 @@ class Layout(Value):
         """
         if isinstance(value, Layout):
             return value if rank is None else value.with_rank(rank)
-        sharding = value if isinstance(value, jax.sharding.Sharding) else None
-        if sharding is None:
-            sharding = _jax.sharding_of(value)
-            ndim = getattr(value, "ndim", rank)
-            if rank is not None and ndim != rank:
-                msg = f"the array has rank {ndim}, but rank={rank} was given."
-                raise LayoutError(msg)
-            rank = ndim
+        sharding = value
+        if not isinstance(value, jax.sharding.Sharding):
+            sharding, rank = _jax.sharding_of(value), getattr(value, "ndim", rank)
         if isinstance(sharding, SingleDeviceSharding):
             # JAX's usual arrays: a mesh of one lets them pass through all functions.
             (device,) = sharding.device_set
@@ -214,19 +245,18 @@ class Layout(Value):
                 "with Explicit axes."
             )
             raise LayoutError(msg)
-        jax_mesh: Any = sharding.mesh
-        if not isinstance(jax_mesh, jax.sharding.Mesh):
+        mesh = sharding.mesh
+        if not isinstance(mesh, jax.sharding.Mesh):
             # In a trace, shardings are on abstract meshes. The devices are known only
             # if the program set the mesh.
             concrete = _jax.concrete_mesh()
-            is_it = concrete is not None and concrete.abstract_mesh == jax_mesh
-            jax_mesh = concrete if is_it else None
-        if jax_mesh is None:
-            msg = (
-                f"the sharding {sharding} is on an abstract mesh, which has no "
-                "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
-            )
-            raise LayoutError(msg)
+            if concrete is None or concrete.abstract_mesh != mesh:
+                msg = (
+                    f"the sharding {sharding} is on an abstract mesh, which has no "
+                    "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
+                )
+                raise LayoutError(msg)
+            mesh = concrete
         entries = list(sharding.spec)
         if rank is not None:
             if len(entries) > _check_rank(rank):
@@ -236,61 +266,7 @@ class Layout(Value):
                 )
                 raise LayoutError(msg)
             entries += [None] * (rank - len(entries))
-        return cls(entries, Mesh(jax_mesh), memory_kind=sharding.memory_kind)
-
-    @classmethod
-    def replicated(
-        cls, mesh: Mesh | jax.sharding.Mesh | None = None, rank: int = 0
-    ) -> "Layout":
-        """Returns the layout in which every device holds the whole array.
-
-        Args:
-            mesh: The mesh; the default mesh if None.
-            rank: Dims of the array.
-        """
-        return cls([None] * _check_rank(rank), mesh)
-
-    @classmethod
-    def batch_sharded(
-        cls,
-        mesh: Mesh | jax.sharding.Mesh | None,
-        axis: str | tuple[str, ...],
-        rank: int,
-        dim: int = 0,
-    ) -> "Layout":
-        """Returns the layout that shards one dim, by default the first.
-
-        Args:
-            mesh: The mesh; the default mesh if None.
-            axis: The mesh axis, or several.
-            rank: Dims of the array.
-            dim: The dim that is sharded over `axis`; negative counts from the end.
-
-        Raises:
-            LayoutError: If the axis is unknown, or `dim` is out of range.
-
-        Example:
-            >>> mesh = create_mesh({"batch": 8})
-            >>> Layout.batch_sharded(mesh, "batch", rank=3)
-            Layout([batch, unsharded, unsharded], Mesh(batch=8))
-        """
-        if not isinstance(axis, (str, tuple, list)) or not axis:
-            text = _checks.shown(axis)
-            msg = f"axis must be a mesh axis name or a tuple of names, got {text}."
-            raise LayoutError(msg)
-        specs: list[Any] = [None] * _check_rank(rank)
-        specs[_check_dim(dim, rank)] = axis
-        return cls(specs, mesh)
-
-    @classmethod
-    def inner_sharded(
-        cls,
-        mesh: Mesh | jax.sharding.Mesh | None,
-        axis: str | tuple[str, ...],
-        rank: int,
-    ) -> "Layout":
-        """Returns the layout that shards the last dim; see `batch_sharded`."""
-        return cls.batch_sharded(mesh, axis, rank, dim=-1)
+        return cls(entries, mesh, memory_kind=sharding.memory_kind)
 
     def with_rank(self, rank: int) -> "Layout":
         """Returns this layout for arrays of `rank` dims, with `...` filled in.
@@ -303,47 +279,21 @@ class Layout(Value):
             >>> Layout([..., "model"], mesh).with_rank(3)
             Layout([unsharded, unsharded, model], Mesh(batch=2, model=4))
         """
-        rank = _check_rank(rank)
-        if not self.has_ellipsis:
-            if len(self.specs) != rank:
-                msg = (
-                    f"{self!r} is for arrays of rank {len(self.specs)}, but this one "
-                    f"has rank {rank}. Use `...` for any number of unsharded dims."
-                )
-                raise LayoutError(msg)
-            return self
-        missing = rank - (len(self.specs) - 1)
-        if missing < 0:
+        named = len(self.specs) - self.has_ellipsis
+        missing = _check_rank(rank) - named
+        if missing < 0 or (missing and not self.has_ellipsis):
+            or_more = " or more" * self.has_ellipsis
+            hint = " Use `...` for any number of unsharded dims."
             msg = (
-                f"{self!r} is for arrays of rank {len(self.specs) - 1} or more, but "
-                f"this one has rank {rank}."
+                f"{self!r} is for arrays of rank {named}{or_more}, but this one has "
+                f"rank {rank}.{hint * (not self.has_ellipsis)}"
             )
             raise LayoutError(msg)
-        filled: list[DimSpec] = []
-        for entry in self.specs:
-            filled += [None] * missing if entry is ... else [entry]
-        return self.with_specs(filled)
-
-    def delete(self, dims: int | Iterable[int]) -> "Layout":
-        """Returns the layout without some dims, for an array reduced over them.
-
-        Args:
-            dims: One dim or several; negative ones count from the end.
-
-        Raises:
-            LayoutError: If a dim is out of range, or the rank is open.
-
-        Example:
-            >>> mesh = create_mesh({"batch": 2, "model": 4})
-            >>> Layout(["batch", None, "model"], mesh).delete([0, 1])
-            Layout([model], Mesh(batch=2, model=4))
-        """
-        is_one = isinstance(dims, str) or not isinstance(dims, Iterable)
-        every: Iterable[Any] = [dims] if is_one else dims  # type: ignore[assignment]
-        deleted = {_check_dim(dim, self.rank) for dim in every}
-        return self.with_specs(
-            [entry for dim, entry in enumerate(self.specs) if dim not in deleted]
-        )
+        if not self.has_ellipsis:
+            return self
+        index = self.specs.index(...)
+        before, after = self.specs[:index], self.specs[index + 1 :]
+        return self.with_specs((*before, *[None] * missing, *after))
 
     def with_specs(self, specs: SpecLike) -> "Layout":
         """Returns the layout with other entries, on the same mesh and memory."""
@@ -420,14 +370,7 @@ class Layout(Value):
         return tuple(size // shards for size, shards, _ in self._dims(global_shape))
 
     def global_shape(self, shard_shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the whole array, from the shape of one shard.
-
-        Args:
-            shard_shape: Shape of the piece on one device, one entry per dim.
-
-        Raises:
-            LayoutError: If the rank differs from the layout's.
-        """
+        """Returns the shape of the whole array, from the shape of one shard."""
         return tuple(size * shards for size, shards, _ in self._dims(shard_shape))
 
     def shard_slices(
@@ -451,13 +394,10 @@ class Layout(Value):
             >>> Layout(["batch", "model"], mesh).shard_slices((4, 8), 5)
             (slice(2, 4, None), slice(2, 4, None))
         """
-        shard_shape = self.shard_shape(global_shape)
-        specs = self.with_rank(len(shard_shape)).specs
-        index = self._shard_index(specs, device)
-        return tuple(
-            slice(i * size, (i + 1) * size)
-            for i, size in zip(index, shard_shape, strict=True)
-        )
+        shape = self.shard_shape(global_shape)
+        index = self.with_rank(len(shape))._shard_index(device)
+        pairs = zip(index, shape, strict=True)
+        return tuple(slice(i * size, (i + 1) * size) for i, size in pairs)
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
         """Returns the bytes of an array on each device.
@@ -469,21 +409,56 @@ class Layout(Value):
         Raises:
             LayoutError: If the shape does not fit.
         """
-        shard_size = math.prod(self.shard_shape(global_shape))
-        try:
-            if dtype is None or not _jax.is_array_dtype(dtype):
-                raise TypeError
-            return shard_size * _jax.itemsize(dtype)
-        except TypeError:
-            text = _checks.shown(dtype)
-            msg = f"{text} is not a dtype, such as 'float32' or jnp.bfloat16."
-            raise LayoutError(msg) from None
+        return math.prod(self.shard_shape(global_shape)) * _jax.itemsize(dtype)
+
+    # DTensor's names, for code that comes from TensorFlow; not used in the library.
+
+    local_shape_from_global_shape = shard_shape
+    global_shape_from_local_shape = global_shape
+
+    @property
+    def sharding_specs(self) -> list[DimSpec]:
+        """DTensor's name for `specs`."""
+        return list(self.specs)
+
+    @classmethod
+    def replicated(
+        cls, mesh: Mesh | jax.sharding.Mesh | None = None, rank: int = 0
+    ) -> "Layout":
+        """Returns the layout in which every device holds the whole array."""
+        return cls([None] * _check_rank(rank), mesh)
+
+    @classmethod
+    def batch_sharded(
+        cls,
+        mesh: Mesh | jax.sharding.Mesh | None,
+        axis: str | tuple[str, ...],
+        rank: int,
+        dim: int = 0,
+    ) -> "Layout":
+        """Returns the layout that shards one dim over a mesh axis, or over several.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 8})
+            >>> Layout.batch_sharded(mesh, "batch", rank=3)
+            Layout([batch, unsharded, unsharded], Mesh(batch=8))
+        """
+        specs: list[Any] = [None] * _check_rank(rank)
+        specs[_check_dim(dim, rank)] = axis
+        return cls(specs, mesh)
+
+    @classmethod
+    def inner_sharded(
+        cls,
+        mesh: Mesh | jax.sharding.Mesh | None,
+        axis: str | tuple[str, ...],
+        rank: int,
+    ) -> "Layout":
+        """Returns the layout that shards the last dim; see `batch_sharded`."""
+        return cls.batch_sharded(mesh, axis, rank, dim=-1)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
         """Returns the index of the shard of every device, in mesh order.
-
-        Raises:
-            LayoutError: If the rank is open.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -491,49 +466,7 @@ class Layout(Value):
             [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]
         """
         _ = self.rank, self._known()
-        return [self._shard_index(self.specs, index) for index in range(self.mesh.size)]
-
-    # DTensor's names, for code that comes from TensorFlow; not used in the library.
-
-    @property
-    def sharding_specs(self) -> list[DimSpec]:
-        """DTensor's name for `specs`."""
-        return list(self.specs)
-
-    local_shape_from_global_shape = shard_shape
-    global_shape_from_local_shape = global_shape
-
-    # Text, pickle, equality.
-
-    def to_string(self) -> str:
-        """Returns the layout as one line of JSON that `from_string` reads back."""
-        return json.dumps(
-            {
-                "specs": [entry_to_json(entry) for entry in self.specs],
-                "mesh": self.mesh.to_string(),
-                "memory_kind": self.memory_kind,
-            }
-        )
-
-    @classmethod
-    def from_string(cls, text: str) -> "Layout":
-        """Returns the layout that `to_string` wrote.
-
-        Raises:
-            LayoutError: If the text was not written by `to_string`.
-            MeshError: If the devices of the mesh do not exist here.
-        """
-        try:
-            data = json.loads(text)
-            specs = [entry_from_json(entry) for entry in data["specs"]]
-            mesh, memory_kind = data["mesh"], data["memory_kind"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            msg = (
-                f"{_checks.shown(text)} is not a layout; such text comes from "
-                "layout.to_string()."
-            )
-            raise LayoutError(msg) from None
-        return cls(specs, Mesh.from_string(mesh), memory_kind=memory_kind)
+        return list(map(self._shard_index, range(self.mesh.size)))
 
     def __repr__(self) -> str:
         memory = f", memory_kind={self.memory_kind!r}" if self.memory_kind else ""
@@ -544,23 +477,13 @@ class Layout(Value):
         return specs_text(self.specs) + memory
 
     def _repr_html_(self) -> str:
-        memory = f" in {self.memory_kind}" if self.memory_kind else ""
-        caption = f"Layout {specs_text(self.specs)} on {self.mesh!r}{memory}"
-        # After `...`, dims are known only by their distance from the end.
-        rank = len(self.specs)
-        open_dim = self.specs.index(...) if self.has_ellipsis else rank
-        rows: list[list[object]] = []
-        for dim, entry in enumerate(self.specs):
-            number = dim if dim < open_dim else "" if dim == open_dim else dim - rank
-            is_open = entry is ... or entry is MATCH
-            shards = "" if is_open else self._entry_shards(entry)
-            rows.append([number, entry_text(entry), shards])
-        notes = [] if rank else ["a scalar, on every device"]
-        return _render.html_table(
-            ["dim", "sharded over", "shards"], rows, "rlr", caption=caption, notes=notes
-        )
-
-    # Inside.
+        rows = [
+            [dim, entry_text(entry), _render_shards(self, entry)]
+            for dim, entry in enumerate(self.specs)
+        ]
+        caption = f"Layout {self} on {self.mesh!r}"
+        headers = ["dim", "sharded over", "shards"]
+        return _render.html_table(headers, rows, "rlr", caption=caption)
 
     def _known(self) -> tuple[DimSpec, ...]:
         """Returns the entries, or raises LayoutError if one of them is MATCH."""
@@ -586,17 +509,15 @@ class Layout(Value):
             for size, entry in zip(sizes, specs, strict=True)
         ]
 
-    def _shard_index(
-        self, specs: Sequence[DimSpec], device: _jax.Device | int
-    ) -> tuple[int, ...]:
+    def _shard_index(self, device: _jax.Device | int) -> tuple[int, ...]:
         """Returns the index of the shard that a device holds, one entry per dim."""
         mesh = self.mesh
-        coord = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
+        place = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
         index = []
-        for entry in specs:
+        for entry in self.specs:
             flat = 0
             for axis in axes_of(entry):  # major first, as in JAX
-                flat = flat * mesh.shape[axis] + coord[axis]
+                flat = flat * mesh.shape[axis] + place[axis]
             index.append(flat)
         return tuple(index)
 
@@ -621,6 +542,94 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
     return Layout.of(value, rank)
 
 
+# Entries.
+
+
+def axes_of(entry: DimSpec) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry, major first."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Returns `"axis 'a'"` or `"axes 'a', 'b'"`."""
+    names = ", ".join(map(repr, axes))
+    return f"axis {names}" if len(axes) == 1 else f"axes {names}"
+
+
+def entry_text(entry: DimSpec) -> str:
+    """Returns one entry as messages and tables show it."""
+    if isinstance(entry, tuple):
+        return f"({', '.join(entry)})"
+    return {None: "unsharded", ...: "..."}.get(entry) or str(entry)
+
+
+def specs_text(specs: Iterable[DimSpec]) -> str:
+    """Returns entries as messages show them, such as `[batch, unsharded]`."""
+    return f"[{', '.join(map(entry_text, specs))}]"
+
+
+def _render_shards(layout: Layout, entry: DimSpec) -> object:
+    return "" if entry in (..., MATCH) else layout._entry_shards(entry)
+
+
+def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
+    """Returns the canonical entries of what a user wrote, or raises LayoutError."""
+    # A string is a sequence of strings: "batch" would be five axes.
+    if not isinstance(specs, (list, tuple, PartitionSpec)):
+        hint = f" Write [{specs!r}]." * isinstance(specs, str)
+        hint = hint or " Use Layout.of(sharding)." * isinstance(specs, NamedSharding)
+        msg = (
+            "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
+            f"got {_checks.shown(specs)}.{hint}"
+        )
+        raise LayoutError(msg)
+    if isinstance(specs, PartitionSpec) and _jax.is_unreduced(specs):
+        msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
+        raise LayoutError(msg)
+    entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
+    if entries.count(...) > 1:
+        msg = f"{specs_text(entries)} has `...` twice; one stands for all other dims."
+        raise LayoutError(msg)
+    return entries
+
+
+def _parse_entry(entry: Any, dim: int) -> DimSpec:
+    if entry is None or entry is ... or entry is MATCH or isinstance(entry, str):
+        return entry
+    is_sequence = isinstance(entry, (tuple, list))
+    if is_sequence and all(isinstance(axis, str) for axis in entry):
+        # The canonical form, for which layouts that mean the same are equal.
+        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    is_open = entry is PartitionSpec.UNCONSTRAINED
+    text = "UNCONSTRAINED" if is_open else _checks.shown(entry)
+    msg = (
+        f"entry {dim} is {text}; an entry must be a mesh axis name, a tuple of names, "
+        "UNSHARDED (None), MATCH or `...`."
+    )
+    raise LayoutError(msg)
+
+
+def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
+    """Raises LayoutError if an entry names an unknown axis, or one is used twice."""
+    seen: set[str] = set()
+    for axis in (axis for entry in specs for axis in axes_of(entry)):
+        if axis not in mesh:
+            msg = (
+                f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
+                f"{did_you_mean(axis, mesh.axis_names)}"
+            )
+            raise LayoutError(msg)
+        if axis in seen:
+            msg = (
+                f"mesh axis {axis!r} is used twice in {specs_text(specs)}; an axis can "
+                "shard only one dim, and only once."
+            )
+            raise LayoutError(msg)
+        seen.add(axis)
+
+
 def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
     """Returns the kind of memory, or None for the devices' default."""
     if kind is None:
@@ -639,14 +648,12 @@ def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
 
 
 def _check_rank(rank: Any) -> int:
-    hint = "It is the number of dims of an array."
-    return _checks.count("rank", rank, at_least=0, error=LayoutError, hint=hint)
+    return _checks.count("rank", rank, at_least=0, error=LayoutError)
 
 
 def _check_dim(dim: Any, rank: int) -> int:
     index = _checks.count("dim", dim, at_least=None, error=LayoutError)
     if not -rank <= index < rank:
-        have = f"which has dims 0 to {rank - 1}" if rank else "which has no dims"
-        msg = f"dim {index} is out of range for a layout of rank {rank}, {have}."
+        msg = f"dim {index} is out of range for a layout of rank {rank}."
         raise LayoutError(msg)
     return index % rank

@@ -1,16 +1,23 @@
-"""A named grid of devices: `Mesh`, and how one is renamed and divided.
+"""A named grid of devices: `Mesh`, and `create_mesh`, which makes one.
 
 `Mesh` wraps a `jax.sharding.Mesh` and adds what JAX leaves to the user: names that are
-checked, arithmetic on axes, errors that name the axis, a text that reads back exactly,
-and a picture. `mesh_creation` makes one of what a user writes, which `_axes` parses.
+checked, arithmetic on axes, errors that name the axis and the sizes that fit, a text
+that reads back exactly, and a picture.
+
+Where devices are connected by networks of different speed, their order decides how fast
+a program runs, and nothing else shows it. JAX's helpers know the networks of TPUs; what
+is added here is by which axes the slow network is crossed. `jax.make_mesh` refuses
+several slices, such as the GPUs of two hosts, so that a program which runs on one of
+them would not run on two: here, the first axes cross unless `dcn` says otherwise.
 """
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,40 +25,28 @@ from jax.sharding import AxisType
 
 import meshlayout
 from meshlayout import _jax, _render
-from meshlayout._axes import (
-    check_devices,
-    check_names,
-    parse_mesh,
-)
 from meshlayout._checks import shown
-from meshlayout._device_groups import UNITS, axes_across, process_notes
 from meshlayout.errors import MeshError, did_you_mean
 
 
 if TYPE_CHECKING:
     from meshlayout.layout import Layout
 
+AxisTypesLike: TypeAlias = AxisType | str | Sequence[AxisType | str]
+"""What a user may write for axis types."""
 
-class Value:
-    """An immutable value: fields are set once, through `__dict__`.
+_AXIS_TYPES = {kind.name.lower(): kind for kind in AxisType}
 
-    A frozen dataclass would do the same with a message that says less.
-    """
+# What devices are grouped by: an attribute of theirs, and its groups' name. Inside a
+# slice the network is fast: that of a TPU pod slice, or NVLink inside a host.
+_UNITS = {"slice_index": "slices", "process_index": "processes"}
 
-    def __setattr__(self, name: str, value: object) -> None:
-        msg = (
-            f"a {type(self).__name__} is immutable; make another one instead of "
-            f"setting {name!r}."
-        )
-        raise AttributeError(msg)
-
-    def __delattr__(self, name: str) -> None:
-        msg = f"a {type(self).__name__} is immutable; {name!r} cannot be deleted."
-        raise AttributeError(msg)
+# Of more processes, only the first and the last one are listed.
+_MOST_LISTED = 8
 
 
-@dataclass(init=False, repr=False, unsafe_hash=True)
-class Mesh(Value):
+@dataclass(frozen=True, init=False, repr=False)
+class Mesh:
     """A named grid of devices.
 
     An immutable value around a `jax.sharding.Mesh`. Two meshes are equal if they have
@@ -70,7 +65,6 @@ class Mesh(Value):
             a plain string, or the devices are repeated or of several platforms.
 
     Example:
-        >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> mesh
         Mesh(batch=2, model=4)
@@ -82,8 +76,7 @@ class Mesh(Value):
     shape: Mapping[str, int] = field(compare=False)
 
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
-        if isinstance(mesh, Mesh):
-            mesh = mesh.jax_mesh
+        mesh = getattr(mesh, "jax_mesh", mesh)
         if not isinstance(mesh, jax.sharding.Mesh):
             msg = (
                 "expected a Mesh or a jax.sharding.Mesh, got "
@@ -114,18 +107,6 @@ class Mesh(Value):
         return self.jax_mesh.devices
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """The distance in the flattened mesh between neighbors along each axis.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
-            (4, 2, 1)
-        """
-        sizes = tuple(self.shape.values())
-        return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-
-    @property
     def device_kind(self) -> str:
         """The kind of the devices, such as `"TPU v5 lite"` or `"cpu"`."""
         return self.devices.flat[0].device_kind
@@ -136,44 +117,84 @@ class Mesh(Value):
         return self.devices.flat[0].platform
 
     @property
-    def is_multi_process(self) -> bool:
-        """Whether the devices belong to more than one process."""
-        return bool(self.process_axes)
-
-    @property
     def process_axes(self) -> tuple[str, ...]:
         """The axes along which devices belong to different processes."""
-        return axes_across(self.jax_mesh, "process_index")[0]
-
-    @property
-    def slice_axes(self) -> tuple[str, ...]:
-        """The axes that cross the slow network between slices of devices.
-
-        A slice is what JAX says is connected by a fast network: a slice of a TPU pod,
-        or the GPUs of a host.
-        """
-        return axes_across(self.jax_mesh, "slice_index")[0]
+        return _axes_across(self.jax_mesh, "process_index")[0]
 
     @property
     def local_devices(self) -> list[_jax.Device]:
         """The devices of this process, in mesh order."""
         return list(self.jax_mesh.local_devices)
 
-    @property
-    def local_device_coords(self) -> list[tuple[int, ...]]:
-        """The coordinates of the devices of this process, in mesh order."""
-        return [self.coords(device) for device in self.local_devices]
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.axis_names
+
+    def axis_size(self, axis: str | Sequence[str]) -> int:
+        """Returns the number of devices along one axis, or along several together.
+
+        Raises:
+            MeshError: If the mesh has no such axis.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
+            (4, 8)
+        """
+        names: Any = axis if isinstance(axis, (tuple, list)) else [axis]
+        for name in names:
+            if name not in self.axis_names:
+                hint = did_you_mean(name, self.shape)
+                msg = f"{self!r} has no axis {shown(name)}.{hint}"
+                raise MeshError(msg)
+        return math.prod(self.shape[name] for name in names)
+
+    def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
+        """Returns the coordinates of a device, one per axis.
+
+        Args:
+            device: A device of the mesh, or its index in the flattened mesh.
+
+        Raises:
+            MeshError: If the mesh has no such device.
+        """
+        # By identity: a device of another backend may have the same id.
+        indices = [i for i, held in enumerate(self.devices.flat) if held is device]
+        if isinstance(device, (int, np.integer)) and 0 <= device < self.size:
+            indices = [int(device)]
+        if not indices:
+            text = repr(device) if hasattr(device, "platform") else shown(device)
+            msg = (
+                f"{text} is not a device of {self!r}, whose devices are "
+                f"{self._devices_text()}, nor the index of one."
+            )
+            raise MeshError(msg)
+        return tuple(map(int, np.unravel_index(indices[0], (*self.shape.values(),))))
+
+    def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
+        """Returns `Layout(specs, self)`: the short form, one argument per dim.
+
+        Args:
+            specs: One entry per dim, as for `Layout`.
+            memory_kind: As for `Layout`.
+
+        Raises:
+            LayoutError: As for `Layout`.
+
+        Example:
+            >>> create_mesh({"batch": 8}).layout("batch", None)
+            Layout([batch, unsharded], Mesh(batch=8))
+        """
+        # Through the package: the module of layouts is above this one.
+        return meshlayout.Layout(specs, self, memory_kind=memory_kind)
 
     # DTensor's names, for code that comes from TensorFlow; not used in the library.
 
     dim_names = axis_names
-
-    def contains_dim(self, name: str) -> bool:
-        """DTensor's name for `name in mesh`."""
-        return name in self
+    dim_size = axis_size
+    contains_dim = __contains__
 
     def device_type(self) -> str:
-        """DTensor's name for `platform`, in capitals as it writes them."""
+        """Returns `platform`, in capitals as DTensor writes it."""
         return self.platform.upper()
 
     def global_device_ids(self) -> list[int]:
@@ -194,190 +215,23 @@ class Mesh(Value):
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Returns the coordinates of this process's devices, by axis."""
-        return [
-            dict(zip(self.shape, coords, strict=True))
-            for coords in self.local_device_coords
-        ]
+        coords = map(self.coords, self.local_devices)
+        return [dict(zip(self.shape, place, strict=True)) for place in coords]
 
-    def axis_size(self, axis: str | Iterable[str]) -> int:
-        """Returns the number of devices along one axis, or along several together.
-
-        Raises:
-            MeshError: If the mesh has no such axis.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> mesh = create_mesh({"batch": 2, "model": 4})
-            >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
-            (4, 8)
-        """
-        return math.prod(self.shape[name] for name in self._check_axes(axis))
-
-    dim_size = axis_size  # DTensor's name
-
-    # Because of __getitem__, Python would otherwise try to iterate by mesh[0], mesh[1].
-    __iter__ = None
-
-    def __contains__(self, axis: object) -> bool:
-        return axis in self.axis_names
-
-    def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
-        """Returns the coordinates of a device, one per axis.
-
-        Args:
-            device: A device of the mesh, or its index in the flattened mesh.
-
-        Raises:
-            MeshError: If the mesh has no such device.
-        """
-        if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
-            if not 0 <= device < self.size:
-                msg = (
-                    f"device index {device} is out of range: {self!r} has devices "
-                    f"0 to {self.size - 1}."
-                )
-                raise MeshError(msg)
-            flat = int(device)
-        else:
-            # By identity: a device of another backend may have the same id.
-            indices = [i for i, held in enumerate(self.devices.flat) if held is device]
-            if not indices:
-                text = repr(device) if hasattr(device, "platform") else shown(device)
-                msg = (
-                    f"{text} is not a device of {self!r}, whose devices are "
-                    f"{self._devices_text()}."
-                )
-                raise MeshError(msg)
-            (flat,) = indices
-        return tuple(map(int, np.unravel_index(flat, tuple(self.shape.values()))))
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The distance in the flattened mesh between neighbors along each axis."""
+        return tuple(stride // 8 for stride in np.empty(self.devices.shape).strides)
 
     def unravel_index(self) -> list[dict[str, int]]:
-        """Returns the coordinates of every device by axis, in mesh order.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"batch": 2, "model": 4}).unravel_index()[5]
-            {'batch': 1, 'model': 1}
-        """
-        return [
-            dict(zip(self.shape, self.coords(index), strict=True))
-            for index in range(self.size)
-        ]
-
-    # Other meshes.
-
-    def __getitem__(self, axes: str | tuple[str, ...]) -> "Mesh":
-        """Returns the sub-mesh along some axes, at coordinate 0 of the others.
-
-        Args:
-            axes: One axis, or a tuple of axes, in the order of the result.
-
-        Raises:
-            MeshError: If an axis is unknown or repeated.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"batch": 2, "model": 4})["model"]
-            Mesh(model=4)
-        """
-        names = self._check_axes(axes)
-        if not names:
-            msg = f"a sub-mesh of {self!r} needs at least one axis."
-            raise MeshError(msg)
-        return self._regrouped([(axis, (axis,)) for axis in names])
-
-    def rename(self, names: Mapping[str, str]) -> "Mesh":
-        """Returns the same mesh with other names for some axes.
-
-        Args:
-            names: New names by old name.
-
-        Raises:
-            MeshError: If an axis is unknown, or two would have the same name.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"batch": 2, "model": 4}).rename({"batch": "data"})
-            Mesh(data=2, model=4)
-        """
-        if not isinstance(names, Mapping):
-            msg = (
-                f"rename takes new names by old name, as {{'batch': 'data'}}, got "
-                f"{shown(names)}."
-            )
-            raise MeshError(msg)
-        self._check_axes(tuple(names))
-        return self._regrouped(
-            [(names.get(axis, axis), (axis,)) for axis in self.shape]
-        )
-
-    def merge(self, axes: Iterable[str], name: str) -> "Mesh":
-        """Returns a mesh in which several axes are merged into one.
-
-        Use this to call `data` and `fsdp` together `batch`. The merged axis takes the
-        position of the leftmost one, and runs through the devices in the order of
-        `axes`, the first of them slowest.
-
-        Args:
-            axes: The axes to merge, slowest first.
-            name: The name of the merged axis.
-
-        Raises:
-            MeshError: If an axis is unknown or repeated, or the axes differ in type.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"data": 2, "fsdp": 2, "model": 2}).merge(
-            ...     ("data", "fsdp"), "batch"
-            ... )
-            Mesh(batch=4, model=2)
-        """
-        merged = self._check_axes(axes)
-        if not merged:
-            msg = f"merge takes the axes of {self!r} to merge, got none."
-            raise MeshError(msg)
-        types = {axis: self._axis_type(axis) for axis in merged}
-        if len(set(types.values())) > 1:
-            text = ", ".join(f"{axis}: {kind.name}" for axis, kind in types.items())
-            msg = (
-                f"the axes to merge in {self!r} have different axis types ({text}); a "
-                "merged axis has only one."
-            )
-            raise MeshError(msg)
-        leftmost = next(axis for axis in self.shape if axis in merged)
-        return self._regrouped(
-            [
-                (name, merged) if axis == leftmost else (axis, (axis,))
-                for axis in self.shape
-                if axis == leftmost or axis not in merged
-            ]
-        )
-
-    def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
-        """Returns `Layout(specs, self)`: the short form, one argument per dim.
-
-        Args:
-            specs: One entry per dim, as for `Layout`.
-            memory_kind: As for `Layout`.
-
-        Raises:
-            LayoutError: As for `Layout`.
-
-        Example:
-            >>> from meshlayout import create_mesh
-            >>> create_mesh({"batch": 8}).layout("batch", None)
-            Layout([batch, unsharded], Mesh(batch=8))
-        """
-        # Through the package: the module of layouts is above this one.
-        return meshlayout.Layout(specs, self, memory_kind=memory_kind)
-
-    # Text, pickle, equality.
+        """Returns the coordinates of every device by axis, in mesh order."""
+        places = np.ndindex(*self.shape.values())
+        return [dict(zip(self.shape, place, strict=True)) for place in places]
 
     def to_string(self) -> str:
         """Returns the mesh as a readable line, which `from_string` reads back exactly.
 
         Example:
-            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 2, "model": 4}).to_string()
             'batch=2,model=4|auto,auto|cpu:0-7'
         """
@@ -393,28 +247,31 @@ class Mesh(Value):
             MeshError: If the text was not written by `to_string`, or a device does not
                 exist here.
         """
-        names, sizes, types, devices = parse_mesh(text)
-        grid = np.array(devices, dtype=object).reshape(sizes)
-        return cls(jax.sharding.Mesh(grid, names, axis_types=types))
+        try:
+            axes, types, devices = text.rsplit("|", 2)
+            platform, runs = devices.split(":")
+            ends = [[int(end) for end in run.split("-")] for run in runs.split(",")]
+        except (ValueError, AttributeError):
+            msg = f"{shown(text)} is not a mesh; such text comes from mesh.to_string()."
+            raise MeshError(msg) from None
+        ids = [number for run in ends for number in range(run[0], run[-1] + 1)]
+        chosen = _devices_by_id(platform, ids)
+        return create_mesh(axes, devices=chosen, axis_types=types.split(","))
 
     def __repr__(self) -> str:
         parts = [self._axes_text()]
-        for attribute, unit in UNITS.items():
-            names, count = axes_across(self.jax_mesh, attribute)
+        for attribute, unit in _UNITS.items():
+            names, count = _axes_across(self.jax_mesh, attribute)
             if names:
                 parts.append(f"{', '.join(names)} across {count} {unit}")
         return f"Mesh({'; '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        return _render.picture_html(*self._picture())
-
-    def _picture(self) -> tuple[str, _render.Picture, list[str]]:
-        """Returns a title, the devices, and lines on the processes."""
         crossed = [
             " and ".join(
                 unit
-                for attribute, unit in UNITS.items()
-                if name in axes_across(self.jax_mesh, attribute)[0]
+                for attribute, unit in _UNITS.items()
+                if name in _axes_across(self.jax_mesh, attribute)[0]
             )
             for name in self.axis_names
         ]
@@ -422,11 +279,8 @@ class Mesh(Value):
             self.axis_names, [*self.shape.values()], self.global_device_ids(), crossed
         )
         devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
-        return f"{self!r}: {self.size} {devices}", picture, self._process_notes()
-
-    def _process_notes(self) -> list[str]:
-        """Returns a line on which devices each process has; none for one process."""
-        return process_notes(self.jax_mesh)
+        title = f"{self!r}: {self.size} {devices}"
+        return _render.picture_html(title, picture, self._process_notes())
 
     def __copy__(self) -> "Mesh":
         return self
@@ -437,50 +291,22 @@ class Mesh(Value):
     def __reduce__(self) -> tuple[Any, ...]:
         return Mesh.from_string, (self.to_string(),)
 
-    # Inside.
-
     def _axes_text(self) -> str:
         """Returns axes and sizes alone, the same on any number of processes."""
         return ", ".join(f"{name}={size}" for name, size in self.shape.items())
 
     def _devices_text(self) -> str:
-        ids = _render.ranges_text(self.global_device_ids())
-        return f"{self.platform}:{ids}"
+        return f"{self.platform}:{_render.ranges_text(self.global_device_ids())}"
 
-    def _check_axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
-        if isinstance(axes, str) or not isinstance(axes, Iterable):
-            axes = (axes,)
-        names = tuple(axes)
-        for name in names:
-            if name not in self.axis_names:
-                hint = did_you_mean(name, self.shape)
-                msg = f"{self!r} has no axis {shown(name)}.{hint}"
-                raise MeshError(msg)
-        if len(set(names)) < len(names):
-            repeated = next(name for i, name in enumerate(names) if name in names[:i])
-            msg = f"axis {repeated!r} of {self!r} is given twice."
-            raise MeshError(msg)
-        return names
-
-    def _axis_type(self, axis: str) -> AxisType:
-        return self.axis_types[self.axis_names.index(axis)]
-
-    def _regrouped(self, groups: Sequence[tuple[str, tuple[str, ...]]]) -> "Mesh":
-        """Returns a mesh whose axes are groups of the axes of this one.
-
-        Args:
-            groups: The name of each new axis, and the axes that it consists of, slowest
-                first. Axes of no group are dropped, at coordinate 0.
-        """
-        names = tuple(name for name, _ in groups)
-        check_names(names)
-        used = [axis for _, axes in groups for axis in axes]
-        order = [*used, *(axis for axis in self.shape if axis not in used)]
-        devices = self.devices.transpose([self.axis_names.index(a) for a in order])
-        sizes = [self.axis_size(axes) for _, axes in groups]
-        devices = devices.reshape([*sizes, -1])[..., 0]
-        types = tuple(self._axis_type(axes[0]) for _, axes in groups)
-        return Mesh(jax.sharding.Mesh(devices, names, axis_types=types))
+    def _process_notes(self) -> list[str]:
+        """Returns a line on which devices each process has; none for one process."""
+        groups = _device_groups(self.devices.flat, "process_index")
+        if len(groups) == 1:
+            return []
+        listed = [f"process {i} {_render.ranges_text(x)}" for i, x in groups.items()]
+        if len(listed) > _MOST_LISTED:
+            listed = [listed[0], "...", listed[-1]]
+        return [f"Devices by process: {'; '.join(listed)}."]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -489,14 +315,31 @@ def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
 
     Cached, as every layout that comes out of JAX wraps its mesh again.
     """
-    if not mesh.axis_names:
-        msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
+    if not mesh.axis_names or not mesh.size:
+        msg = (
+            f"{mesh} has no axes or no devices; make one: create_mesh({{'batch': 8}})."
+        )
         raise MeshError(msg)
-    check_names(mesh.axis_names)
-    if not mesh.size:
-        msg = f"the mesh {mesh} has no devices; a mesh needs at least one."
+    for index, name in enumerate(mesh.axis_names):
+        if not isinstance(name, str) or not name.strip() or set(name) & set(",=|"):
+            msg = (
+                f"axis name {shown(name)} is not a string, is empty, or contains one "
+                "of , = | (which separate axes in text). Use a name such as 'batch'."
+            )
+            raise MeshError(msg)
+        if name in mesh.axis_names[:index]:
+            msg = f"two axes are named {name!r}; the names of axes must differ."
+            raise MeshError(msg)
+    devices = list(mesh.devices.flat)
+    if len({device.platform for device in devices}) > 1:
+        platforms = ", ".join(sorted({device.platform for device in devices}))
+        msg = f"the devices of a mesh must be of one platform, got {platforms}."
         raise MeshError(msg)
-    check_devices(list(mesh.devices.flat))
+    for index, device in enumerate(devices):
+        if len({*devices}) < len(devices) and device in devices[:index]:
+            name = f"{device.platform}:{device.id}"
+            msg = f"device {name} is given twice; a mesh has each device once."
+            raise MeshError(msg)
     return MappingProxyType(dict(mesh.shape))
 
 
@@ -507,3 +350,306 @@ def as_mesh(value: Any) -> Mesh:
         MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.
     """
     return value if isinstance(value, Mesh) else Mesh(value)
+
+
+def current_mesh() -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh`, or None."""
+    mesh = _jax.concrete_mesh()
+    return None if mesh is None else Mesh(mesh)
+
+
+def create_mesh(
+    axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
+    /,
+    *,
+    devices: Sequence[_jax.Device | str] | np.ndarray[Any, Any] | None = None,
+    dcn: str | Sequence[str] | None = None,
+    axis_types: AxisTypesLike | None = None,
+    **axis_sizes: int,
+) -> Mesh:
+    """Creates a mesh from names and sizes of axes.
+
+    Use this at the start of a program; on several processes, after `ml.initialize`.
+    Without `devices`, all devices of all processes are used and JAX chooses their
+    order. It keeps those of a process together, the last axis running fastest; on TPU,
+    it follows the network of the chips. Of several slices, the first axes run from one
+    to the next, so write the axis with the least communication first. Given devices
+    keep their order.
+
+    Names are free, but without a layout batches are sharded over the axes called
+    `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
+
+    With `dcn`, the named axes cross the slow network (the data center's), and every
+    other axis stays inside one slice, or inside one process where all devices are in
+    one slice. The same program runs on a laptop: with one process, there is no such
+    network, and `dcn` has no effect.
+
+    Args:
+        axes: Sizes by name, a list of (name, size), or text such as
+            `"batch=2,model=4"`. One size may be -1, for whatever is left. If omitted,
+            the mesh has one axis `batch` over all devices.
+        devices: The devices, as objects or as text such as `"CPU:3"`.
+        dcn: The axis or axes that cross the slow network. Their sizes must together
+            make the number of slices or processes, or a multiple of it: a `batch` of
+            16 over 2 slices of 8 crosses once. JAX then also orders given devices.
+        axis_types: `"auto"` (the default), `"explicit"`, `"manual"` or a
+            `jax.sharding.AxisType`, for all axes or one by one.
+        **axis_sizes: The axes as keywords, instead of `axes`.
+
+    Raises:
+        MeshError: If names or sizes are malformed, their product is not the number of
+            devices, the axes of `dcn` cannot be divided among slices or processes, or
+            the devices are unknown, repeated or of different kinds.
+        ClusterError: If `meshlayout.launch` started this process among others, and it
+            has not called `initialize`.
+
+    Example:
+        >>> create_mesh({"batch": 2, "model": -1})
+        Mesh(batch=2, model=4)
+        >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
+        Mesh(batch=2, model=2)
+        >>> create_mesh({"replica": 2, "fsdp": 4}, dcn="replica")  # here, one process
+        Mesh(replica=2, fsdp=4)
+    """
+    if axes is not None and axis_sizes:
+        msg = (
+            "give the axes once: as the first argument or as keywords "
+            f"({', '.join(axis_sizes)}), not both."
+        )
+        raise MeshError(msg)
+    _jax.check_joined("create_mesh")
+    chosen = jax.devices() if devices is None else parse_devices(devices)
+    if axes is None and not axis_sizes:
+        axes = {"batch": -1}
+    asked = _parse_axes(axis_sizes if axes is None else axes)
+    sizes = _fill_sizes(asked, len(chosen))
+    types = _parse_axis_types(axis_types, list(sizes))
+    listed: Any = dcn if isinstance(dcn, (list, tuple)) else [dcn]
+    slow = None if dcn is None else tuple(listed)
+    for axis in slow or ():
+        if axis not in list(sizes):
+            hint = did_you_mean(axis, sizes)
+            msg = f"dcn names the axis {shown(axis)}, which the mesh lacks.{hint}"
+            raise MeshError(msg)
+    if devices is None or slow is not None:
+        grid = _device_grid(sizes, chosen, slow)
+    else:
+        grid = np.array(chosen, dtype=object).reshape([*sizes.values()])
+    return Mesh(jax.sharding.Mesh(grid, tuple(sizes), axis_types=types))
+
+
+def _parse_axes(axes: Any) -> dict[str, int]:
+    """Returns sizes by name; one of the sizes may still be -1."""
+    try:
+        if isinstance(axes, str):
+            pairs = [part.rsplit("=", 1) for part in axes.split(",")]
+            pairs = [(name.strip(), int(size)) for name, size in pairs]
+        else:
+            pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
+        sizes = dict(pairs)
+        if not sizes:
+            raise ValueError
+    except (TypeError, ValueError):
+        msg = (
+            f"{shown(axes)} does not give names and sizes of axes. Write {{'batch': "
+            "2, 'model': 4}, [('batch', 2), ('model', 4)] or 'batch=2,model=4'."
+        )
+        raise MeshError(msg) from None
+    for name, size in pairs:
+        is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not is_integer or size < -1 or not size:
+            msg = (
+                f"axis {name!r} has size {shown(size)}; a size must be a positive "
+                "integer, the number of devices, or -1 for whatever is left."
+            )
+            raise MeshError(msg)
+    if len(sizes) < len(pairs):
+        repeated = next(x for i, (x, _) in enumerate(pairs) if x in dict(pairs[:i]))
+        msg = f"two axes are named {repeated!r}; the names of axes must differ."
+        raise MeshError(msg)
+    if sum(size == -1 for size in sizes.values()) > 1:
+        msg = f"in {sizes_text(sizes)}, only one axis can take whatever is left."
+        raise MeshError(msg)
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _fill_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns sizes that make a number of devices, with -1 filled in."""
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    is_open = -1 in asked.values()
+    if count % fixed or (not is_open and fixed != count):
+        need = f"a multiple of {fixed}" if is_open else str(fixed)
+        subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+        msg = (
+            f"mesh {sizes_text(asked)} needs {need} devices, but there "
+            f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
+            f"{sizes_text(_fitting_sizes(asked, count))}"
+            f"{subset * (not is_open and fixed < count)}."
+        )
+        raise MeshError(msg)
+    rest = count // fixed
+    return {name: rest if size == -1 else size for name, size in asked.items()}
+
+
+def _fitting_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns a shape of `count` devices that keeps as many of the sizes as fit.
+
+    The first axis takes the rest: it is usually the batch.
+    """
+    first, *others = asked
+    fitting: dict[str, int] = {}
+    for name in reversed(others):
+        fitting[name] = math.gcd(count, max(asked[name], 1))
+        count //= fitting[name]
+    return {first: count} | {name: fitting[name] for name in others}
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Returns names and sizes as messages show them: `"(batch=2, model=4)"`."""
+    return f"({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+
+
+def _parse_axis_types(
+    types: AxisTypesLike | None, names: Sequence[str]
+) -> tuple[AxisType, ...]:
+    """Returns one axis type per name."""
+    is_one = not isinstance(types, (list, tuple))
+    listed = [AxisType.Auto if types is None else types] * len(names)
+    given: list[Any] = listed if is_one else list(types)
+    kinds = [_AXIS_TYPES.get(x.lower()) if isinstance(x, str) else x for x in given]
+    if len(kinds) != len(names) or not all(isinstance(x, AxisType) for x in kinds):
+        msg = (
+            f"axis_types={given!r} must be one of {', '.join(map(repr, _AXIS_TYPES))}, "
+            f"or a list with one of them for each of {', '.join(names)}."
+        )
+        raise MeshError(msg)
+    return tuple(kind for kind in kinds if kind is not None)
+
+
+def parse_devices(devices: Any) -> list[Any]:
+    """Returns devices from objects and texts such as `"CPU:3"`, in their order."""
+    chosen: list[Any] = []
+    for device in np.asarray(devices, dtype=object).flat:
+        if isinstance(device, str):
+            platform, _, number = device.strip().lower().partition(":")
+            ids = [int(number)] if number.isdecimal() else []
+            chosen += _devices_by_id(platform, ids)
+        else:
+            chosen.append(device)
+        # Not by class: tests and topologies have devices of other classes.
+        if not chosen or not hasattr(chosen[-1], "platform"):
+            msg = (
+                f"{shown(device)} is not a device; give those of jax.devices(), or "
+                "text of the form PLATFORM:ID, as in 'CPU:3'."
+            )
+            raise MeshError(msg)
+    if not chosen:
+        msg = "devices is empty; a mesh needs at least one device."
+        raise MeshError(msg)
+    return chosen
+
+
+def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
+    """Returns the devices of a platform with these ids."""
+    try:
+        known = {device.id: device for device in jax.devices(platform or "none")}
+    except RuntimeError:
+        here = sorted({device.platform for device in jax.devices()})
+        msg = f"there are no {platform!r} devices here, only {', '.join(here)} devices."
+        raise MeshError(msg) from None
+    for number in ids:
+        if number not in known:
+            there = f"{platform}:{_render.ranges_text(sorted(known))}"
+            msg = f"device {platform}:{number} does not exist here, only {there}."
+            raise MeshError(msg)
+    return [known[number] for number in ids]
+
+
+# Slices and processes.
+
+
+def _device_groups(devices: Iterable[Any], attribute: str) -> dict[int, list[int]]:
+    """Returns the ids of the devices of each group, by its index; 0 if it has none."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for device in devices:
+        groups[getattr(device, attribute, None) or 0].append(int(device.id))
+    return {index: sorted(groups[index]) for index in sorted(groups)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _axes_across(
+    mesh: jax.sharding.Mesh, attribute: str
+) -> tuple[tuple[str, ...], int]:
+    """Returns the axes along which the group changes, and the number of groups.
+
+    Cached, as messages show meshes, and a mesh may have thousands of devices.
+    """
+    indices = [getattr(device, attribute, None) or 0 for device in mesh.devices.flat]
+    grid = np.array(indices).reshape(mesh.devices.shape)
+    names = tuple(
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if (grid != grid.take([0], axis)).any()
+    )
+    return names, len(set(indices))
+
+
+def _device_grid(
+    sizes: Mapping[str, int], devices: Sequence[Any], slow_axes: Sequence[str] | None
+) -> np.ndarray[Any, Any]:
+    """Returns the devices in the order that JAX chooses for their networks.
+
+    Args:
+        sizes: The size of each axis.
+        devices: The devices.
+        slow_axes: The axes that cross the slow network; None for the first ones, where
+            there is a slow network.
+
+    Raises:
+        MeshError: If the sizes cannot be divided so, or JAX finds no order.
+    """
+    attribute = "slice_index"
+    groups = _device_groups(devices, attribute)
+    if len(groups) == 1 and slow_axes is not None:
+        attribute = "process_index"
+        groups = _device_groups(devices, attribute)
+    count, unit = len(groups), _UNITS[attribute]
+    if len({len(ids) for ids in groups.values()}) > 1:
+        listed = ", ".join(f"{len(ids)} in {index}" for index, ids in groups.items())
+        msg = (
+            f"the {count} {unit} have different numbers of devices ({listed}), so that "
+            "no axis can cross from one to the next. Give devices= with the same "
+            "number of each."
+        )
+        raise MeshError(msg)
+    crossing, left = dict.fromkeys(sizes, 1), count
+    for axis in sizes if slow_axes is None else slow_axes:
+        crossing[axis] = math.gcd(sizes[axis], left)
+        left //= crossing[axis]
+    if slow_axes is not None and left > 1:
+        first = next(iter(slow_axes), next(iter(sizes)))
+        others = {axis: n for axis, n in sizes.items() if axis not in slow_axes}
+        rest = math.prod(sizes.values()) // count
+        fits = dict.fromkeys(sizes, 1) | _fitting_sizes(others or {first: 1}, rest)
+        fits[first] *= count
+        msg = (
+            f"the axes in dcn=, {sizes_text({x: sizes[x] for x in slow_axes})}, cannot "
+            f"be divided among the {count} {unit} of the devices: their sizes must "
+            f"together make {count}, or a multiple of it. A shape that fits: "
+            f"{sizes_text(fits)}. Or leave out dcn=, if the network between them is "
+            "fast."
+        )
+        raise MeshError(msg)
+    inside = [size // crossing[axis] for axis, size in sizes.items()]
+    by_process = attribute == "process_index"
+    try:
+        return _jax.device_grid(
+            devices, inside, [*crossing.values()], by_process=by_process
+        )
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        shape, text = sizes_text(sizes), str(error).rstrip(".")
+        msg = (
+            f"JAX finds no order of the devices for {shape}: {text}. "
+            "Choose other sizes, or an order of your own with devices=."
+        )
+        raise MeshError(msg) from error

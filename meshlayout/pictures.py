@@ -18,9 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType
-from meshlayout._specs import entry_text
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout, as_layout
+from meshlayout.layout import Layout, as_layout, entry_text
 from meshlayout.mesh import Mesh
 
 

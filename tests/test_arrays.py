@@ -703,8 +703,7 @@ BAD = {
     ),
     "parts of two structures": (
         lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
-        "parts 0 and 7 have different structures: there is no leaf of part 7 for 'x', "
-        "and there is no leaf of part 0 for 'y'.",
+        "parts 0 and 7 have different structures: leaves 'x' and 'y'.",
     ),
     "parts of another rank": (
         lambda: ma.pack([np.ones(2, np.float32)] * 8, B),
@@ -777,9 +776,9 @@ BAD = {
     ),
     "layouts of another structure": (
         lambda: ma.relayout({"w": jnp.ones(8), "b": [jnp.ones(8)]}, {"w": B, "c": B}),
-        "the layouts do not have the structure of the arrays: there is no layout for "
-        "'b/0', and there is no array for 'c'. Give one layout for all, or a tree of "
-        "layouts that is a prefix of the tree of arrays.",
+        "the layouts do not have the structure of the arrays: there are layouts for 'c', "
+        "'w', and arrays at 'b/0', 'w'. Give one layout for all, or a tree of layouts "
+        "that is a prefix of the tree of arrays.",
     ),
     "a string for an array": (
         lambda: ma.relayout({"name": "net"}, BATCH_8.layout(...)),
@@ -799,8 +798,8 @@ BAD = {
             MESH_2X4.layout(ml.MATCH, "model"),
         ),
         "f32[8, 8]: with MATCH filled in from Layout([model, unsharded], Mesh(batch=2, "
-        "model=4)), mesh axis 'model' is used twice in [model, model], on entries 0 and "
-        "1; an axis can shard only one dim, and only once.",
+        "model=4)), mesh axis 'model' is used twice in [model, model]; an axis can "
+        "shard only one dim, and only once.",
     ),
     "match in a copy": (
         lambda: ma.copy_to_mesh(np.ones((8, 8)), BATCH_8.layout(ml.MATCH, None)),
@@ -906,17 +905,14 @@ def test_a_shard_inside_shard_map_cannot_be_moved(spec):
 
 
 def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
+    move = jax.jit(lambda x: ma.relayout(x, MESH_2X4.layout("batch", None)))
     with (
         jax.set_mesh(EXPLICIT.jax_mesh),
-        pytest.raises(ml.errors.LayoutError) as caught,
+        pytest.raises(
+            ml.errors.LayoutError, match=r"f32\[8, 8\]: JAX cannot move it to"
+        ),
     ):
-        jax.jit(lambda x: ma.relayout(x, MESH_2X4.layout("batch", None)))(
-            np.ones((8, 8), "float32")
-        )
-    assert str(caught.value) == (
-        "f32[8, 8]: inside jit, under jax.set_mesh of another mesh or of axes of other types, JAX cannot move it to Layout([batch, unsharded], Mesh(batch=2, "
-        "model=4)). Set that mesh, or move the array outside jit."
-    )
+        move(np.ones((8, 8), "float32"))
 
 
 # One grammar names leaves, here too.

@@ -581,7 +581,6 @@ def test_the_builder_runs_once(mesh_2x4):
     [
         lambda mesh: jax.set_mesh(mesh.jax_mesh),
         lambda mesh: jax.set_mesh(jax.make_mesh((8,), ("other",), (AxisType.Auto,))),
-        ml.default_mesh,
         lambda mesh: jax.default_device(jax.devices()[5]),
         lambda mesh: jax.debug_nans(True),
         lambda mesh: jax.default_matmul_precision("float32"),
@@ -882,7 +881,7 @@ def test_without_a_map_every_device_holds_everything():
         lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), optax.sgd(0.1)
     )
     assert state.layouts.params["kernel"].mesh.shape == {"batch": len(jax.devices())}
-    with ml.default_mesh(ONE):
+    with jax.set_mesh(ONE.jax_mesh):
         assert ml.describe(lambda: jnp.ones(3)).layouts.mesh == ONE
 
 

@@ -64,15 +64,11 @@ def test_fsdp_gathers_weights_and_scatters_gradients_per_microbatch(
     }
 
 
-def test_the_report_reads_groups_bytes_and_flops(gpu_mesh):
+def test_the_report_reads_groups_and_bytes(gpu_mesh):
     step, state, batch = train_step("convnet", "DATA_PARALLEL", EIGHT, mesh=gpu_mesh)
     [gradients] = step.communication(state, batch).collectives
     assert (gradients.axes, gradients.num_devices) == (("batch",), 8)
     assert gradients.wire_bytes == 2 * 7 * gradients.nbytes // 8
-    first, second = 26 * 26 * 9 * 32, 11 * 11 * 9 * 32 * 64
-    dense = 5 * 5 * 64 * 64 + 64 * 10
-    expected = 2 * 8 * (2 * first + 3 * second + 3 * dense)  # 8 rows on each
-    assert step.cost(state, batch).flops == expected
 
 
 def test_what_runs_alone_is_not_called_asynchronous(gpu_mesh):

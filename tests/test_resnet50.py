@@ -102,19 +102,6 @@ def test_both_variants_have_the_same_parameters_and_statistics():
         assert ours == {path_text(path): leaf.shape for path, leaf in leaves}
 
 
-def multiply_adds(jaxpr):
-    """Counts those of convolutions and matrix products, with those of padding."""
-    count = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
-            kernel, result = (
-                equation.invars[1].aval.shape,
-                equation.outvars[0].aval.shape,
-            )
-            count += math.prod(kernel[:-1]) * math.prod(result)
-    return count
-
-
 @functools.cache
 def forward():
     """Logits of abstract variables in evaluation mode, and those variables."""
@@ -126,25 +113,9 @@ def forward():
 
 
 def test_it_takes_the_known_number_of_multiply_adds():
-    traced = jax.make_jaxpr(forward()[0])(forward()[1], PHOTO)
-    assert multiply_adds(traced.jaxpr) == MULTIPLY_ADDS
-
-
-@pytest.mark.slow
-def test_the_compiled_program_has_them_but_those_of_padding():
     apply, variables = forward()
-    compiled = jax.jit(apply).lower(variables, PHOTO).compile()
-    # In each direction 3x3 windows over n pixels cover 3n - 2 real ones, and 3n/2 - 1 if
-    # they skip every second; the stem's 7x7 windows cover 6 of the padding.
-    padding = ((7 * 112) ** 2 - (7 * 112 - 6) ** 2) * 3 * 64
-    for n, stride, features, blocks in (
-        *[(56, 1, 64, 3), (56, 2, 128, 1), (28, 1, 128, 3), (28, 2, 256, 1)],
-        *[(14, 1, 256, 5), (14, 2, 512, 1), (7, 1, 512, 2)],
-    ):
-        windows = 3 * n // stride
-        products = windows**2 - (windows - 3 + stride) ** 2
-        padding += blocks * products * features**2
-    assert ml.hlo.read_cost(compiled).flops == 2 * (MULTIPLY_ADDS - padding)
+    traced = jax.jit(apply).trace(variables, PHOTO)
+    assert ml.hlo.read_cost(traced).flops == 2 * MULTIPLY_ADDS
 
 
 # Initial values.

@@ -723,7 +723,7 @@ def verified_steps_of_users(run):
         return {"key": key, "w": state["w"] + noise + loss}, {"loss": loss}
 
     def wrong(state, batch):
-        shards = ml.get_default_mesh().axis_size("batch")
+        shards = jax.sharding.get_abstract_mesh().shape["batch"]
         return state, {"loss": batch.sum() / shards}
 
     state = {
@@ -732,7 +732,7 @@ def verified_steps_of_users(run):
     }
     batch = ml.arrays.arange(8, layout=mesh.layout("batch"), dtype="float32")
     right = ml.testing.verify(step, state, batch, num_steps=2)
-    with ml.default_mesh(mesh):
+    with jax.set_mesh(mesh.jax_mesh):
         text = message(lambda: ml.testing.verify(wrong, state, batch))
     return [len(right.differences), _portable(text)[0]]
 

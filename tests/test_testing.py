@@ -28,7 +28,8 @@ CAUSES = (
 @pytest.fixture
 def mesh():
     """A mesh that is in force, for steps that ask for it."""
-    with ml.default_mesh(ml.create_mesh({"batch": 2, "model": 4})) as mesh:
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    with jax.set_mesh(mesh.jax_mesh):
         yield mesh
 
 
@@ -235,7 +236,7 @@ def test_the_tolerance_is_relative_to_the_largest_value(
     mesh, dtype, error, is_let_pass
 ):
     def step(state, batch):
-        wrong = 1000 * error * (ml.get_default_mesh().size > 1)
+        wrong = 1000 * error * (jax.sharding.get_abstract_mesh().size > 1)
         return state, jnp.array([1000, 1 + wrong], dtype)
 
     state, batch = ml.arrays.ones(8, mesh.layout("model")), None
@@ -256,7 +257,6 @@ def per_shard(function, out_specs):
     """Runs a function on every shard of rows, on the mesh in force."""
     return jax.shard_map(
         function,
-        mesh=ml.get_default_mesh().jax_mesh,
         in_specs=P("batch"),
         out_specs=out_specs,
     )
@@ -304,7 +304,9 @@ def test_batch_statistics_of_one_shard_are_found(mesh):
 
 def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
     def step(state, batch):
-        rows_here = batch["image"].shape[0] // ml.get_default_mesh().axis_size("batch")
+        rows_here = (
+            batch["image"].shape[0] // jax.sharding.get_abstract_mesh().shape["batch"]
+        )
         new, aux = mlp_step(state, batch)
         scale = batch["image"].shape[0] / rows_here
         params = jax.tree.map(
@@ -344,7 +346,7 @@ def test_a_random_key_made_from_the_device_is_found(mesh):
 
 def test_keys_and_integers_have_to_be_equal(mesh):
     def step(state, batch):
-        size = ml.get_default_mesh().size
+        size = jax.sharding.get_abstract_mesh().size
         return {
             "key": jax.random.fold_in(state["key"], size),
             "n": state["n"] + size,
@@ -373,7 +375,7 @@ def test_keys_and_integers_have_to_be_equal(mesh):
 
 def test_nan_on_the_mesh_alone_is_found(mesh):
     def step(state, batch):
-        bad = jnp.where(ml.get_default_mesh().size > 1, jnp.nan, 1.0)
+        bad = jnp.where(jax.sharding.get_abstract_mesh().size > 1, jnp.nan, 1.0)
         return state, jnp.array([[1.0, 2.0], [bad, 4.0]])
 
     text = message(
@@ -406,7 +408,7 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         return state, per_shard(lambda x: x.mean()[None], P("batch"))(batch)
 
     def named(state, batch):
-        size = ml.get_default_mesh().size
+        size = jax.sharding.get_abstract_mesh().size
         return state, {f"n{size}": batch.sum(), "loss": batch.sum()}
 
     state, batch = (
@@ -588,7 +590,7 @@ class Scaled:
 
     def loss(self, model, batch):
         losses, outputs = conv_loss(model, batch)
-        return self.mistake(losses, ml.get_default_mesh().size > 1), outputs
+        return self.mistake(losses, jax.sharding.get_abstract_mesh().size > 1), outputs
 
 
 MISTAKES = {
@@ -673,7 +675,7 @@ def test_predict_steps_agree_with_one_device(mesh, precision):
     mistake = MISTAKES["twice the loss"]
 
     def wrong(model, batch):
-        return mistake(model(batch["x"]), ml.get_default_mesh().size > 1)
+        return mistake(model(batch["x"]), jax.sharding.get_abstract_mesh().size > 1)
 
     step = ml.make_predict_step(lambda m, b: {"y": m(b["x"])}, precision=precision)
     state, batch = conv_state(mesh), conv_batch(mesh, real=None)
@@ -759,14 +761,14 @@ def test_a_step_that_names_its_mesh_is_refused():
     text = message(lambda: testing.verify(make_step(mesh), state, batch))
     assert re.fullmatch(
         r"the step runs on Mesh\(batch=2, model=4\), and not on one device: .+\. A mesh "
-        r"that the step names itself cannot be replaced: take it from get_default_mesh\(\) "
+        r"that the step names itself cannot be replaced: take it from jax\.sharding\.get_abstract_mesh\(\) "
         r"inside the step\.",
         text,
     )
 
 
 def test_the_mesh_of_one_device_has_the_same_axes():
-    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types={"model": "explicit"})
+    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=["auto", "explicit"])
     one = testing.one_device_mesh(mesh)
     assert dict(one.shape) == {"batch": 1, "model": 1}
     assert one.axis_types == mesh.axis_types
@@ -785,7 +787,11 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             "verify: step must be a function (state, batch, ...) -> (state, aux), got 3 of type int.",
         ),
         (
-            lambda mesh: (mlp_step, jnp.ones(3), jnp.ones(3)),
+            lambda mesh: (
+                mlp_step,
+                jax.device_put(np.ones(3), jax.devices()[0]),
+                jnp.ones(3),
+            ),
             {},
             "the state is on no mesh, and so there is nothing to compare with one device. "
             "Create it on a mesh of several; virtual_devices(8) makes eight on any "

@@ -222,19 +222,6 @@ def test_fsdp_gathers_asynchronously_and_names_the_lines_it_serves(tpu):
     assert all(one.source.startswith("models/transformer.py:") for one in gathers)
 
 
-def test_a_program_computes_the_same_on_every_platform(tpu):
-    flops = {}
-    for platform, mesh in {"tpu": None, "cpu": ml.create_mesh(EIGHT)}.items():
-        step, state, batch = train_step("convnet", "DATA_PARALLEL", EIGHT, mesh=mesh)
-        flops[platform] = step.cost(state, batch).flops
-    rows = ROWS // 8
-    first, second = 26 * 26 * 9 * 32, 11 * 11 * 9 * 32 * 64
-    dense = 5 * 5 * 64 * 64 + 64 * 10
-    # Backward the same twice, but for the images, which need no gradient.
-    expected = 2 * rows * (2 * first + 3 * second + 3 * dense)
-    assert flops == {"tpu": expected, "cpu": expected}
-
-
 def test_loops_without_a_count_in_the_text_are_counted(tpu):
     mesh = create_slice_mesh(batch=2, model=4)
 
@@ -250,7 +237,6 @@ def test_loops_without_a_count_in_the_text_are_counted(tpu):
     assert "known_trip_count" not in compiled.as_text()
     sent = ml.hlo.read_communication(compiled)
     assert {(one.times, one.times_known) for one in sent.collectives} == {(15, True)}
-    assert ml.hlo.read_cost(compiled).flops == 15 * 2 * 64 * 256 * 256 // 8
 
 
 # Data-parallel: the gradients, once.

@@ -10,7 +10,7 @@ import pytest
 
 from meshlayout.devices import virtual_devices
 from meshlayout.errors import MeshError
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import create_mesh
 
 
 YES = True

@@ -18,7 +18,7 @@ from meshlayout.arrays.parts import (
     to_numpy as to_numpy,
     unpack as unpack,
 )
-from meshlayout.arrays.relayout import (
+from meshlayout.arrays.placement import (
     check_layout as check_layout,
     copy_to_mesh as copy_to_mesh,
     fetch_layout as fetch_layout,

@@ -138,6 +138,6 @@ def finish(results: PyTree, layouts: list[Layout]) -> Any:
     return tree.unflatten(
         leaf
         if not _jax.is_staged(leaf) and _jax.sharding_of(leaf) == layout.sharding
-        else move(leaf, layout, where, donate=True)
+        else move(leaf, layout, where)
         for (where, leaf), layout in named
     )

@@ -1,30 +1,27 @@
 """One array and one layout: whether they fit, and the move.
 
 JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
-axes, none moves PRNG keys between processes or promises not to share memory, and inside
-jit it is a constraint. What every process has for itself is compared before it becomes
-one array on the devices of all. The order of cases in `move` matters: each assumes that
-those above did not apply.
+axes, none moves PRNG keys between processes, and inside jit it is a constraint. What
+every process has for itself is compared before it becomes one array on the devices of
+all.
 """
 
 import functools
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
-from meshlayout._host_arrays import aligned_empty, host_array
+from meshlayout._host_arrays import host_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.cluster.agreement import assert_same
-from meshlayout.cluster.channel import processes_text
 from meshlayout.errors import ClusterError, LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 from meshlayout.mesh import Mesh
@@ -112,16 +109,13 @@ def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
         raise LayoutError(msg) from None
 
 
-def move(
-    x: Leaf, layout: Layout, where: Where, *, donate: bool = False, copy: bool = False
-) -> Any:
+def move(x: Leaf, layout: Layout, where: Where, *, copy: bool = False) -> Any:
     """Moves one array to a layout that is known to fit it.
 
     Args:
         x: The array.
         layout: The layout, from `resolve`.
         where: The name of the array, for messages.
-        donate: Whether the caller deletes `x` afterwards.
         copy: Whether the result must not share memory with `x`.
     """
     sharding = _sharding(layout)
@@ -136,40 +130,31 @@ def move(
     try:
         if _jax.is_staged(x):
             return _constrain(x, sharding, layout, where)
-        is_between = jax.process_count() > 1 and not sharding.is_fully_addressable
-        if is_between and _is_of_this_process(x):
-            return _jax.put(x, sharding)
         if not isinstance(x, jax.Array):
-            device = layout.mesh.devices.flat[0]
-            return _placed(private_copy(x, device), layout, sharding)
+            # A CPU device would use the user's own memory, whatever `may_alias` says.
+            return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)
         if not is_concrete_array(x):  # traced by eager grad, which differentiates this
             return jax.device_put(x, sharding)
-        is_between = jax.process_count() > 1 and (
-            is_between or not x.is_fully_addressable
-        )
-        if is_between and x.sharding.device_set != sharding.device_set:
-            raise LayoutError(_between_processes(x, layout, where))
         x = _jax.movable(x, layout.mesh.jax_mesh)
-        # An empty array has no memory to share, and jit does not shard it.
-        if not (donate or copy) or not x.size:
-            return _jax.put(x, sharding)
-        with _jax.no_mesh():  # jax 0.7 copies under no mesh but the array's own
-            if donate and _is_one_program(x, layout):
-                return _donated(x, sharding)
-            return _independent(x, layout, sharding)
+        moved = _jax.put(x, sharding)
+        return _in_own_memory(moved) if copy else moved
     except LayoutError:
         raise
-    except AssertionError as error:
-        # "with_sharding_constraint acts as an assert when all axes are Explicit"
-        msg = (
-            f"{where}: inside jit, under jax.set_mesh of another mesh or of axes of "
-            f"other types, JAX cannot move it to {layout!r}. Set that mesh, or move "
-            "the array outside jit."
-        )
+    except (AssertionError, ValueError, TypeError, OverflowError) as error:
+        reason = first_line(error) if str(error) else "other axes are in force."
+        msg = f"{where}: JAX cannot move it to {layout!r}: {reason}"
         raise LayoutError(msg) from error
-    except (ValueError, TypeError, OverflowError) as error:
-        msg = f"{where}: JAX cannot move it to {layout!r}: {first_line(error)}"
-        raise LayoutError(msg) from error
+
+
+def _in_own_memory(x: jax.Array) -> jax.Array:
+    """Returns a copy of an array that shares no memory with any other.
+
+    `may_alias=False` of `device_put` is only a hint where an array moves, but holds
+    where it stays; the words of PRNG keys it shares in any case.
+    """
+    if _jax.is_extended(x.dtype):
+        return _jax.key_of_words(_in_own_memory(_jax.words_of_key(x)), x.dtype)
+    return jax.device_put(x, x.sharding, may_alias=False)
 
 
 def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
@@ -233,74 +218,6 @@ def _is_of_this_process(x: Leaf) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def _between_processes(x: jax.Array, layout: Layout, where: Where) -> str:
-    here, there = (
-        processes_text(sorted({device.process_index for device in devices}))
-        for devices in (x.sharding.device_set, layout.mesh.devices.flat)
-    )
-    return (
-        f"{where} is on {len(x.sharding.device_set)} devices of {here}, and {layout!r} "
-        f"has {layout.mesh.size} devices of {there}. JAX moves arrays between "
-        "processes only if all devices stay the same. Save the array, and restore it "
-        "there."
-    )
-
-
-def _is_one_program(x: jax.Array, layout: Layout) -> bool:
-    """Returns whether jit can move an array: same devices, Auto axes, main memory."""
-    if not isinstance(x.sharding, NamedSharding):
-        return False
-    current = Layout.of(x)
-    return (
-        {*current.mesh.axis_types, *layout.mesh.axis_types} == {AxisType.Auto}
-        and list(current.mesh.devices.flat) == list(layout.mesh.devices.flat)
-        and current.memory_kind is None
-        and layout.memory_kind is None
-    )
-
-
-def _donated(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array, reusing the memory of shards that stay in place."""
-    # JAX warns of each shard that moves, which is what the caller asked for.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        return _program(_identity, sharding, donate=True)(x)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-@functools.lru_cache(maxsize=512)
-def _program(
-    function: Callable[[jax.Array], jax.Array], sharding: NamedSharding, *, donate: bool
-) -> Callable[[jax.Array], jax.Array]:
-    donated = (0,) if donate else ()
-    return jax.jit(function, out_shardings=sharding, donate_argnums=donated)
-
-
-def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Moves an array without sharing its memory.
-
-    `may_alias=False` of `device_put` is only a hint, so that a copy is compiled where
-    memory could be shared: on a device of both layouts, in the same kind of memory.
-    """
-    kind = sharding.memory_kind
-    if x.sharding.memory_kind != kind or x.sharding.device_set.isdisjoint(
-        sharding.device_set
-    ):
-        return _jax.put(x, sharding)
-    if _jax.is_extended(x.dtype):  # jax 0.7.2 cannot copy PRNG keys inside jit
-        x = _jax.put(x, sharding)
-        words = jnp.copy(jax.random.key_data(x))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    main = NamedSharding(sharding.mesh, sharding.spec)
-    # Through main memory: programs cannot write results to other kinds everywhere.
-    if layout.memory_kind is not None:
-        return _jax.put(_jax.put(x, main), sharding)
-    return _program(jnp.copy, main, donate=False)(_jax.put(x, main))
-
-
 def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
     """Constrains a value inside jit, possibly to another memory."""
     x = _jax.constrain(x, sharding)
@@ -319,19 +236,6 @@ def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -
         )
         raise LayoutError(msg)
     return jax.device_put(x, sharding)
-
-
-def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Places a host array; if possible, shard by shard, which is faster."""
-    if (
-        not isinstance(x, np.ndarray)
-        or layout.memory_kind is not None
-        or not sharding.is_fully_addressable
-        or _jax.is_tracing()
-    ):
-        return jax.device_put(x, sharding)
-    x = x.astype(_jax.canonical_dtype(x.dtype), copy=False)
-    return _jax.place_slices(x, sharding)
 
 
 def layout_of(x: Leaf, where: Where) -> Layout:
@@ -378,19 +282,6 @@ def as_array(x: Leaf, where: Where) -> Any:
     if hasattr(x, "__jax_array__"):
         return jnp.asarray(x)
     return host_array(x, where)
-
-
-def private_copy(x: Leaf, device: _jax.Device) -> Any:
-    """Returns an array that nobody else can write to.
-
-    A CPU device may use the memory of a NumPy array directly, to which the user could
-    still write. Aligned, the copy made here is the only one.
-    """
-    if not isinstance(x, np.ndarray) or device.platform != "cpu":
-        return x
-    copy = aligned_empty(x.shape, x.dtype)
-    copy[...] = x
-    return copy
 
 
 def is_array(x: Leaf) -> bool:

@@ -17,7 +17,6 @@ from meshlayout.arrays.leaf import (
     can_compare,
     check_alive,
     is_array,
-    private_copy,
     with_full_rank,
 )
 from meshlayout.arrays.tree import (
@@ -79,10 +78,9 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     trees = [Tree(part, is_leaf=is_number_list) for part in parts]
     for index, tree in enumerate(trees):
         if tree.treedef != trees[0].treedef:
-            here, first = f"leaf of part {index}", "leaf of part 0"
             msg = (
-                f"parts 0 and {index} have different structures: "
-                f"{trees[0].difference(tree, here, first)}"
+                f"parts 0 and {index} have different structures: leaves "
+                f"{trees[0].listed()} and {tree.listed()}."
             )
             raise LayoutError(msg)
     first = trees[0]
@@ -119,7 +117,7 @@ def _pack_leaf(
     layout = with_full_rank(layout, len(shard_shape), text, match=False)
     devices = layout.mesh.local_devices
     if len(parts) != len(devices):
-        local = " of this process" if layout.mesh.is_multi_process else ""
+        local = " of this process" if layout.mesh.process_axes else ""
         msg = (
             f"{text}: got {len(parts)} parts for the {len(devices)} devices{local} of "
             f"{layout.mesh!r}. Give one part per device, in mesh order, including "
@@ -133,7 +131,7 @@ def _pack_leaf(
     # Copied, as a CPU device would use the user's memory, and a step may donate it.
     shards = [
         jax.device_put(
-            private_copy(part, device),
+            np.array(part) if isinstance(part, np.ndarray) else part,
             SingleDeviceSharding(device, memory_kind=layout.memory_kind),
         )
         for part, device in zip(parts, devices, strict=True)

@@ -65,67 +65,31 @@ class Tree:
         """Returns a tree of the same structure."""
         return self.treedef.unflatten(leaves)
 
+    def listed(self) -> str:
+        """Returns the paths of the first leaves, for messages."""
+        shown = ", ".join(map(repr, self.paths[:4]))
+        return shown + f" and {len(self.paths) - 4} more" * (len(self.paths) > 4)
+
     def broadcast(self, layout: LayoutLike) -> list[Any]:
         """Returns one layout per leaf, from a single one or a prefix tree."""
         # A spec without a mesh is refused later, by leaf: as a tree of strings, the
         # message would be about structures.
         if _is_layout(layout) or _is_spec(layout):
             return [layout] * len(self.leaves)
-        # JAX matches a prefix with a tree, not with leaves: number them to find which
-        # leaves each layout covers.
-        numbered = self.unflatten(range(len(self.leaves)))
-        layouts, prefix = jax.tree.flatten(layout, is_leaf=_is_layout)
+        # Numbers stand for the leaves, which may be lists.
+        leaves = self.unflatten(range(len(self.leaves)))
         try:
-            parts = prefix.flatten_up_to(numbered)
+            whole = jax.tree.broadcast(layout, leaves, is_leaf=_is_layout)
         except (ValueError, TypeError):
+            others = Tree(layout, _is_layout).listed()
             msg = (
-                "the layouts do not have the structure of the arrays: "
-                f"{self.difference(Tree(layout, _is_layout), 'layout', 'array')} Give "
-                "one layout for all, or a tree of layouts that is a prefix of the tree "
-                "of arrays."
+                "the layouts do not have the structure of the arrays: there are "
+                f"layouts for {others}, and arrays at {self.listed()}. "
+                "Give one layout for all, or a tree of layouts that is a prefix of the "
+                "tree of arrays."
             )
             raise LayoutError(msg) from None
-        return [
-            layout
-            for layout, part in zip(layouts, parts, strict=True)
-            for _ in jax.tree.leaves(part)
-        ]
-
-    def difference(self, other: "Tree", ours: str, theirs: str) -> str:
-        """Returns a sentence that says how the structure of another tree differs.
-
-        Args:
-            other: The other tree, a leaf of which may stand for a whole subtree.
-            ours: What the leaves of the other tree are, such as `"layout"`.
-            theirs: What the leaves of this tree are, such as `"array"`.
-        """
-        missing = [
-            path
-            for path in self.paths
-            if not any(_is_below(path, start) for start in other.paths)
-        ]
-        extra = [
-            start
-            for start in other.paths
-            if not any(_is_below(path, start) for path in self.paths)
-        ]
-        facts = [
-            f"there is no {kind} for {_listed(paths)}"
-            for kind, paths in ((ours, missing), (theirs, extra))
-            if paths
-        ]
-        same = "their paths agree, but the types of their containers differ"
-        return f"{', and '.join(facts) or same}."
-
-
-def _is_below(path: str, start: str) -> bool:
-    # Not a plain `startswith`: `layer1` is not below `layer`.
-    return path == start or not start or path.startswith(f"{start}/")
-
-
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(repr(path) if path else "the array itself" for path in paths[:3])
-    return shown + f" and {len(paths) - 3} more" * (len(paths) > 3)
+        return jax.tree.leaves(whole, is_leaf=_is_layout)
 
 
 def _is_layout(node: PyTree) -> bool:

@@ -21,8 +21,6 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._axes import parse_devices
-from meshlayout._default_mesh import default_mesh
 from meshlayout.cluster import initialize, process_count, process_index
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import DistributedDataset, InputContext
@@ -37,8 +35,7 @@ from meshlayout.errors import LayoutWarning, StrategyError, stack_level
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, create_mesh, parse_devices
 
 
 # The strategy whose scope is open, or whose `run` is under way.
@@ -185,7 +182,9 @@ class Strategy:
         """Makes this the current strategy, in cross-replica context."""
         token = _current.set(self)
         try:
-            with default_mesh(self.mesh), entered(None):
+            # JAX sets no mesh while it traces; there, the one around it holds.
+            mesh = None if _jax.is_tracing() else jax.set_mesh(self.mesh.jax_mesh)
+            with mesh or contextlib.nullcontext(), entered(None):
                 yield
         finally:
             _current.reset(token)

@@ -65,8 +65,9 @@ class Collective:
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
         module: The submodule it serves: the scopes of Linen and of `jax.named_scope`,
-            such as `"Net/blocks_0/attention"`; where there are none, the classes whose
-            `__call__` is on the stack, such as `"Net/Block/Attention"`, or empty.
+            such as `"Net/blocks_0/attention"`; where there are none, the path of the
+            weights that made its values, such as `"blocks/0/attention/query"`, or the
+            classes whose `__call__` is on the stack, such as `"Net/Block/Attention"`.
         source: The innermost line of code that is not a library's, such as
             `"models/mlp.py:31"`, or empty; of a collective that the compiler combined
             from several, the line of most, and how many others there are.
@@ -168,9 +169,12 @@ def _occurrence(
             is_one = len(instruction.operands) == 1
             leaf = leaves.result(outer.name, None if is_one else index)
         moved += [leaf] * (leaf != "" and leaf not in moved)
-    module, source = origin_of(program, computation, instruction)
-    if not source:
-        module, source = origin_of(program, site, outer)
+    origin = origin_of(program, computation, instruction)
+    if not origin.source:
+        origin = origin_of(program, site, outer)
+    module = "/".join(origin.scopes)
+    if not module:  # an NNX model's: the weights tell its layers apart
+        module = leaves.parent(moved) or leaves.module(site, outer)
     collective = Collective(
         kind,
         axes,
@@ -182,8 +186,8 @@ def _occurrence(
         *runs,
         is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name,
-        module,
-        source,
+        module or "/".join(origin.classes),
+        origin.source,
         tuple(moved),
     )
     return _Occurrence(collective, piece, is_start)

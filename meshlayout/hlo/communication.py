@@ -124,7 +124,7 @@ class Communication(Mapping[str, int]):
             other: What the other program sends.
 
         Returns:
-            What the other one sends more, less and otherwise.
+            What only the other one sends, and what only this one.
 
         Raises:
             CommunicationError: If it is not a `Communication`.
@@ -132,20 +132,10 @@ class Communication(Mapping[str, int]):
         if not isinstance(other, Communication):
             msg = f"diff takes a Communication, and got {_checks.shown(other)}."
             raise CommunicationError(msg)
-        removed = Counter(map(_essence, self.collectives))
-        added = Counter(map(_essence, other.collectives))
-        removed, added = removed - added, added - removed
-        before, after = _pick(self, removed), _pick(other, added)
-        changed: list[tuple[Collective, Collective]] = []
-        for old in list(before):
-            new = next((new for new in after if _serves_same(old, new)), None)
-            if new is not None:
-                changed.append((old, new))
-                before.remove(old)
-                after.remove(new)
-        return CommunicationDiff(
-            tuple(after), tuple(before), tuple(changed), self, other
-        )
+        before = Counter(map(_essence, self.collectives))
+        after = Counter(map(_essence, other.collectives))
+        added, removed = _pick(other, after - before), _pick(self, before - after)
+        return CommunicationDiff(added, removed, self, other)
 
     def to_lock(self) -> str:
         """Returns the collectives as stable text, one line for those that are alike.
@@ -175,15 +165,12 @@ class CommunicationDiff:
     Attributes:
         added: Collectives that only the second program has.
         removed: Those that only the first one has.
-        changed: Pairs that serve the same operation, and differ in their axes, arrays,
-            bytes or times.
         before: What the first program sends.
         after: What the second one sends.
     """
 
     added: tuple[Collective, ...]
     removed: tuple[Collective, ...]
-    changed: tuple[tuple[Collective, Collective], ...]
     before: Communication
     after: Communication
 
@@ -193,35 +180,25 @@ class CommunicationDiff:
         return self.after.wire_bytes - self.before.wire_bytes
 
     def __str__(self) -> str:
-        if not self._rows():
+        if not self.added and not self.removed:
             return "Both programs send the same."
-        return _render.text_table(
-            ["", *_HEADERS], self._rows(), "l" + _ALIGN, self._notes()
-        )
+        return _render.text_table(*self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _render.html_table(
-            ["", *_HEADERS], self._rows(), "l" + _ALIGN, notes=self._notes()
-        )
+        headers, rows, align, notes = self._table()
+        return _render.html_table(headers, rows, align, notes=notes)
 
-    def _rows(self) -> list[list[str]]:
-        pairs = Counter(self.changed).items()
-        changed = [
-            [f"{old} -> {new}" if old != new else old for old, new in cells]
-            for (old, new), n in pairs
-            for cells in [zip(_cells(old, n, 2), _cells(new, n, 2), strict=True)]
+    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
+        rows = [
+            [sign, *_cells(collective, count)]
+            for sign, part in (("+", self.added), ("-", self.removed))
+            for collective, count in Counter(part).items()
         ]
-        return [
-            *(["+", *_cells(x, n)] for x, n in Counter(self.added).items()),
-            *(["-", *_cells(x, n)] for x, n in Counter(self.removed).items()),
-            *(["~", *cells] for cells in changed),
-        ]
-
-    def _notes(self) -> list[str]:
         sent = map(_render.bytes_text, (self.before.wire_bytes, self.after.wire_bytes))
-        return [f"each device sends: {' -> '.join(sent)}"]
+        notes = [f"each device sends: {' -> '.join(sent)}"]
+        return ["", *_HEADERS], rows, "l" + _ALIGN, notes
 
 
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
@@ -285,17 +262,12 @@ def _text_of(collective: Collective, key: str) -> str:
     return names if collective.whole_axes else f"{names} (in part)"
 
 
-def _serves_same(a: Collective, b: Collective) -> bool:
-    pairs = (a.op_name, b.op_name), (a.leaves, b.leaves)
-    return a.kind == b.kind and any(x == y and bool(x) for x, y in pairs)
-
-
-def _cells(collective: Collective, count: int, num_arrays: int = 4) -> list[str]:
+def _cells(collective: Collective, count: int) -> list[str]:
     way = "async " * collective.is_async
     return [
         f"{count} x {collective.kind}" if count > 1 else collective.kind,
         _text_of(collective, "axes"),
-        arrays_text(collective.arrays, at_most=num_arrays),
+        arrays_text(collective.arrays, at_most=4),
         _render.bytes_text(collective.wire_bytes * count),
         f"{way}{collective.times}{'?' * (not collective.times_known)}",
         _purpose(collective),
@@ -341,7 +313,7 @@ def _essence(collective: Collective) -> str:
     )
 
 
-def _pick(sent: Communication, counts: Counter[str]) -> list[Collective]:
+def _pick(sent: Communication, counts: Counter[str]) -> tuple[Collective, ...]:
     """Returns collectives with these texts, as many of each as are counted."""
     left = counts.copy()
     picked: list[Collective] = []
@@ -350,4 +322,4 @@ def _pick(sent: Communication, counts: Counter[str]) -> list[Collective]:
         if left[line] > 0:
             left[line] -= 1
             picked.append(collective)
-    return picked
+    return tuple(picked)

@@ -1,256 +1,136 @@
-"""What a compiled program computes and reads: FLOPs and bytes, loops counted in full.
+"""What a program computes: the FLOPs of its jaxpr, loops counted in full.
 
 XLA's own `cost_analysis` counts a loop's body once, says nothing of FLOPs on GPUs, and
-adds up whatever else a platform's compiler made of the program. So the matrix
-multiplications and convolutions are counted here, from the shapes in the text, in the
-forms in which compilers leave them: `dot`, `convolution` (on TPUs for every matrix
-multiplication), and the custom calls of cuBLAS and cuDNN.
+adds up whatever a platform's compiler made of the program. The jaxpr is the same on
+every platform, and knows how often its scans run.
 """
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import jax
 
-from meshlayout import _render
-from meshlayout.hlo.program import Instruction, Program, arrays_of, nbytes, text_of
+from meshlayout import _checks, _jax, _render
+from meshlayout._annotations import Equation
+from meshlayout.errors import CommunicationError
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What each device computes and reads in one run of a program.
+    """What all devices together compute in one run of a program.
 
     Attributes:
-        flops: Of matrix multiplications and convolutions, 2 per multiply-add. Neither
-            padding nor elementwise operations are counted.
-        bytes_accessed: Bytes that instructions read and write, each fusion as one; of
-            an array that is sliced or updated in place, the slice.
-        times_known: Whether it is known how often each instruction runs. Otherwise a
-            loop counts as one iteration, and a branch as taken.
-        uncounted: Custom calls in the program, such as those of hand-written kernels,
-            whose FLOPs are not known.
+        flops: Of matrix multiplications and convolutions, 2 per multiply-add, those
+            with padding included. Elementwise operations are not counted.
+        times_known: Whether it is known how often each operation runs. Otherwise a loop
+            counts as one iteration, and of branches the one that computes most.
+        uncounted: Operations whose FLOPs are not known, such as hand-written kernels.
     """
 
     flops: int
-    bytes_accessed: int
-    times_known: bool
-    uncounted: tuple[str, ...]
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte; below what a device does per byte, memory is the limit."""
-        return self.flops / self.bytes_accessed if self.bytes_accessed else 0.0
+    times_known: bool = True
+    uncounted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return _render.text_table(_HEADERS, self._rows(), "lr", self._notes())
+        return _render.text_table(["", "all devices"], *self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._rows(), "lr", notes=self._notes())
+        rows, align, notes = self._table()
+        return _render.html_table(["", "all devices"], rows, align, notes=notes)
 
-    def _rows(self) -> list[list[str]]:
-        return [
-            ["FLOPs", f"{self.flops:,}"],
-            ["bytes accessed", f"{self.bytes_accessed:,}"],
-            ["FLOPs per byte", f"{self.intensity:.1f}"],
-        ]
-
-    def _notes(self) -> list[str]:
+    def _table(self) -> tuple[list[list[str]], str, list[str]]:
         calls = f"not counted: the FLOPs of {', '.join(self.uncounted)}"
         loops = "loops of unknown length count as one iteration, branches as taken"
-        return [calls] * bool(self.uncounted) + [loops] * (not self.times_known)
+        notes = [calls] * bool(self.uncounted) + [loops] * (not self.times_known)
+        return [["FLOPs", f"{self.flops:,}"]], "lr", notes
 
 
-_HEADERS = ["", "per device"]
-
-
-def read_cost(program: Any) -> Cost:
-    """Reads the FLOPs and bytes of a compiled program, for CPUs, GPUs or TPUs.
+def read_cost(program: jax.stages.Traced) -> Cost:
+    """Counts the FLOPs of a traced program, on all devices together.
 
     Args:
-        program: As for `read_communication`.
+        program: What `jax.jit(...).trace(...)` or a step's `trace` returns.
 
     Raises:
-        CommunicationError: If it is not a compiled program.
+        CommunicationError: If it is something else.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> def chain(w, x):
         ...     return jax.lax.scan(lambda x, _: (x @ w, None), x, length=10)[0]
         >>> arguments = jnp.ones((64, 64)), jnp.ones((32, 64))
-        >>> read_cost(jax.jit(chain).lower(*arguments).compile()).flops
+        >>> read_cost(jax.jit(chain).trace(*arguments)).flops
         2621440
     """
-    parsed = Program(text_of("read_cost", program))
-    fused = {
-        name
-        for _, instruction in parsed
-        if instruction.opcode == "fusion"
-        for name, _ in parsed.called(instruction)
-    }
-    flops = accessed = 0
-    is_known = True
-    uncounted: dict[str, None] = {}
-    for name, instruction in parsed:
-        runs = parsed.runs(name)
-        is_known = is_known and runs.is_known
-        count = _flops(parsed, name, instruction)
-        if count is None:
-            uncounted[instruction.attribute(_TARGET)] = None
-        flops += runs.times * (count or 0)
-        if name not in fused:
-            accessed += runs.times * _accessed(parsed, name, instruction)
-    return Cost(flops, accessed, is_known, tuple(uncounted))
-
-
-# FLOPs.
-
-_TARGET = r'custom_call_target="([^"]*)"'
-# Compilers name their own helpers in capitals; those only move data.
-_KERNEL = re.compile(r"[^A-Z]")
-_GEMM = re.compile(r"__cublas\$")
-# The places of the input, kernel and output among a call's operands, its result last.
-_CUDNN = {
-    "__cudnn$convForward": (0, 1, -1),
-    "__cudnn$convBiasActivationForward": (0, 1, -1),
-    "__cudnn$convBackwardInput": (-1, 1, 0),
-    "__cudnn$convBackwardFilter": (0, -1, 1),
-}
-
-
-def _flops(program: Program, computation: str, instruction: Instruction) -> int | None:
-    """Returns the FLOPs of one run of an instruction; None if unknown."""
-    opcode = instruction.opcode
-    if opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
-        return 0
-    shapes = [
-        shape
-        for type_text in _operand_types(program, computation, instruction)
-        for _, shape in arrays_of(type_text)[:1]
-    ]
-    shapes += [shape for _, shape in arrays_of(instruction.type)[:1]]
-    if opcode == "convolution":
-        return _convolution_flops(instruction, *shapes)
-    target = instruction.attribute(_TARGET)
-    if target in _CUDNN:
-        chosen = [shapes[place] for place in _CUDNN[target]]
-        return _convolution_flops(instruction, *chosen)
-    dims = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
-    if opcode == "custom-call":
-        if not _GEMM.match(target):
-            return None if _KERNEL.match(target) else 0
-        dims = instruction.attribute(r'"lhs_contracting_dimensions":\[([\d,"]*)\]')
-    contracted = [shapes[0][int(dim)] for dim in re.findall(r"\d+", dims)]
-    return 2 * math.prod(shapes[-1]) * math.prod(contracted)
-
-
-def _convolution_flops(
-    instruction: Instruction,
-    inputs: tuple[int, ...],
-    kernel: tuple[int, ...],
-    outputs: tuple[int, ...],
-) -> int:
-    """Counts the products of a convolution, without those with padding or holes."""
-    labels = re.split("_|->", instruction.attribute(r"dim_labels=([^\s,]+)"))
-    into, of, out = (
-        dict(zip(letters, sizes, strict=True))
-        for letters, sizes in zip(labels, (inputs, kernel, outputs), strict=True)
-    )
-    window = instruction.attribute(r"window=\{([^}]*)\}")
-    groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
-    products = into["b"] // groups * of["i"] * of["o"]
-    for place in range(len(into) - 2):
-        dim = str(place)
-
-        def number(name: str, default: str, place: int = place) -> str:
-            match = re.search(rf"\b{name}=(\S+)", window)
-            return match[1].split("x")[place] if match else default
-
-        before = int(number("pad", "0_0").split("_")[0])
-        holes, spread = int(number("lhs_dilate", "1")), int(number("rhs_dilate", "1"))
-        starts = np.arange(out[dim]) * int(number("stride", "1")) - before
-        products *= sum(
-            int(
-                np.count_nonzero(
-                    (at >= 0) & (at < into[dim] * holes) & (at % holes == 0)
-                )
-            )
-            for at in (starts + place * spread for place in range(of[dim]))
+    closed = getattr(program, "jaxpr", None)
+    if closed is None:
+        msg = (
+            "read_cost takes what jax.jit(...).trace(...) returns, got "
+            f"{_checks.shown(program)}."
         )
-    return 2 * products
+        raise CommunicationError(msg)
+    return _cost_of(closed.jaxpr)
 
 
-# Bytes.
-
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while"}
-_FREE |= {"conditional", "call", "after-all", "partition-id", "replica-id", "iota"}
-_SLICES = {"dynamic-slice", "slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_KERNELS = ("pallas_call", "pure_callback", "io_callback", "ffi_call")
 
 
-def _accessed(program: Program, computation: str, instruction: Instruction) -> int:
-    """Returns the bytes that one run of an instruction reads and writes."""
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done"):
-        return 0
-    types = _operand_types(program, computation, instruction)
-    if opcode in _SLICES:
-        return 2 * _size(instruction.type)
-    if opcode in _UPDATES:
-        return 2 * _size(types[_UPDATES[opcode]])
-    fused = [name for name, _ in program.called(instruction)]
-    if opcode != "fusion" or not fused:
-        return sum(map(_size, types)) + _size(instruction.type)
-    inside = program.computations[fused[0]]
-    read = sum(
-        _read(inside, operand.name, _size(operand.type))
-        for operand in inside.values()
-        if operand.opcode == "parameter"
+def _cost_of(jaxpr: Any) -> Cost:
+    costs = [_equation_cost(eqn) for eqn in jaxpr.eqns]
+    return Cost(
+        sum(cost.flops for cost in costs),
+        all(cost.times_known for cost in costs),
+        tuple(dict.fromkeys(name for cost in costs for name in cost.uncounted)),
     )
-    return read + _written(inside, program.root(fused[0]))
 
 
-def _read(inside: dict[str, Instruction], name: str, size: int) -> int:
-    """Returns the bytes that a fusion reads of one of its parameters."""
-    read = 0
-    for user in inside.values():
-        if name not in user.operands:
-            continue
-        is_first = user.operands[0] == name
-        if user.opcode == "bitcast":
-            read += _read(inside, user.name, size)
-        elif user.opcode in _SLICES and is_first:
-            read += _size(user.type)
-        elif user.opcode not in _UPDATES or not is_first:
-            return size
-    return min(read, size)
+def _equation_cost(eqn: Equation) -> Cost:
+    name = eqn.primitive.name
+    if name in _KERNELS:
+        return Cost(0, uncounted=(name,))
+    if name in _PRODUCTS:
+        return Cost(2 * math.prod(eqn.outvars[0].aval.shape) * _PRODUCTS[name](eqn))
+    inner = [_cost_of(jaxpr) for jaxpr in _jax.inner_jaxprs(eqn)]
+    flops = [cost.flops for cost in inner]
+    times = 1
+    if name == "scan":
+        times = eqn.params["length"]
+    elif name == "shard_map":  # the program of one device
+        mesh = eqn.params["mesh"]
+        manual = eqn.params.get("manual_axes", mesh.axis_names)
+        times = math.prod(mesh.shape[axis] for axis in manual)
+    return Cost(
+        max(flops) if name == "cond" else times * sum(flops),
+        name not in ("while", "cond") and all(cost.times_known for cost in inner),
+        tuple(kernel for cost in inner for kernel in cost.uncounted),
+    )
 
 
-def _written(inside: dict[str, Instruction], name: str) -> int:
-    """Returns the bytes that a fusion writes."""
-    result = inside.get(name)
-    if result is None:
-        return 0
-    if result.opcode == "tuple":
-        return sum(_written(inside, operand) for operand in result.operands)
-    if result.opcode == "bitcast" and result.operands[0] in inside:
-        return _written(inside, result.operands[0])
-    if result.opcode in _UPDATES:
-        update = inside.get(result.operands[_UPDATES[result.opcode]])
-        return _size(update.type) if update else 0
-    return _size(result.type)
+def _dot_products(eqn: Equation) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
-def _size(type_text: str) -> int:
-    return sum(nbytes(*array) for array in arrays_of(type_text))
+def _ragged_products(eqn: Equation) -> int:
+    (contracted, _), _ = eqn.params[
+        "ragged_dot_dimension_numbers"
+    ].dot_dimension_numbers
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
-def _operand_types(
-    program: Program, computation: str, instruction: Instruction
-) -> Sequence[str]:
-    known = program.computations[computation]
-    return [known[name].type for name in instruction.operands if name in known]
+def _convolution_products(eqn: Equation) -> int:
+    kernel = eqn.invars[1].aval.shape
+    outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    # Between the numbers of a dilated input, such as in gradients, are zeros.
+    return math.prod(kernel) // outputs // math.prod(eqn.params["lhs_dilation"])
+
+
+# How many products make one number of the result.
+_PRODUCTS = {
+    "dot_general": _dot_products,
+    "ragged_dot_general": _ragged_products,
+    "conv_general_dilated": _convolution_products,
+}

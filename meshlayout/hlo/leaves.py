@@ -9,6 +9,7 @@ leaf, and the slots of the optimizer that follow it, and no others.
 import re
 from collections.abc import Mapping, Sequence, Set
 
+from meshlayout.hlo.origins import common_start
 from meshlayout.hlo.program import OP_NAME, Instruction, Program
 
 
@@ -46,13 +47,24 @@ class Leaves:
     def __init__(
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
     ) -> None:
-        self._program, self._arguments, self._results = program, arguments, results
-        self._owners = {path: _owner(path, {*results}) for path in results}
-        self._users: dict[str, list[Instruction]] = {}
+        self._program, self._arguments, self._results = program, arguments, {*results}
+        # The leaves among the results that each value of the entry has a part in, and
+        # the names of the elements and ends of values that have several.
+        self._owners: dict[str, set[str]] = {}
+        self._elements: dict[tuple[str, str], str] = {}
         entry = program.computations.get(program.entry, {})
-        for instruction in entry.values() if results else ():
+        root = entry.get(program.root(program.entry))
+        for path, name in zip(results, root.operands if root else (), strict=False):
+            self._owners.setdefault(name, set()).add(_owner(path, self._results))
+        for name, instruction in reversed(entry.items()):
             for operand in instruction.operands:
-                self._users.setdefault(operand, []).append(instruction)
+                owners = self._owners.setdefault(operand, set())
+                owners |= self._owners.get(name, set())
+            if instruction.opcode == "get-tuple-element":
+                index = instruction.attribute(r"\bindex=(\d+)")
+                self._elements[instruction.operands[0], index] = name
+            elif instruction.opcode.endswith("-done"):
+                self._elements[instruction.operands[0], "done"] = name
 
     def argument(self, computation: str, name: str) -> str:
         """Returns the name of the argument that a value is, or `""`."""
@@ -115,31 +127,29 @@ class Leaves:
             name: An instruction of the program's entry.
             element: Which of its results, if it has several.
         """
-        users, values = self._users, [name]
-        if any(user.opcode.endswith("-done") for user in users.get(name, ())):
-            values = [user.name for user in users[name]]
+        value = self._elements.get((name, "done"), name)
         if element is not None:
-            values = [
-                user.name
-                for value in values
-                for user in users.get(value, ())
-                if user.attribute(r"\bindex=(\d+)") == str(element)
-            ]
-        root = self._program.root(self._program.entry)
-        reached: dict[str, str] = {}  # results, and the leaves that they belong to
-        seen = {*values}
-        while values:
-            value = values.pop()
-            for user in users.get(value, ()):
-                if user.name == root:
-                    pairs = zip(user.operands, self._results, strict=False)
-                    reached |= {x: self._owners[x] for y, x in pairs if y == value}
-                elif user.name not in seen:
-                    seen.add(user.name)
-                    values.append(user.name)
-            if len({*reached.values()}) > 1:
-                return ""  # an activation, on which many leaves depend
-        return "".join(reached if len(reached) == 1 else {*reached.values()})
+            value = self._elements.get((value, str(element)), value)
+        owners = self._owners.get(value, set())
+        return next(iter(owners)) if len(owners) == 1 else ""
+
+    def parent(self, paths: Sequence[str]) -> str:
+        """Returns the path of the module that holds all of some leaves, or `""`."""
+        owners = [_owner(path, self._results).split("/") for path in paths]
+        return "/".join(common_start([keys[:-1] for keys in owners if keys[1:]]))
+
+    def module(self, computation: str, instruction: Instruction) -> str:
+        """Returns the path of the module whose weights made a value, or `""`."""
+        known = self._program.computations[computation]
+        for _ in range(_MAX_STEPS):
+            made = [known[name] for name in instruction.operands if name in known]
+            weights = [self.argument(computation, each.name) for each in made]
+            if any(weights):
+                return self.parent(weights)
+            if len(made) != 1:
+                return ""
+            [instruction] = made
+        return ""
 
 
 def _owner(path: str, paths: Set[str]) -> str:

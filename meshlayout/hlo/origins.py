@@ -4,11 +4,13 @@ JAX writes named scopes and its own transformations into one name, and newer XLA
 whole stacks. NNX modules open no scopes, but their `__call__`s are on the stack.
 """
 
+import itertools
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 from meshlayout.hlo.program import OP_NAME, Instruction, Program
 
@@ -25,54 +27,25 @@ def scopes(op_name: str) -> list[str]:
         >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
         ['Net']
     """
-    return _common([_scopes(name) for name in _split(op_name, ";")])
+    plain = _ADDED.sub("", op_name)
+    paths = [
+        [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]
+        for path in re.split("[;:]", plain)
+    ]
+    return common_start([names[:-1] for names in paths])
 
 
-def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+def common_start(paths: Sequence[Sequence[str]]) -> list[str]:
     """Returns how all of some paths begin."""
-    common: list[str] = []
-    for names in zip(*paths, strict=False):
-        if len({*names}) > 1:
-            break
-        common.append(names[0])
-    return common
+    same = itertools.takewhile(lambda x: len({*x}) == 1, zip(*paths, strict=False))
+    return [names[0] for names in same]
 
 
-def _scopes(op_name: str) -> list[str]:
-    *outer, last = _split(_CONTROL.sub("while", op_name), "/")
-    names = [name for part in outer for name in _unwrapped(part)]
-    if last.startswith("(") and last.endswith(")"):
-        return [*names, *scopes(";".join(_split(last[1:-1], ":")))]
-    return names
-
-
-def _unwrapped(part: str) -> list[str]:
-    if match := _TRANSFORMED.fullmatch(part):
-        if match[1] in ("jit", "pjit"):
-            return []
-        return [x for inner in _split(match[2], "/") for x in _unwrapped(inner)]
-    return [] if _PLUMBING.fullmatch(part) else [part]
-
-
-_CONTROL = re.compile(r"\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
-_TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
+_ADDED = re.compile(r"\bp?jit\([^()]*\)|\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
 _PLUMBING = re.compile(
-    "|while|closed_call|core_call|eval_jaxpr|shard_map|pjit|checkpoint|remat|"
-    r"rematted_computation|custom_\w+|.*->.*"
+    "|jvp|transpose|vmap|while|closed_call|core_call|eval_jaxpr|shard_map|checkpoint|"
+    r"remat|rematted_computation|custom_\w+|.*->.*"
 )
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits a text where no parenthesis is open."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == separator and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
 
 # A program in a compilation cache may be from another copy of this library.
 _OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
@@ -80,10 +53,22 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_
 _CALL = re.compile(r"(\w+)\.__call__")
 
 
-def origin_of(
-    program: Program, computation: str, instruction: Instruction
-) -> tuple[str, str]:
-    """Returns the submodule and the source line that an instruction serves.
+class Origin(NamedTuple):
+    """Where an instruction comes from.
+
+    Attributes:
+        scopes: Named scopes, the outermost first.
+        classes: The classes whose `__call__` is on the stack, the outermost first.
+        source: The innermost line of code that is not a library's, or empty.
+    """
+
+    scopes: list[str]
+    classes: list[str]
+    source: str
+
+
+def origin_of(program: Program, computation: str, instruction: Instruction) -> Origin:
+    """Returns the scopes, the classes and the source line of an instruction.
 
     Of what was combined from several, XLA notes only one: then it is what all of the
     operands' have in common.
@@ -92,13 +77,14 @@ def origin_of(
     if len(instruction.operands) > 1:
         known = program.computations[computation]
         producers = [_producer(known, name) for name in instruction.operands]
-    places = [
-        _place(program, producer) for producer in producers if producer is not None
-    ]
-    sources = Counter(source for _, source in places if source)
-    module = "/".join(_common([names for names, _ in places]))
+    origins = [_origin(program, producer) for producer in producers if producer]
+    sources = Counter(origin.source for origin in origins if origin.source)
     more = f" and {len(sources) - 1} more" * (len(sources) > 1)
-    return module, "".join(source for source, _ in sources.most_common(1)) + more
+    return Origin(
+        common_start([origin.scopes for origin in origins]),
+        common_start([origin.classes for origin in origins]),
+        "".join(source for source, _ in sources.most_common(1)) + more,
+    )
 
 
 def _producer(known: Mapping[str, Instruction], name: str) -> Instruction | None:
@@ -111,15 +97,16 @@ def _producer(known: Mapping[str, Instruction], name: str) -> Instruction | None
     return None
 
 
-def _place(program: Program, instruction: Instruction) -> tuple[list[str], str]:
+def _origin(program: Program, instruction: Instruction) -> Origin:
     frames = program.frames(instruction)
     users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
     calls = [_CALL.fullmatch(frame.function) for frame in reversed(users)]
     classes = [call[1] for call in calls if call]
-    names = scopes(instruction.attribute(OP_NAME)) or classes
+    names = scopes(instruction.attribute(OP_NAME))
     for frame in users or frames:
-        return names, f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
-    return names, ""
+        place = f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
+        return Origin(names, classes, place)
+    return Origin(names, classes, "")
 
 
 _NOTED = re.compile("op_name=|stack_frame_id=|source_file=")

@@ -2,17 +2,16 @@
 
 XLA has no stable API for optimized programs, but prints them for every platform in one
 grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
-often it runs on CPUs and GPUs; TPU programs only have the loop's condition, whose
-counter may have been moved, copied or fused. So the scalar part of a loop is evaluated:
-the counters before it, after one iteration and after two give those of any iteration,
-and the condition says which iteration is the last.
+often it runs on CPUs and GPUs. TPU programs only have the loop's condition, which
+compares a counter with a constant; where the counter starts and what is added to it are
+constants, too.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from meshlayout import _checks
 from meshlayout.errors import CommunicationError
@@ -77,30 +76,6 @@ class Frame(NamedTuple):
     function: str
 
 
-# An integer, the elements of a tuple, or what is not known.
-_Value: TypeAlias = "int | Sequence[_Value] | None"
-
-_SCALARS = re.compile(r"\(|pred\[\]|[su]\d+\[\]")
-_SAME = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape"}
-_SAME |= {"opt-barrier", "optimization-barrier"}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "minimum": min,
-    "maximum": max,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-}
-_MAX_DEPTH = 64
-_MAX_TRIPS = 2**48
-
 OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 _HEAD = re.compile(r"(?:ENTRY )?%?([^\s(=]+) .*\{\s*$")
@@ -112,6 +87,7 @@ _NAME = re.compile(r"%([^\s,(){}]+)")
 _CALLED = re.compile(r"(\w+)=(\{%[^}]*\}|%[^\s,)}]+)")
 _SECTION = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*$")
 _ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 class Program:
@@ -132,7 +108,9 @@ class Program:
         self.callers: dict[str, list[Call]] = {}
         self._roots: dict[str, str] = {}
         self._tables: dict[str, dict[int, str]] = {}
-        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:100_000])
+        # The header is one line, which holds the types of all arguments.
+        header = re.search("^HloModule .*$", text, re.MULTILINE)
+        counts = _COUNTS.findall(header[0]) if header else []
         self.num_devices = math.prod(map(int, counts))
         self.entry = ""
         self._parse(text)
@@ -141,9 +119,8 @@ class Program:
                 for called, role in self.called(instruction):
                     call = Call(name, instruction, role)
                     self.callers.setdefault(called, []).append(call)
-        # A program is read once and thrown away, and the caches with it.
+        # A program is read once and thrown away, and the cache with it.
         self.runs = cache(self._runs)
-        self._arguments = cache(self._arguments_of)
 
     def _parse(self, text: str) -> None:
         instructions: dict[str, Instruction] = {}
@@ -211,105 +188,62 @@ class Program:
         return Runs(times if calls else 1, is_known, in_loop)
 
     def _trip_count(self, computation: str, loop: Instruction) -> int | None:
-        """Returns how often a loop's body runs; None if that depends on its data."""
+        """Returns how often a loop's body runs; None if that is not read."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if noted:
             return int(noted)
         roles = {role: name for name, role in self.called(loop)}
-        start = self._value(computation, loop.operands[0])
-        if isinstance(start, int | None) or not {"condition", "body"} <= roles.keys():
+        body, condition = roles.get("body", ""), roles.get("condition", "")
+        test = self._result(condition)
+        if test is None or " direction=LT" not in test.rest:
             return None
-        first = self._result(roles["body"], [start])
-        second = self._result(roles["body"], [first])
+        counter, end = test.operands
+        index = self._index(condition, counter)
+        begin = self._source(computation, loop.operands[0])
+        result = self._result(body)
+        if index is None or begin is None or result is None:
+            return None
+        if begin.opcode != "tuple" or result.opcode != "tuple":
+            return None
+        update = self._source(body, result.operands[index])
+        if update is None or update.opcode != "add":
+            return None
+        before, added = update.operands
+        if self._index(body, before) != index:
+            return None
+        start = self._integer(computation, begin.operands[index])
+        stop, step = self._integer(condition, end), self._integer(body, added)
+        if start is None or stop is None or step is None or step < 1:
+            return None
+        return max(0, -((start - stop) // step))
 
-        def is_inside(trip: int) -> bool | None:
-            carried = [
-                a + trip * (b - a)
-                if isinstance(a, int) and isinstance(b, int) and c == 2 * b - a
-                else None
-                for a, b, c in zip(start, _list(first), _list(second), strict=False)
-            ]
-            inside = self._result(roles["condition"], [carried])
-            return bool(inside) if isinstance(inside, int) else None
+    def _result(self, computation: str) -> Instruction | None:
+        return self._source(computation, self.root(computation))
 
-        last = 1
-        while last < _MAX_TRIPS and is_inside(last - 1):
-            last *= 2
-        if last >= _MAX_TRIPS or is_inside(last - 1) is None:
-            return None
-        low, high = last // 2, last - 1  # inside at low - 1, not at high
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if is_inside(middle) else (low, middle)
-        return low
+    def _source(self, computation: str, name: str) -> Instruction | None:
+        """Returns the instruction that made a value, before it was copied."""
+        known = self.computations.get(computation, {})
+        instruction = known.get(name)
+        while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+            instruction = known.get(instruction.operands[0])
+        return instruction
 
-    def _result(
-        self, computation: str, arguments: Sequence[_Value], depth: int = 0
-    ) -> _Value:
-        root = self.root(computation)
-        return self._value(computation, root, arguments, depth + 1)
+    def _index(self, computation: str, name: str) -> int | None:
+        """Returns which element of a computation's only argument a value is."""
+        element = self._source(computation, name)
+        if element is None or element.opcode != "get-tuple-element":
+            return None
+        whole = self._source(computation, element.operands[0])
+        is_argument = whole is not None and whole.opcode == "parameter"
+        return int(element.attribute(r"\bindex=(\d+)")) if is_argument else None
 
-    def _value(
-        self,
-        computation: str,
-        name: str,
-        arguments: Sequence[_Value] | None = None,
-        depth: int = 0,
-    ) -> _Value:
-        """Returns the value of a scalar or a tuple, as far as it is known."""
-        instruction = self.computations.get(computation, {}).get(name)
-        if instruction is None or not _SCALARS.match(instruction.type):
+    def _integer(self, computation: str, name: str) -> int | None:
+        """Returns the value of a constant integer."""
+        constant = self._source(computation, name)
+        if constant is None or constant.opcode != "constant":
             return None
-        if depth > _MAX_DEPTH:
-            return None
-        _, _, opcode, operands, rest = instruction
-        if opcode == "constant":
-            words = {"true": 1, "false": 0}
-            text = rest[: _closing(rest)]
-            return words.get(text, int(text) if _INTEGER.fullmatch(text) else None)
-        if opcode == "parameter":
-            if arguments is None:
-                arguments = self._arguments(computation)
-            index = int(rest[: _closing(rest)])
-            return arguments[index] if index < len(arguments) else None
-        is_known = opcode in _ARITHMETIC or opcode in _SAME
-        if not is_known and opcode not in _STRUCTURE and opcode != "compare":
-            return None
-        values = [self._value(computation, x, arguments, depth + 1) for x in operands]
-        if opcode in _SAME:
-            return values[0]
-        if opcode == "tuple":
-            return values
-        if opcode == "get-tuple-element":
-            index = int(instruction.attribute(r"\bindex=(\d+)"))
-            elements = _list(values[0])
-            return elements[index] if index < len(elements) else None
-        if opcode in ("fusion", "call"):
-            called = [x for x, _ in self.called(instruction)]
-            return self._result(called[0], values, depth) if called else None
-        if opcode == "compare":
-            opcode = instruction.attribute(r"\bdirection=(\w+)")
-        a, b = values
-        if not isinstance(a, int) or not isinstance(b, int):
-            return None
-        return int(_ARITHMETIC[opcode](a, b))
-
-    def _arguments_of(self, computation: str) -> Sequence[_Value]:
-        """Returns what a computation is called with: in loops, what never changes."""
-        calls = self.callers.get(computation, ())
-        if len(calls) != 1:
-            return ()
-        [(outer, instruction, _)] = calls
-        values = [self._value(outer, operand) for operand in instruction.operands]
-        if instruction.opcode in ("fusion", "call"):
-            return values
-        if instruction.opcode != "while":
-            return ()
-        body = {role: name for name, role in self.called(instruction)}.get("body", "")
-        before = _list(values[0])
-        after = _list(self._result(body, [before]))
-        pairs = zip(before, after, strict=False)
-        return [[a if isinstance(a, int) and a == b else None for a, b in pairs]]
+        text = constant.attribute(r"^(-?\d+)\)")
+        return int(text) if text else None
 
     # From where.
 
@@ -341,14 +275,6 @@ class Program:
     def _row(self, table: str, index: int) -> dict[str, int]:
         pairs = re.findall(r"(\w+)=(\d+)", self._text(table, index))
         return {key: int(value) for key, value in pairs}
-
-
-_STRUCTURE = {"tuple", "get-tuple-element", "fusion", "call"}
-_INTEGER = re.compile(r"-?\d+")
-
-
-def _list(value: _Value) -> Sequence[_Value]:
-    return () if isinstance(value, int | None) else value
 
 
 def _closing(text: str) -> int:

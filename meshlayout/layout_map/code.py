@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshlayout._specs import axes_of
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import Layout
+from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map.patterns import rules_for
 from meshlayout.layout_map.report import Resolution, Resolved
 from meshlayout.layout_map.rules import Rule

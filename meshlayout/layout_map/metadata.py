@@ -13,9 +13,8 @@ from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Box
-from meshlayout._specs import axes_text
 from meshlayout.errors import LayoutError, LayoutMapError, did_you_mean
-from meshlayout.layout import Layout
+from meshlayout.layout import Layout, axes_text
 from meshlayout.mesh import Mesh
 
 

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
-from meshlayout._specs import DimSpec, SpecLike, axes_of
 from meshlayout.errors import LayoutError, LayoutMapError
-from meshlayout.layout import MATCH, Layout
+from meshlayout.layout import MATCH, DimSpec, Layout, SpecLike, axes_of
 from meshlayout.mesh import Mesh, as_mesh
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
-from meshlayout._specs import DimSpec, axes_of, specs_text
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import Layout
+from meshlayout.layout import DimSpec, Layout, axes_of, specs_text
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.layout_map.rules import Unused
 from meshlayout.mesh import Mesh

@@ -21,8 +21,8 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout._annotations import DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout._specs import DimSpec, axes_of
 from meshlayout.errors import LayoutMapError
+from meshlayout.layout import DimSpec, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.layout_map.rules import shard_further
 from meshlayout.mesh import Mesh, as_mesh

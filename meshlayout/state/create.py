@@ -19,14 +19,12 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._default_mesh import get_default_mesh
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.cluster.programs import NewProgram, ProgramFacts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
-from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, create_mesh, current_mesh
 from meshlayout.state.operations import CreationMemory, Operations
 
 
@@ -250,7 +248,7 @@ def describe_state(
     """Describes a state; `where` is the public function, for messages."""
     check_builder(build, where)
     if layouts is None:
-        layouts = LayoutMap(get_default_mesh() or create_mesh())
+        layouts = LayoutMap(current_mesh() or create_mesh())
     if not isinstance(layouts, LayoutMap):
         msg = (
             f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate "

@@ -311,8 +311,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             self._in_flight = 0
             jax.block_until_ready(result)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does.
 
         Args:
             *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
@@ -326,7 +326,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 signature = LayoutSignature.of(self._name, args[0], rest)
                 program = self._programs.get(signature)
                 # Not the one that calls use, if other processes have it, too: they
-                # compare what a call compiles, and may not lower this one.
+                # compare what a call compiles, and may not trace this one.
                 if program is None or signature.has_peers:
                     call = CallSignature(self._names, static, args, kwargs)
                     program = JittedStep.of(
@@ -339,7 +339,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                     if not signature.has_peers:
                         self._programs[signature] = program
                 jitted: Any = program.jitted
-                return jitted.lower(static, program.flattened(args[0]), rest)
+                return jitted.trace(static, program.flattened(args[0]), rest)
         except NameError as error:
             self._ignore_axes_after(error)
         except Exception:
@@ -348,7 +348,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise
         finally:
             self._thread.is_quiet = before
-        return self.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs)
 
     def _ignore_axes_after(self, error: NameError) -> None:
         """Lets layers written for pmap ignore its axis, if that is what is unbound.

@@ -160,20 +160,20 @@ class EvalStep(StepInspection):
             LossError: If what the loss function returns does not fit the batch.
         """
         with noted_call(self.__name__, state):
-            (_, flat), start = self._dispatch(state, batch, metrics, is_lowered=False)
+            (_, flat), start = self._dispatch(state, batch, metrics, is_traced=False)
         return Metrics.from_flat(flat, start.treedef)
 
-    def lower(
+    def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+    ) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does.
 
         Args:
             state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
             batch: The global batch.
             metrics: As for a call.
         """
-        return self._dispatch(state, batch, metrics, is_lowered=True)[0]
+        return self._dispatch(state, batch, metrics, is_traced=True)[0]
 
     def _dispatch(
         self,
@@ -181,9 +181,9 @@ class EvalStep(StepInspection):
         batch: Batch,
         metrics: Metrics | None,
         *,
-        is_lowered: bool,
+        is_traced: bool,
     ) -> tuple[Any, MetricsStart]:
-        """Calls or lowers the compiled step; also returns where its metrics start."""
+        """Calls or traces the compiled step; also returns where its metrics start."""
         check_state(self.__name__, state)
         with in_own_mesh(state):
             check_batch(batch, self._loss.weights)
@@ -205,10 +205,12 @@ class EvalStep(StepInspection):
                 step_metrics.run, compiled, args, state, metrics, expected
             )
             if is_new:
-                if not is_lowered:
-                    check_divided(*args[1:], lambda: run(is_lowered=True)[0].as_text())
+                if not is_traced:
+                    check_divided(
+                        *args[1:], lambda: run(is_traced=True)[0].lower().as_text()
+                    )
                 self._programs[key] = program
-            return run(is_lowered=is_lowered)
+            return run(is_traced=is_traced)
 
     def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
         step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
@@ -338,12 +340,14 @@ class PredictStep(StepInspection):
             args = (without_optimizer(state), place_host_batch(state, batch))
             mesh = step_mesh_of(state)
             if mesh not in self._meshes:
-                check_divided(*args, lambda: self._compiled.lower((), *args).as_text())
+                check_divided(
+                    *args, lambda: self._compiled.trace((), *args).lower().as_text()
+                )
                 self._meshes.add(mesh)
             return self._compiled((), *args)[1]
 
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does.
 
         Args:
             state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
@@ -352,7 +356,7 @@ class PredictStep(StepInspection):
         check_state(self.__name__, state)
         with in_own_mesh(state):
             batch = place_host_batch(state, batch)
-            return self._compiled.lower((), without_optimizer(state), batch)
+            return self._compiled.trace((), without_optimizer(state), batch)
 
     def __repr__(self) -> str:
         return f"PredictStep({getattr(self.predict_fn, '__name__', 'predict')})"

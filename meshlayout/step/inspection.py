@@ -9,16 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _jax, _paths, _render, hlo
 from meshlayout._annotations import Leaf
 from meshlayout.cluster import activity
-from meshlayout.hlo import (
-    Communication,
-    Cost,
-    leaf_name,
-    read_communication,
-    read_cost,
-)
 from meshlayout.state import TrainState
 
 
@@ -120,11 +113,20 @@ class StepInspection:
     that are only described. A program that was or will be called is not compiled twice.
     """
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does."""
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         raise NotImplementedError
 
-    def communication(self, *args: Any, **kwargs: Any) -> Communication:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
+            **kwargs: Arguments by name.
+        """
+        return self.trace(*args, **kwargs).lower()
+
+    def communication(self, *args: Any, **kwargs: Any) -> "hlo.Communication":
         """Returns every collective of the compiled program, with bytes and mesh axes.
 
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
@@ -135,16 +137,16 @@ class StepInspection:
         """
         compiled = self._compile(args, kwargs)
         arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
-        return read_communication(compiled, arguments=arguments, results=results)
+        return hlo.read_communication(compiled, arguments=arguments, results=results)
 
-    def cost(self, *args: Any, **kwargs: Any) -> Cost:
-        """Returns the FLOPs and bytes of the compiled program, loops counted in full.
+    def cost(self, *args: Any, **kwargs: Any) -> "hlo.Cost":
+        """Returns the FLOPs of all devices together, loops counted in full.
 
         Args:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return read_cost(self._compile(args, kwargs))
+        return hlo.read_cost(self.trace(*args, **kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -174,7 +176,7 @@ def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_flatten_with_path(rest)[0]:
         path = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-        names[leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
+        names[hlo.leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
     paths = [leaf.path.removeprefix("params/") for leaf in _paths.flatten(state).leaves]
     if isinstance(state, TrainState) and donates:  # it is passed flat
         names.update((f"state/{index}", path) for index, path in enumerate(paths))
@@ -182,7 +184,7 @@ def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
     prefix = "state" if donates else "rest[0][0]"
     entries, _ = jax.tree_util.tree_flatten_with_path(state)
     for (keys, _), path in zip(entries, paths, strict=True):
-        names[leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
+        names[hlo.leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
     return names, paths if donates else []
 
 

@@ -164,9 +164,9 @@ class StepMetrics:
         metrics: Metrics | None,
         expected: Callable[[TrainState], Sequence[str]],
         *,
-        is_lowered: bool = False,
+        is_traced: bool = False,
     ) -> tuple[Any, MetricsStart]:
-        """Calls a compiled step with the arrays of its metrics, or lowers it.
+        """Calls a compiled step with the arrays of its metrics, or traces it.
 
         Args:
             compiled: The step, which adds to the metrics with `add`.
@@ -175,7 +175,7 @@ class StepMetrics:
             metrics: Metrics to add to; None for empty ones.
             expected: Returns the names of the step's own metrics, as far as its
                 options tell; called once per model and optimizer.
-            is_lowered: Whether to lower it.
+            is_traced: Whether to trace it.
 
         Returns:
             What the compiled step returns, and where the metrics start.
@@ -183,7 +183,7 @@ class StepMetrics:
         Raises:
             StepError: If the metrics are not those of this step.
         """
-        run = compiled.lower if is_lowered else compiled
+        run = compiled.trace if is_traced else compiled
         # What a model records depends on its code, so each has metrics of its own.
         code = state.program
         start = self._starts.get(code)
@@ -192,7 +192,7 @@ class StepMetrics:
         try:
             names = list(metrics) if isinstance(metrics, Metrics) else None
             if not start.is_confirmed and names not in (None, list(start.empty)):
-                compiled.lower(*args, start.leaves)  # the trace decides who is right
+                compiled.trace(*args, start.leaves)  # the trace decides who is right
             result = run(*args, start.flat(self._name, metrics))
         except OtherMetricsError as other:
             if start.is_confirmed:  # another batch was measured otherwise

@@ -248,22 +248,22 @@ class TrainStep(StepInspection):
         args: tuple[Any, ...],
         metrics: Metrics | None,
         *,
-        is_lowered: bool = False,
+        is_traced: bool = False,
     ) -> Any:
-        """Calls a function of a program, and remembers how; or lowers it.
+        """Calls a function of a program, and remembers how; or traces it.
 
         Args:
             program: The program.
             compiled: Its function.
             args: The function's arguments before the metrics, the state first.
             metrics: The metrics to add to.
-            is_lowered: Whether to lower it.
+            is_traced: Whether to trace it.
         """
         result, start = program.metrics.run(
             *(compiled, args, args[0], metrics, program.expected_metrics),
-            is_lowered=is_lowered,
+            is_traced=is_traced,
         )
-        if is_lowered:
+        if is_traced:
             return result
         state, flat = result
         self._repeat = repeat_of(compiled, args[1:], self.weights, start)
@@ -286,10 +286,10 @@ class TrainStep(StepInspection):
             state = state.replace(extra={**state.extra, **extra})
         return state if self._zero is None else self._zero.place(state, mesh)
 
-    def lower(
+    def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+    ) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does.
 
         Args:
             state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings, here
@@ -302,7 +302,7 @@ class TrainStep(StepInspection):
                 batch = stacked_batches(batch, self._plan.steps_per_call)
             batch = self._placed(state, batch)
             call = self._program_call(state, batch)
-            return self._dispatch(*call, metrics, is_lowered=True)
+            return self._dispatch(*call, metrics, is_traced=True)
 
     def memory(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -352,9 +352,13 @@ class TrainStep(StepInspection):
             try:
                 check_divided(
                     *(state, batch),
-                    lambda: self._dispatch(
-                        *(program, compiled, (state, batch), None), is_lowered=True
-                    ).as_text(),
+                    lambda: (
+                        self._dispatch(
+                            *(program, compiled, (state, batch), None), is_traced=True
+                        )
+                        .lower()
+                        .as_text()
+                    ),
                     dim=int(is_stacked),
                 )
             except StepError:

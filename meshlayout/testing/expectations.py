@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.arrays.relayout import is_same_layout
+from meshlayout.arrays.placement import is_same_layout
 from meshlayout.errors import LayoutError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap

@@ -13,13 +13,11 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.errors import MeshError, RecompileWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.mesh_creation import create_mesh
+from meshlayout.mesh import Mesh, as_mesh, create_mesh
 
 
 def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
@@ -48,7 +46,7 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     return create_mesh(
         dict.fromkeys(mesh.axis_names, 1),
         devices=mesh.local_devices[:1],
-        axis_types=dict(zip(mesh.axis_names, mesh.axis_types, strict=True)),
+        axis_types=mesh.axis_types,
     )
 
 
@@ -65,12 +63,10 @@ def alone(mesh: Mesh) -> Iterator[None]:
     Args:
         mesh: A mesh of one device.
     """
-    outer, default = _jax.concrete_mesh(), get_default_mesh()
+    outer = _jax.concrete_mesh()
     with contextlib.ExitStack() as stack:
         if outer is not None:
             stack.enter_context(jax.set_mesh(one_device_mesh(outer).jax_mesh))
-        if default is not None:
-            stack.enter_context(default_mesh(one_device_mesh(default)))
         # Without a rule, `constrain` leaves every value where it is.
         stack.enter_context(activate(_map_without_rules(mesh)))
         stack.enter_context(warnings.catch_warnings())
@@ -95,7 +91,8 @@ def _to_one_device(leaf: Leaf, mesh: Mesh) -> Any:
         layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
     # The program depends on it, whether an array is weakly typed.
     is_weak = jax.typeof(leaf).weak_type
-    return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+    with _jax.without_set_mesh():
+        return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
 
 
 def copied(tree: PyTree) -> Any:

@@ -107,8 +107,8 @@ def verify(
 
     Use this in a test of a model or of a step, before training it on many devices. The
     step runs on the mesh from a copy of `state`, which is not used up, and from another
-    copy on the first device of that mesh. There the active mesh (`default_mesh`,
-    `jax.set_mesh`) is `one_device_mesh(mesh)`, and `constrain` has no effect.
+    copy on the first device of that mesh. There the mesh of `jax.set_mesh` is
+    `one_device_mesh(mesh)`, and `constrain` has no effect.
 
     All leaves of the new state and of the step's other results are compared, or the
     metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN. Floats
@@ -122,7 +122,7 @@ def verify(
 
     A step that is wrong on one device, too, agrees with itself. If your own step takes
     a number, such as a size, from a mesh that it names itself, the number is the same
-    in both runs: take it from `get_default_mesh()` inside the step.
+    in both runs: take it from `jax.sharding.get_abstract_mesh()` inside the step.
 
     Args:
         step: A step of this library, or another callable with `lower`; a plain
@@ -185,16 +185,18 @@ def verify(
                 result = step_on_one(
                     copied(state), batch, *args_on_one, **kwargs_on_one
                 )
+                state, aux = _state_and_aux(step, result, state)
+                return state, values_of(leaves_of(state, aux))
+        except VerificationError:
+            raise
         except Exception as error:
             first = str(error).strip().partition("\n")[0].rstrip(".")
             msg = (
                 f"the step runs on {mesh!r}, and not on one device: {first}. A mesh "
                 "that the step names itself cannot be replaced: take it from "
-                "get_default_mesh() inside the step."
+                "jax.sharding.get_abstract_mesh() inside the step."
             )
             raise VerificationError(msg) from error
-        state, aux = _state_and_aux(step, result, state)
-        return state, values_of(leaves_of(state, aux))
 
     # Compiled as on the one device: run eagerly, it would round in other places.
     is_compiled = hasattr(step, "lower")

@@ -1,6 +1,5 @@
 """Changing, copying, reading and checking the layouts of arrays."""
 
-from collections import Counter
 from typing import Any
 
 from meshlayout import _checks
@@ -63,12 +62,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         for (where, leaf), target in zip(tree.named(), layouts, strict=True)
     ]
     check_same((where, leaf, target.mesh) for leaf, where, target in todo)
-    # An array that occurs twice must not be donated by the first of its moves.
-    times = Counter(id(leaf) for leaf in tree.leaves)
-    moved = [
-        move(leaf, target, where, donate=donate and times[id(leaf)] == 1, copy=donate)
-        for leaf, where, target in todo
-    ]
+    moved = [move(leaf, target, where, copy=donate) for leaf, where, target in todo]
     # Only after all moves: the same array may be in the tree under several paths.
     for leaf in tree.leaves if donate else ():
         if is_concrete_array(leaf) and not leaf.is_deleted():
