@@ -22,7 +22,6 @@ from meshlayout import _render
 from meshlayout.checkpoint import directory as steps, orbax
 from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
-from meshlayout.cluster import activity
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -81,8 +80,7 @@ class Save:
             return
         error: BaseException | None = None
         try:
-            with activity.during(f"saving step {self.step} in {self.directory}"):
-                self._write()
+            self._write()
         except BaseException as problem:
             error = problem
         self.trees = {}
@@ -112,7 +110,6 @@ class Save:
 
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
-        activity.now.checkpoint = f"step {self.step} in {self.directory}"
         seconds, size = time.perf_counter() - begin_s, _render.bytes_text(nbytes)
         logger.info("saved step %d: %s in %.2f s", self.step, size, seconds)
         channel.on_first(self.after)

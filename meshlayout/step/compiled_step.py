@@ -28,7 +28,6 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
-from meshlayout.cluster import activity
 from meshlayout.cluster.programs import NewProgram, ProgramFacts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -228,8 +227,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 return self._run(args, kwargs, is_again=is_again)
         except NameError as error:
             self._ignore_axes_after(error)
-        finally:
-            activity.now.compiling = ""
         return self._call(args, kwargs)
 
     def _run(self, args: Any, kwargs: dict[str, Any], *, is_again: bool) -> Any:
@@ -254,9 +251,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise Retrace
             if program.is_spread and may_be_donated_twice(state, rest, is_new=is_again):
                 check_memory(self._name, self._names, args, kwargs)
-            now = activity.now  # `activity.begin`, without the time of a call
-            now.name, now.moves = self._name, now.moves + 1
-            now.steps += program.is_shared
+            program.steps.count += 1
             has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
@@ -267,7 +262,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise
             # Nothing has run: find out whether this call needs another program.
             if has_begun and program is not None:
-                activity.now.steps -= program.is_shared
+                program.steps.count -= 1
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed
             result = self._run_traced(program, static, args, kwargs)
@@ -353,7 +348,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             state = program.flattened(args[0])
             # Only now: while it waits for the others' program, it is behind those that
             # are in this call without a new one.
-            activity.begin(self._name, program.is_shared)
+            program.steps.count += 1
             return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)
@@ -485,8 +480,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
             raise Retrace
-        if not self._thread.is_quiet:
-            activity.now.compiling = self._name  # until the call ends
         with contextlib.ExitStack() as stack:
             if self._layouts:
                 stack.enter_context(activate(self._layouts))
