@@ -1,128 +1,130 @@
-"""Meshes, layouts and SPMD training for JAX and Flax."""
+"""Meshes, layouts and SPMD training for JAX and Flax.
 
-from meshlayout import (
-    arrays as arrays,
-    checkpoint as checkpoint,
-    cluster as cluster,
-    data as data,
-    distribute as distribute,
-    errors as errors,
-    hlo as hlo,
-    layout_map as layout_map,
-    losses as losses,
-    metrics as metrics,
-    parallel as parallel,
-    state as state,
-    step as step,
-    testing as testing,
-    trainer as trainer,
-)
-from meshlayout._default_mesh import (
-    default_mesh as default_mesh,
-    get_default_mesh as get_default_mesh,
-)
-from meshlayout.arrays import (
-    check_layout as check_layout,
-    copy_to_mesh as copy_to_mesh,
-    fetch_layout as fetch_layout,
-    pack as pack,
-    relayout as relayout,
-    to_numpy as to_numpy,
-    unpack as unpack,
-)
-from meshlayout.checkpoint import Checkpointer as Checkpointer
-from meshlayout.cluster import initialize as initialize, shutdown as shutdown
-from meshlayout.data import distribute_dataset as distribute_dataset
-from meshlayout.devices import virtual_devices as virtual_devices
-from meshlayout.errors import MeshLayoutError as MeshLayoutError
-from meshlayout.layout import MATCH as MATCH, UNSHARDED as UNSHARDED, Layout as Layout
-from meshlayout.layout_map import (
-    LayoutMap as LayoutMap,
-    Rule as Rule,
-    constrain as constrain,
-    zero_rule as zero_rule,
-)
-from meshlayout.mesh import Mesh as Mesh
-from meshlayout.mesh_creation import create_mesh as create_mesh
-from meshlayout.state import (
-    PrecisionPolicy as PrecisionPolicy,
-    TrainState as TrainState,
-    create as create,
-    describe as describe,
-    optimizer_by_path as optimizer_by_path,
-)
-from meshlayout.step import (
-    compile_step as compile_step,
-    make_eval_step as make_eval_step,
-    make_predict_step as make_predict_step,
-    make_train_step as make_train_step,
-)
-from meshlayout.trainer import (
-    History as History,
-    Trainer as Trainer,
-    callbacks as callbacks,
-)
-from meshlayout.visualize import visualize as visualize
+Each public name is loaded when it is first used (PEP 562): a program pays for what it
+uses, and the launcher, which starts programs, for nothing at all.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MATCH",
-    "UNSHARDED",
-    "Checkpointer",
-    "History",
-    "Layout",
-    "LayoutMap",
-    "Mesh",
-    "MeshLayoutError",
-    "PrecisionPolicy",
-    "Rule",
-    "TrainState",
-    "Trainer",
-    "arrays",
-    "callbacks",
-    "check_layout",
-    "checkpoint",
-    "cluster",
-    "compile_step",
-    "constrain",
-    "copy_to_mesh",
-    "create",
-    "create_mesh",
-    "data",
-    "default_mesh",
-    "describe",
-    "distribute",
-    "distribute_dataset",
-    "errors",
-    "fetch_layout",
-    "get_default_mesh",
-    "hlo",
-    "initialize",
-    "layout_map",
-    "losses",
-    "make_eval_step",
-    "make_predict_step",
-    "make_train_step",
-    "metrics",
-    "optimizer_by_path",
-    "pack",
-    "parallel",
-    "relayout",
-    "shutdown",
-    "state",
-    "step",
-    "testing",
-    "to_numpy",
+# The public modules, and the other public names by the module that has them.
+_MODULES = (
+    *("arrays", "checkpoint", "cluster", "data", "distribute", "errors", "hlo"),
+    *("layout_map", "losses", "metrics", "parallel", "state", "step", "testing"),
     "trainer",
-    "unpack",
-    "virtual_devices",
-    "visualize",
-    "zero_rule",
-]
+)
+_NAMES = {
+    "_default_mesh": ("default_mesh", "get_default_mesh"),
+    "arrays": (
+        *("check_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout"),
+        *("to_numpy", "unpack"),
+    ),
+    "checkpoint": ("Checkpointer",),
+    "cluster": ("initialize", "shutdown"),
+    "data": ("distribute_dataset",),
+    "devices": ("virtual_devices",),
+    "errors": ("MeshLayoutError",),
+    "layout": ("MATCH", "UNSHARDED", "Layout"),
+    "layout_map": ("LayoutMap", "Rule", "constrain", "zero_rule"),
+    "mesh": ("Mesh",),
+    "mesh_creation": ("create_mesh",),
+    "pictures": ("visualize",),
+    "state": (
+        *("PrecisionPolicy", "TrainState", "create", "describe", "optimizer_by_path"),
+    ),
+    "step": (
+        *("compile_step", "make_eval_step", "make_predict_step", "make_train_step"),
+    ),
+    "trainer": ("History", "Trainer", "callbacks"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_MODULES, *_HOME])  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from meshlayout import (
+        arrays as arrays,
+        checkpoint as checkpoint,
+        cluster as cluster,
+        data as data,
+        distribute as distribute,
+        errors as errors,
+        hlo as hlo,
+        layout_map as layout_map,
+        losses as losses,
+        metrics as metrics,
+        parallel as parallel,
+        state as state,
+        step as step,
+        testing as testing,
+        trainer as trainer,
+    )
+    from meshlayout._default_mesh import (
+        default_mesh as default_mesh,
+        get_default_mesh as get_default_mesh,
+    )
+    from meshlayout.arrays import (
+        check_layout as check_layout,
+        copy_to_mesh as copy_to_mesh,
+        fetch_layout as fetch_layout,
+        pack as pack,
+        relayout as relayout,
+        to_numpy as to_numpy,
+        unpack as unpack,
+    )
+    from meshlayout.checkpoint import Checkpointer as Checkpointer
+    from meshlayout.cluster import initialize as initialize, shutdown as shutdown
+    from meshlayout.data import distribute_dataset as distribute_dataset
+    from meshlayout.devices import virtual_devices as virtual_devices
+    from meshlayout.errors import MeshLayoutError as MeshLayoutError
+    from meshlayout.layout import (
+        MATCH as MATCH,
+        UNSHARDED as UNSHARDED,
+        Layout as Layout,
+    )
+    from meshlayout.layout_map import (
+        LayoutMap as LayoutMap,
+        Rule as Rule,
+        constrain as constrain,
+        zero_rule as zero_rule,
+    )
+    from meshlayout.mesh import Mesh as Mesh
+    from meshlayout.mesh_creation import create_mesh as create_mesh
+    from meshlayout.pictures import visualize as visualize
+    from meshlayout.state import (
+        PrecisionPolicy as PrecisionPolicy,
+        TrainState as TrainState,
+        create as create,
+        describe as describe,
+        optimizer_by_path as optimizer_by_path,
+    )
+    from meshlayout.step import (
+        compile_step as compile_step,
+        make_eval_step as make_eval_step,
+        make_predict_step as make_predict_step,
+        make_train_step as make_train_step,
+    )
+    from meshlayout.trainer import (
+        History as History,
+        Trainer as Trainer,
+        callbacks as callbacks,
+    )
+else:  # to a type checker, every misspelt name would be right
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME and name not in _MODULES:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        if name in _HOME:
+            value = getattr(value, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    # Completion shows what users use, not the modules that imports leave behind.
+    # Completion shows what users use, not the modules that are loaded.
     return [*__all__, "__version__"]

@@ -650,7 +650,3 @@ def _check_dim(dim: Any, rank: int) -> int:
         msg = f"dim {index} is out of range for a layout of rank {rank}, {have}."
         raise LayoutError(msg)
     return index % rank
-
-
-# `Mesh.layout` returns a `Layout`, and `mesh` may not import what is above it.
-Mesh._layout_type = Layout

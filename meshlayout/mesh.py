@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
+import meshlayout
 from meshlayout import _jax, _render
 from meshlayout._axes import (
     check_devices,
@@ -79,7 +80,6 @@ class Mesh(Value):
 
     jax_mesh: jax.sharding.Mesh
     shape: Mapping[str, int] = field(compare=False)
-    _layout_type: "ClassVar[type[Layout]]"  # set by the layout module, which is above
 
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         if isinstance(mesh, Mesh):
@@ -368,7 +368,8 @@ class Mesh(Value):
             >>> create_mesh({"batch": 8}).layout("batch", None)
             Layout([batch, unsharded], Mesh(batch=8))
         """
-        return self._layout_type(specs, self, memory_kind=memory_kind)
+        # Through the package: the module of layouts is above this one.
+        return meshlayout.Layout(specs, self, memory_kind=memory_kind)
 
     # Text, pickle, equality.
 

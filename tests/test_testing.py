@@ -11,16 +11,17 @@ import pytest
 from flax import linen as nn, nnx
 
 import meshlayout as ml
-from meshlayout import testing
+from meshlayout import _paths, testing
 from models.mlp import MLP, MODEL_PARALLEL
 from tests.error_messages import message_of
+from tests.plain_steps import PlainTrainStep
 
 
 P = jax.sharding.PartitionSpec
 
 CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a missing sum over shards, a random key made from a device index, a loss across examples that includes padding. Rounding was measured and is allowed for; if this is rounding nevertheless, allow more with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index. Rounding was measured and is allowed for; if this is rounding nevertheless, allow more with rtol= or atol=."
 )
 
 
@@ -87,19 +88,9 @@ def test_a_right_step_agrees_on_any_mesh(axes, rules):
     assert len(paths) == 4 + 4 + 2 + 1 + 4  # params, momentum, step, rng; loss, grads
     assert {"state/params/hidden/kernel", "state/rng", "aux/loss"} <= {*paths}
     assert found.num_steps == 3
-    assert found.meshes == (mesh,)
+    assert found.mesh == mesh
     assert all(one.largest <= one.allowed for one in found.differences)
     assert any(one.largest > 0 for one in found.differences)
-
-
-def test_a_list_of_batches_is_refused_in_words(mesh):
-    state, batch = mlp_state(mesh, {}, optax.sgd(0.1)), mlp_batch(mesh)
-    step = ml.compile_step(mlp_step)
-    assert message(lambda: testing.verify(step, state, [batch, batch])) == (
-        "the step does not take a list of 2 as its batch: TypeError: list indices must "
-        "be integers or slices, not str. verify gives each step the whole list; for a "
-        "batch per step, give iter([first, second]) and num_steps=2."
-    )
 
 
 def test_a_list_may_be_a_batch(mesh):
@@ -475,40 +466,73 @@ def conv_loss(model, batch):
     return jnp.square(out - batch["y"]), {"out": out}
 
 
-STEP_OPTIONS = [
-    {},
-    {"metrics": {"mean": ml.metrics.Mean("out")}, "denominator": "global_batch_size"},
-    {"regularizers": ml.losses.l2(0.1, where="kernel"), "clip_norm": 0.1, "ema": 0.9},
-    {"on_nonfinite": "skip", "trainable": "out", "learning_rate": lambda step: 0.1},
-    {"remat": "full", "zero": 1},
-    {"precision": "bfloat16", "accumulate": 2},
-]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "clip_norm": 0.1,
+            "ema": 0.9,
+            "regularizers": ml.losses.l2(0.1, where="kernel"),
+        },
+        {"trainable": "out", "on_nonfinite": "skip"},
+        {"denominator": "global_batch_size", "zero": 1, "remat": "full"},
+        {"accumulate": 2},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_train_steps_agree_with_plain_flax(mesh, options):
+    """`verify` cannot tell what is wrong on one device, too."""
+    state, batch = conv_state(mesh), conv_batch(mesh, 16, 11)
+    others = {**options, "l2": 0.1} if "regularizers" in options else {**options}
+    for name in ("regularizers", "on_nonfinite", "zero", "remat"):
+        others.pop(name, None)
+    if "denominator" in options:
+        others["denominator"] = 16.0
+    plain = PlainTrainStep(state, conv_loss, **others)
+    step = ml.make_train_step(conv_loss, **options)
+    rows = ml.to_numpy(batch)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(float(metrics["loss"]), plain(rows), rtol=1e-4)
+    pairs = [(state.params, plain.params), (state.model_state, plain.state)]
+    if "ema" in options:
+        pairs.append((state.extra["ema"], plain.average))
+    for ours, expected in pairs:
+        ours, expected = (
+            {leaf.path: leaf.value for leaf in _paths.flatten(tree).leaves}
+            for tree in (ours, expected)
+        )
+        assert ours.keys() == expected.keys()
+        for path, value in ours.items():
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                np.testing.assert_allclose(
+                    ml.to_numpy(value),
+                    expected[path],
+                    rtol=1e-3,
+                    atol=1e-5,
+                    err_msg=path,
+                )
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        {"metrics": {"mean": ml.metrics.Mean("out")}},
         pytest.param(
-            options,
-            id="-".join(options),
-            marks=[pytest.mark.slow] * ("on_nonfinite" not in options),
-        )
-        for options in STEP_OPTIONS
+            {"precision": "bfloat16", "accumulate": 2, "clip_norm": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
+    ids="-".join,
 )
-def test_train_steps_agree_with_plain_flax(mesh, options):
+def test_train_steps_agree_with_one_device(mesh, options):
     step = ml.make_train_step(conv_loss, **options)
     batch = conv_batch(mesh, 16, 11)
     found = testing.verify(step, conv_state(mesh), batch, num_steps=2)
     paths = {leaf.path for leaf in found.differences}
     assert {"aux/loss", "aux/activity", "state/params/conv/bias"} <= paths
     assert "state/model_state/norm/mean" in paths
-
-
-@pytest.mark.slow
-def test_batches_without_weights_agree_with_plain_flax(mesh):
-    step = ml.make_train_step(conv_loss)
-    testing.verify(step, conv_state(mesh), conv_batch(mesh, real=None))
 
 
 @pytest.mark.parametrize(
@@ -520,7 +544,7 @@ def test_batches_without_weights_agree_with_plain_flax(mesh):
         pytest.param("float16", marks=pytest.mark.slow),
     ],
 )
-def test_microbatches_in_every_precision_agree_with_plain_flax(mesh, precision):
+def test_microbatches_in_every_precision_agree_with_one_device(mesh, precision):
     def loss_fn(model, batch):
         logits = model(batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -529,7 +553,7 @@ def test_microbatches_in_every_precision_agree_with_plain_flax(mesh, precision):
     state = mlp_state(mesh, {}, optax.adam(1e-2))
     found = testing.verify(step, state, mlp_batch(mesh))
     loss = {leaf.path: leaf for leaf in found.differences}["aux/loss"]
-    assert loss.allowed < 0.05  # of 2.5: the mean of eleven losses
+    assert loss.allowed < 0.1  # of 2.5
 
 
 def test_units_that_rounding_switches_on_are_let_pass(mesh):
@@ -597,7 +621,7 @@ FOUND_SOON = ("a wrong denominator", "the gradient of one shard")
             )
             for mistake in MISTAKES
         ),
-        ("five percent", "bfloat16"),
+        ("a wrong denominator", "bfloat16"),
         pytest.param("twice the gradient", "bfloat16", marks=pytest.mark.slow),
         pytest.param("the gradient of one shard", "bfloat16", marks=pytest.mark.slow),
     ],
@@ -629,7 +653,7 @@ def test_a_step_is_traced_as_often_for_many_steps_as_for_one(mesh):
     assert num_traces(1) == num_traces(2) < 5
 
 
-def test_eval_steps_agree_with_plain_flax(mesh):
+def test_eval_steps_agree_with_one_device(mesh):
     metrics = {"mean": ml.metrics.Mean("out")}
     step = ml.make_eval_step(conv_loss, metrics=metrics)
     state = conv_state(mesh)
@@ -645,7 +669,7 @@ def test_eval_steps_agree_with_plain_flax(mesh):
 @pytest.mark.parametrize(
     "precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
-def test_predict_steps_agree_with_plain_flax(mesh, precision):
+def test_predict_steps_agree_with_one_device(mesh, precision):
     mistake = MISTAKES["twice the loss"]
 
     def wrong(model, batch):
@@ -660,22 +684,7 @@ def test_predict_steps_agree_with_plain_flax(mesh, precision):
     assert text.startswith("step 1: aux f32[8@batch] differs between Mesh(")
 
 
-def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
-    def contrastive(model, batch):
-        scores = model(batch["image"])[:, 0]
-        return optax.softmax_cross_entropy_with_integer_labels(
-            scores[:, None] * scores[None], jnp.arange(len(scores))
-        )
-
-    state, batch = mlp_state(mesh, {}, optax.sgd(0.1)), mlp_batch(mesh)
-    step = ml.make_train_step(contrastive)
-    testing.verify(step, state, {"image": batch["image"]})
-    step = ml.make_train_step(contrastive)
-    text = message(lambda: testing.verify(step, state, batch))
-    assert text.startswith("step 1: aux/loss f32[] differs between ")
-
-
-def test_several_batches_of_a_call_agree_with_plain_flax(mesh):
+def test_several_batches_of_a_call_agree_with_one_device(mesh):
     def loss_fn(model, batch):
         logits = model(batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -687,7 +696,7 @@ def test_several_batches_of_a_call_agree_with_plain_flax(mesh):
     assert "aux/loss" in {leaf.path for leaf in found.differences}
 
 
-def test_linen_steps_agree_with_plain_flax(mesh):
+def test_linen_steps_agree_with_one_device(mesh):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -709,34 +718,8 @@ def test_linen_steps_agree_with_plain_flax(mesh):
     testing.verify(ml.make_eval_step(loss_fn), state, conv_batch(mesh))
 
 
-@pytest.mark.slow
-def test_several_meshes_are_verified_in_one_call(mesh):
-    other = ml.create_mesh({"batch": 8})
-    layouts = ml.LayoutMap(mesh, {"conv/kernel": (..., "model")})
-    step = ml.make_train_step(conv_loss)
-    alone = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
-    state, batch = conv_state(alone, rules={}), conv_batch(alone)
-    found = testing.verify(step, state, batch, meshes=[other, layouts])
-    assert found.meshes == (other, mesh)
-    title = str(found).split("\n")[0]
-    assert title.endswith(
-        "leaves agree on Mesh(batch=8) and Mesh(batch=2, model=4) and on one device, "
-        "after 1 step."
-    )
-    scaled = Scaled(MISTAKES["twice the loss"])
-    wrong = ml.make_train_step(scaled.loss)
-    text = message(lambda: testing.verify(wrong, state, batch, meshes=[other]))
-    assert "differs between Mesh(batch=8) and one device" in text
-    plain = {"w": np.float32([1.5, 2.5])}
-
-    def own(state, batch):
-        return {"w": state["w"] - batch.mean()}, None
-
-    assert testing.verify(own, plain, np.ones(8), meshes=[other]).meshes == (other,)
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object(), True])
-@pytest.mark.parametrize("name", ["rtol", "atol", "num_steps", "meshes", "reference"])
+@pytest.mark.parametrize("name", ["rtol", "atol", "num_steps"])
 def test_options_that_mean_nothing_are_refused(mesh, name, value):
     def step(state, batch):
         return state, None
@@ -746,8 +729,6 @@ def test_options_that_mean_nothing_are_refused(mesh, name, value):
         "rtol": value is None or value == 0,
         "atol": value is None or value == 0,
         "num_steps": False,
-        "meshes": value is None,
-        "reference": value is None,
     }
     if is_right[name] and value is not True:
         testing.verify(step, state, None, **{name: value})
@@ -772,23 +753,15 @@ def make_step(mesh):
     return step
 
 
-def test_a_step_that_names_its_mesh_is_refused_unless_it_has_a_reference():
+def test_a_step_that_names_its_mesh_is_refused():
     mesh = ml.create_mesh({"batch": 2, "model": 4})
     state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8)
     text = message(lambda: testing.verify(make_step(mesh), state, batch))
     assert re.fullmatch(
         r"the step runs on Mesh\(batch=2, model=4\), and not on one device: .+\. A mesh "
         r"that the step names itself cannot be replaced: take it from get_default_mesh\(\) "
-        r"inside the step, or give reference= the step made for one_device_mesh\(mesh\)\.",
+        r"inside the step\.",
         text,
-    )
-    alone = make_step(testing.one_device_mesh(mesh))
-    testing.verify(make_step(mesh), state, batch, reference=alone)
-    testing.verify(make_step(mesh), state, batch, reference=lambda s, b: (s, b.mean()))
-    assert "aux f32[] differs" in message(
-        lambda: testing.verify(
-            make_step(mesh), state, batch, reference=lambda s, b: (s, b.sum())
-        )
     )
 
 
@@ -847,11 +820,6 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"rtol": -1.0},
             "verify: rtol must be a finite number of at least 0, got -1.0.",
-        ),
-        (
-            lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
-            {"reference": "plain"},
-            "verify: reference must be a function (state, batch, ...) -> (state, aux), got 'plain' of type str.",
         ),
         (
             lambda mesh: (

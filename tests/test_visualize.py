@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import meshlayout as ml
-from meshlayout.visualize import visualize
+from meshlayout.pictures import visualize
 
 
 MESH = ml.create_mesh({"batch": 2, "model": 4})

@@ -9,7 +9,6 @@ import functools
 import re
 import warnings
 from collections.abc import (
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -18,12 +17,13 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import (
@@ -106,9 +106,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         >>> layouts.resolve(shapes)["embed/embedding"].layout
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
-
-    # Set by the module that creates states, which is above.
-    _open_scope: "ClassVar[Callable[[LayoutMap], AbstractContextManager[LayoutMap]]]"
 
     def __init__(
         self,
@@ -398,7 +395,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             >>> ml.Layout.of(layer.kernel[...])
             Layout([unsharded, model], Mesh(batch=2, model=4))
         """
-        return self._open_scope()
+        # Through the package: the module that creates states is above this one.
+        return meshlayout.state.open_scope(self)
 
     # For the library.
 

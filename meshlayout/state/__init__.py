@@ -8,5 +8,5 @@ from meshlayout.state.create import (
 from meshlayout.state.operations import CreationMemory as CreationMemory
 from meshlayout.state.optimizers import optimizer_by_path as optimizer_by_path
 from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy
-from meshlayout.state.scope import Scope as Scope
+from meshlayout.state.scope import Scope as Scope, open_scope as open_scope
 from meshlayout.state.train_state import TrainState as TrainState

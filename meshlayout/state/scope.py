@@ -305,7 +305,8 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
 @contextlib.contextmanager
-def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
+def open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
+    """Creates models with these layouts; see `LayoutMap.scope`."""
     scope = Scope(layouts)
     with _constructors:
         token = _scope.set(scope)
@@ -316,10 +317,6 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
             _scope.reset(token)
         # Not after an error in the block, which a second one would hide.
         scope.finish()
-
-
-# `LayoutMap.scope` is below this module in the layers, and calls what is put here.
-LayoutMap._open_scope = _open_scope
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:

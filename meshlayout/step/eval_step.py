@@ -140,6 +140,10 @@ class EvalStep(StepInspection):
         how = (self._loss, self._metrics, self._layouts, self._on_recompile)
         return EvalStep, how
 
+    def without_layouts(self) -> "EvalStep":
+        """Returns the same step for states on any mesh, which follows no layout map."""
+        return EvalStep(self._loss, self._metrics, None, "ignore")
+
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> Metrics:
@@ -317,6 +321,10 @@ class PredictStep(StepInspection):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PredictStep, (self.predict_fn, self.policies, *self._options)
+
+    def without_layouts(self) -> "PredictStep":
+        """Returns the same step for states on any mesh, which follows no layout map."""
+        return PredictStep(self.predict_fn, self.policies, None, "ignore")
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.

@@ -207,6 +207,10 @@ class TrainStep(StepInspection):
         # Compiled programs belong to this process; a copy compiles its own.
         return TrainStep, (self._plan, self._layouts, self._on_recompile)
 
+    def without_layouts(self) -> "TrainStep":
+        """Returns the same step for states on any mesh, which follows no layout map."""
+        return TrainStep(self._plan, None, "ignore")
+
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> tuple[TrainState, Metrics]:

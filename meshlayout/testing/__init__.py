@@ -12,7 +12,7 @@ from meshlayout.testing.expectations import (
     VerificationError as VerificationError,
     assert_layout as assert_layout,
 )
-from meshlayout.testing.reference import one_device_mesh as one_device_mesh
+from meshlayout.testing.one_device import one_device_mesh as one_device_mesh
 from meshlayout.testing.verification import (
     Verification as Verification,
     verify as verify,

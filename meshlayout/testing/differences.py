@@ -1,23 +1,17 @@
-"""Two values of one leaf, and how far apart they are.
+"""Two values of one leaf, and how far apart they are."""
 
-Rounding is not a mistake, and a tolerance that is wide enough for all rounding hides
-mistakes. So the tolerance of a leaf comes from what it was computed from: the dtypes,
-the size of the values and of their change, the number of terms of a mean, and, as the
-last resort, what rounding was measured to do.
-"""
-
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _render
-from meshlayout._annotations import DType, Leaf
+from meshlayout import _paths, _render
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import to_numpy
+from meshlayout.metrics import Metrics
 from meshlayout.testing.expectations import VerificationError, leaf_text
-from meshlayout.testing.reference import Values, wide
 
 
 @dataclass(frozen=True)
@@ -30,12 +24,7 @@ class Difference:
         step: The step after which it was compared, from 1.
         largest: The largest difference; infinite if only one value is NaN.
         allowed: The largest difference that passes.
-        index: The index of the largest difference.
-        on_mesh: The value at that index on the mesh, as text.
-        on_one_device: The value at that index on one device.
-        num_different: The number of elements that differ by more than is allowed.
-        size: The number of elements.
-        kinds: The dtypes and shapes if they differ, else an empty string.
+        text: What differs and by how much; empty if it passes.
     """
 
     path: str
@@ -43,138 +32,70 @@ class Difference:
     step: int
     largest: float
     allowed: float
-    index: tuple[int, ...] = ()
-    on_mesh: str = ""
-    on_one_device: str = ""
-    num_different: int = 0
-    size: int = 0
-    kinds: str = ""
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether the two values differ."""
-        return bool(self.kinds) or self.num_different > 0
-
-    @property
-    def badness(self) -> tuple[bool, float]:
-        """The sort key that finds the worst of several steps."""
-        relative = self.largest / self.allowed if self.allowed else self.largest
-        return self.is_too_large, relative
+    text: str = ""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far apart the floats of a leaf may be; see `verify`.
-
-    Attributes:
-        rtol: Relative to the largest value of the leaf; None derives it from dtypes.
-        atol: Absolute; None derives it.
-        eps: The rounding error of the dtype that the step computes in.
-        num_terms: The number of terms of leaves that are means, by path.
-        rounding: The measured effect of rounding on leaves, by path.
-    """
-
-    rtol: float | None
-    atol: float | None
-    eps: float = 0.0
-    num_terms: Mapping[str, int] = field(default_factory=dict)
-    rounding: Mapping[str, float] = field(default_factory=dict)
-
-    def allowed(self, path: str, dtype: DType, value: float, change: float) -> float:
-        """Returns the largest difference that passes.
-
-        Args:
-            path: The path of the leaf.
-            dtype: Its dtype.
-            value: Its largest value.
-            change: Its largest change in the steps so far.
-        """
-        eps = float(jnp.finfo(dtype).eps)
-        # Sums are computed in float32 or better, in another order on the mesh, and are
-        # then rounded to the dtype of the leaf.
-        of_sums = min(eps, float(jnp.finfo(jnp.float32).eps))
-        atol = of_sums / 8 if self.atol is None else self.atol
-        atol += self.rounding.get(path, 0.0)
-        if self.rtol is not None:
-            return atol + self.rtol * value
-        # The errors of the terms of a mean are independent: they add up to the root of
-        # their number, and the mean divides by the number.
-        rounding = 2 * max(self.eps - of_sums, 0) * change
-        rounding /= math.sqrt(self.num_terms.get(path, 1))
-        return atol + (128 * of_sums + 4 * eps) * value + rounding
+def leaves_of(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
+    """Returns the leaves of a step's results by path."""
+    aux = aux.compute() if isinstance(aux, Metrics) else aux
+    return {
+        "/".join(filter(None, [name, leaf.path])): leaf.value
+        for name, tree in (("state", state), ("aux", aux))
+        for leaf in _paths.flatten(tree).leaves
+    }
 
 
-def compare(
-    step: int,
-    on_mesh: Mapping[str, Leaf],
-    on_one: Values,
-    moved: Values,
-    tolerance: Tolerance,
-) -> list[Difference]:
-    """Compares two sets of leaves, in the order of the first.
+def values_of(leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
+    """Returns leaves on the host."""
+    return {path: np.asarray(to_numpy(leaf)) for path, leaf in leaves.items()}
 
-    Args:
-        step: The number of the step, from 1.
-        on_mesh: The step's results on the mesh, by path.
-        on_one: The reference's results.
-        moved: The changes of the reference's leaves since the first step.
-        tolerance: The tolerance.
 
-    Raises:
-        VerificationError: If the two sets have different paths.
-    """
-    if on_mesh.keys() != on_one.keys():
-        lost = [repr(path) for path in on_mesh if path not in on_one]
-        extra = [repr(path) for path in on_one if path not in on_mesh]
-        parts = [
-            *([f"{', '.join(lost[:3])} only on the mesh"] if lost else []),
-            *([f"{', '.join(extra[:3])} only on one device"] if extra else []),
-        ]
+def check_same_leaves(
+    step: int, on_mesh: Mapping[str, Any], on_one: Mapping[str, Any]
+) -> None:
+    """Raises VerificationError unless a step returns the same leaves on one device."""
+    lost = [repr(path) for path in on_mesh if path not in on_one]
+    extra = [repr(path) for path in on_one if path not in on_mesh]
+    parts = [
+        *([f"{', '.join(lost[:3])} only on the mesh"] if lost else []),
+        *([f"{', '.join(extra[:3])} only on one device"] if extra else []),
+    ]
+    if parts:
         msg = (
             f"step {step}: the step returns {' and '.join(parts)}. Its results must "
             "not depend on the number of devices."
         )
         raise VerificationError(msg)
-    return [
-        _difference(path, step, leaf, on_one[path], moved[path], tolerance)
-        for path, leaf in on_mesh.items()
-    ]
 
 
-def _difference(
-    path: str,
-    step: int,
-    on_mesh: Leaf,
-    expected: np.ndarray,
-    change: np.ndarray,
-    tolerance: Tolerance,
+def compare(
+    path: str, step: int, on_mesh: Leaf, expected: np.ndarray, allowed: float
 ) -> Difference:
-    array = leaf_text(on_mesh)
-    values = np.asarray(to_numpy(on_mesh))
+    """Compares the two values of a leaf.
+
+    Args:
+        path: The path of the leaf.
+        step: The number of the step, from 1.
+        on_mesh: The leaf on the mesh.
+        expected: Its values on one device.
+        allowed: The largest difference of floats that passes; other values are equal.
+    """
+    array, values = leaf_text(on_mesh), np.asarray(to_numpy(on_mesh))
     kinds = [_render.array_text(x.dtype, x.shape) for x in (values, expected)]
     if kinds[0] != kinds[1]:
-        text = f"it is {kinds[0]} on the mesh and {kinds[1]} on one device"
-        return Difference(path, array, step, np.inf, 0.0, kinds=text)
+        text = f": it is {kinds[0]} on the mesh and {kinds[1]} on one device."
+        return Difference(path, array, step, np.inf, 0.0, text)
     distances = _distances(values, expected)
-    allowed = 0.0
-    if jnp.issubdtype(values.dtype, jnp.inexact):
-        largest, moved = _largest(expected), _largest(change)
-        allowed = tolerance.allowed(path, values.dtype, largest, moved)
-    if not values.size:
-        return Difference(path, array, step, 0.0, allowed)
-    index = tuple(map(int, np.unravel_index(distances.argmax(), distances.shape)))
-    return Difference(
-        path,
-        array,
-        step,
-        float(distances[index]),
-        allowed,
-        index,
-        f"{values[index]}",
-        f"{expected[index]}",
-        int(np.count_nonzero(distances > allowed)),
-        values.size,
+    num_wrong = int(np.count_nonzero(distances > allowed))
+    index = np.unravel_index(distances.argmax(), distances.shape) if values.size else ()
+    largest = float(distances.max(initial=0.0))
+    text = (
+        f". The largest difference is {largest:.3g}"
+        f"{f' at {[int(i) for i in index]}' if index else ''}: {values[index]} on the "
+        f"mesh and {expected[index]} on one device, where {allowed:.2g} is allowed. "
+        f"Elements that differ: {num_wrong:,} of {values.size:,}."
     )
+    return Difference(path, array, step, largest, allowed, text if num_wrong else "")
 
 
 def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -194,6 +115,13 @@ def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(distances), np.inf, distances)
 
 
-def _largest(values: np.ndarray) -> float:
+def wide(values: np.ndarray) -> np.ndarray:
+    """Returns floats in a dtype in which their differences are exact enough."""
+    is_complex = jnp.issubdtype(values.dtype, jnp.complexfloating)
+    return values.astype(np.complex128 if is_complex else np.float64)
+
+
+def largest_of(values: np.ndarray) -> float:
+    """Returns the largest finite magnitude of an array."""
     values = wide(values)
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))

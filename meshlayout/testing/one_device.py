@@ -1,0 +1,109 @@
+"""A step on one device: its mesh, its arguments there, and what is in force there."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshlayout import _jax
+from meshlayout._annotations import Leaf, PyTree
+from meshlayout._default_mesh import default_mesh, get_default_mesh
+from meshlayout.arrays import copy_to_mesh, to_numpy
+from meshlayout.errors import MeshError, RecompileWarning
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh_creation import create_mesh
+
+
+def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
+    """Returns a mesh with the same axes, all of size 1, on its first device.
+
+    On several processes, it is each process's own first device.
+
+    Args:
+        mesh: The mesh.
+
+    Raises:
+        MeshError: If this process has no devices in the mesh.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
+        Mesh(batch=1, model=1)
+    """
+    mesh = as_mesh(mesh)
+    if not mesh.local_devices:
+        msg = (
+            f"one_device_mesh: process {jax.process_index()} has no devices in "
+            f"{mesh!r}. Call this on the processes of the mesh."
+        )
+        raise MeshError(msg)
+    return create_mesh(
+        dict.fromkeys(mesh.axis_names, 1),
+        devices=mesh.local_devices[:1],
+        axis_types=dict(zip(mesh.axis_names, mesh.axis_types, strict=True)),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _map_without_rules(mesh: Mesh) -> LayoutMap:
+    """Returns one map per mesh: under another map JAX compiles everything again."""
+    return LayoutMap(mesh)
+
+
+@contextlib.contextmanager
+def alone(mesh: Mesh) -> Iterator[None]:
+    """Replaces the active mesh by one of one device, and layout maps by none.
+
+    Args:
+        mesh: A mesh of one device.
+    """
+    outer, default = _jax.concrete_mesh(), get_default_mesh()
+    with contextlib.ExitStack() as stack:
+        if outer is not None:
+            stack.enter_context(jax.set_mesh(one_device_mesh(outer).jax_mesh))
+        if default is not None:
+            stack.enter_context(default_mesh(one_device_mesh(default)))
+        # Without a rule, `constrain` leaves every value where it is.
+        stack.enter_context(activate(_map_without_rules(mesh)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RecompileWarning)
+        yield
+
+
+def to_one_device(tree: PyTree, mesh: Mesh) -> Any:
+    """Copies the arrays of a tree to a mesh of one device; the rest is unchanged."""
+    return jax.tree.map(lambda leaf: _to_one_device(leaf, mesh), tree)
+
+
+def _to_one_device(leaf: Leaf, mesh: Mesh) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    values = to_numpy(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
+    layout = Layout([...], mesh)
+    if isinstance(leaf.sharding, NamedSharding):
+        now = Layout.of(leaf)
+        layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
+    # The program depends on it, whether an array is weakly typed.
+    is_weak = jax.typeof(leaf).weak_type
+    return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+
+
+def copied(tree: PyTree) -> Any:
+    """Copies the arrays of a tree, each on its own devices."""
+    return jax.tree.map(_copied, tree)
+
+
+def _copied(leaf: Leaf) -> Any:
+    if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
+        return _jax.put(leaf, leaf.sharding, may_alias=False)
+    return leaf.copy() if isinstance(leaf, (np.ndarray, jax.Array)) else leaf
