@@ -260,7 +260,11 @@ def train(job) -> None:
     step = 0
 
     def fault_at(place):
-        if is_victim and place == job["place"] and step in (0, _FAULTY, STEPS):
+        if (
+            is_victim
+            and place == job["place"]
+            and (step in (0, _FAULTY, STEPS) or place == "trace")
+        ):
             job["place"] = ""  # once
             commit(job)
 

@@ -23,6 +23,7 @@ from meshlayout.checkpoint import directory as steps, orbax
 from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
 from meshlayout.cluster.channel import Channel
+from meshlayout.cluster.watch import taking_part
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -80,7 +81,8 @@ class Save:
             return
         error: BaseException | None = None
         try:
-            self._write()
+            with taking_part():
+                self._write()
         except BaseException as problem:
             error = problem
         self.trees = {}

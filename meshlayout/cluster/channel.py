@@ -13,9 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -32,18 +30,11 @@ _SLICE_S = 1.0  # one wait inside the store, and so Ctrl-C
 _SHORT_BYTES = 2**12
 
 
-class Left(Enum):
-    """The type of `LEFT`."""
-
-    LEFT = "has left"
+class LEFT:
+    """What `exchange` returns, as it is, for a process that has left."""
 
 
-# What `exchange` returns for a process that has left.
-LEFT: Final = Left.LEFT
-
-
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """What a process sends that has failed."""
 
     text: str
@@ -111,7 +102,7 @@ class Channel:
         here, what = _jax.process_index(), what or self._what
         if self.processes == [here]:
             return {here: value}
-        watch.steps_of(()).count += 1
+        watch.counts.meetings += 1
         turn, self._turn = self._turn, self._turn + 1
         is_short = self._send(turn, value) < _SHORT_BYTES
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -194,9 +185,9 @@ class Channel:
         """
         if len(self.processes) == 1:
             return ""
-        gone = [text for text in map(watch.ended, self.processes) if text]
         come = self._come(self._turn).values()
-        return next((x.text for x in come if isinstance(x, _Problem)), "".join(gone))
+        texts = [x.text for x in come if isinstance(x, _Problem)]
+        return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
     def leave(self, turn: str) -> None:
         """Releases processes that wait for this one in an exchange."""
@@ -217,7 +208,7 @@ class Channel:
         waited_s = time.monotonic() - start_s
         while True:
             is_late = waited_s < self._warn_after_s
-            end = watch.ended(process)  # before the last look
+            end = watch.end_of(process)  # before the last look
             slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
             try:
                 return pickle.loads(get(self._key(turn, process), int(1000 * slice_s)))

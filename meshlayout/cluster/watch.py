@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import faulthandler
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -27,9 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -39,16 +36,13 @@ import jax
 from meshlayout import _jax
 
 
-_log = logging.getLogger(__name__)
-
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
 _NAMES = "meshlayout/names/"  # apart, as everybody reads all of `_ROOT` all the time
 _PAUSE_S = 0.5
-_PAUSE_PER_PROCESS_S = 1 / 500  # process 0 answers all of them
+_NO_DEVICES = -1  # instead of a number of steps
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
-_WARN_AFTER_S = 10.0
 
 # What JAX says, in exceptions of several classes, because another process is gone; and
 # what `Channel.failure` says.
@@ -67,6 +61,41 @@ class PeerError(Exception):
         self.process = process
 
 
+class Counts:
+    """What this process has begun.
+
+    A process that has begun more steps than another one had when its program ended
+    waits for that one. Whoever waits in a meeting knows for whom.
+
+    Attributes:
+        steps: Calls of steps that all processes take part in, by the main thread.
+        others: What else all take part in: see `taking_part`.
+        meetings: Exchanges of some processes.
+    """
+
+    __slots__ = ("meetings", "others", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.others = self.meetings = 0
+
+
+counts = Counts()
+_counting = threading.Lock()
+
+
+@contextlib.contextmanager
+def taking_part() -> Iterator[None]:
+    """Counts what is inside as something that all processes must take part in."""
+    with _counting:
+        counts.others += 1
+    try:
+        yield
+    except SystemExit:  # it ends the program instead
+        with _counting:
+            counts.others -= 1
+        raise
+
+
 class _Failure(NamedTuple):
     """Which process failed, how, and the exit status of those that end for it."""
 
@@ -75,54 +104,20 @@ class _Failure(NamedTuple):
     status: int = 1
 
 
-class _End(NamedTuple):
-    """What a process writes when its program ends: its steps, by processes."""
-
-    steps: dict[str, int]
-    has_devices: bool
-    note: str
-
-
-@dataclass
-class Steps:
-    """How many steps of the same processes this one has begun."""
-
-    count: int = 0
-
-
-_steps: defaultdict[tuple[int, ...], Steps] = defaultdict(Steps)
-
-
-def steps_of(processes: Iterable[int]) -> Steps:
-    """Returns the count of the steps in which these processes take part together.
-
-    One who begins such a step adds 1. Meetings are in that of no processes: whoever
-    waits in one knows for whom.
-    """
-    return _steps[tuple(sorted({*processes}))]
-
-
-@contextlib.contextmanager
-def taking_part() -> Iterator[None]:
-    """Counts what is inside as a step of all processes."""
-    steps = steps_of(range(_jax.process_count()))
-    steps.count += 1
-    try:
-        yield
-    except SystemExit:  # it ends the program instead
-        steps.count -= 1
-        raise
-
-
 def start(heartbeat_s: float, step_timeout_s: float | None) -> None:
-    """Starts the watch, after `jax.distributed.initialize`."""
+    """Starts the watch, after `jax.distributed.initialize`.
+
+    Args:
+        heartbeat_s: After how long without a heartbeat a process is lost.
+        step_timeout_s: After how long without a step or a meeting a run is stuck.
+    """
     global _watch
-    _watch = Watch(heartbeat_s, step_timeout_s)
+    _watch = _Watch(heartbeat_s, step_timeout_s)
 
 
-def ended(process: int) -> str | None:
-    """Returns a sentence if the program of a process has ended; else None."""
-    return None if _watch is None else _watch.end_of(process)
+def end_of(process: int) -> str:
+    """Returns that the program of a process has ended; empty if it has not."""
+    return "" if _watch is None else _watch.end_of(process)
 
 
 def delay_abort() -> None:
@@ -136,22 +131,17 @@ def delay_abort() -> None:
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-class Watch:
-    """The watch that one process keeps over all.
-
-    Args:
-        heartbeat_s: After how long without a heartbeat a process is lost.
-        step_timeout_s: After how long without a step or a meeting a run is stuck.
-    """
+class _Watch:
+    """The watch that one process keeps over all; arguments as for `start`."""
 
     def __init__(self, heartbeat_s: float, step_timeout_s: float | None) -> None:
         state = _jax.coordination_state()
         self._client, self._index = state.client, state.process_id
         self._size, self._pid = state.num_processes, os.getpid()
-        self._pause_s = max(_PAUSE_S, _PAUSE_PER_PROCESS_S * self._size)
+        self._pause_s = max(_PAUSE_S, self._size / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
-        self._counts, self._moved_s = dict[int, int](), time.monotonic()
-        self._ended, self._live = dict[int, _End](), {*range(self._size)}
+        self._moves, self._moved_s = dict[int, int](), time.monotonic()
+        self._ended, self._live = dict[int, int](), {*range(self._size)}
         self._failure: _Failure | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
@@ -169,24 +159,27 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def end_of(self, process: int) -> str | None:
-        """Returns a sentence if the program of a process has ended; else None."""
-        end = self._ended.get(process)
-        note = f", after {end.note}" if end is not None and end.note else ""
-        name = None if end is None else self._name_of(process)
-        return name and f"{name} has ended its program{note}"
+    def end_of(self, process: int) -> str:
+        has_ended = process in self._ended
+        return f"{self._name_of(process)} has ended its program" if has_ended else ""
 
     def leave(self) -> None:
         """Ends `jax.distributed` here; process 0 first waits for all others."""
         global _watch
         if os.getpid() != self._pid:  # forked from this process
             return
+        error = sys.exception()  # in `finally: ml.shutdown()`, it is on its way
+        if isinstance(error, Exception) and self._failure is None:
+            self._failure = self._post(self._failure_of(error))
         if self._failure is None:
-            self._say_ended()
+            self._note_devices()
+            # Without its devices, no other process can start its own.
+            steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
+            self._set(f"ended/{self._index}", steps)
             try:
                 self._wait_for_others()
-            except KeyboardInterrupt:
-                self._end(self._post(self._interrupt()))
+            except KeyboardInterrupt as interrupt:
+                self._end(self._post(self._failure_of(interrupt)))
         if self._failure is not None:
             self._let_others_read()
         _jax.coordination_state().shutdown = self._shutdown
@@ -202,24 +195,12 @@ class Watch:
     def _note_devices(self) -> None:
         self._has_devices |= _jax.has_backend()
 
-    def _say_ended(self) -> None:
-        self._note_devices()
-        error = sys.exception()  # as in `finally: ml.shutdown()`
-        steps = {_key(group): steps.count for group, steps in list(_steps.items())}
-        end = _End(steps, self._has_devices, "" if error is None else _summary(error))
-        self._set(f"ended/{self._index}", json.dumps(end))
-
     def _wait_for_others(self) -> None:
         """Waits, on process 0, until all others have ended and left its store."""
         others = {*range(1, self._size)} if self._index == 0 else set[int]()
-        warning_s = time.monotonic() + _WARN_AFTER_S
         # One that leaves without "ended" is found by `_read`, which ends this.
         while self._failure is None and others - {*self._ended}:
             time.sleep(_PAUSE_S / 5)
-            if time.monotonic() > warning_s:
-                warning_s = float("inf")
-                late = ", ".join(map(str, sorted(others - {*self._ended})))
-                _log.warning("process 0 has ended, and waits for the end of %s.", late)
         deadline_s = time.monotonic() + self._heartbeat_s
         while others & self._live and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S / 5)
@@ -242,7 +223,8 @@ class Watch:
     def _failure_of(self, error: BaseException) -> _Failure:
         """Returns the failure that an exception means, perhaps of another process."""
         if isinstance(error, KeyboardInterrupt):
-            return self._interrupt()
+            text = f"{self._name} was interrupted (Ctrl-C)."
+            return _Failure(self._index, text, 128 + signal.SIGINT)
         chain, cause = [error], error.__cause__ or error.__context__
         while cause is not None:
             chain.append(cause)
@@ -260,10 +242,6 @@ class Watch:
                 text = f"{self.end_of(process)}, and {self._name} needs it: {error}"
                 return _Failure(process, text)
         return _Failure(self._index, f"{self._name} failed: {_summary(error)}")
-
-    def _interrupt(self) -> _Failure:
-        text = f"{self._name} was interrupted (Ctrl-C)."
-        return _Failure(self._index, text, 128 + signal.SIGINT)
 
     # The threads.
 
@@ -304,13 +282,13 @@ class Watch:
             self._end(self._failure or _Failure(0, text))
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
-        counts: dict[int, int] = {}
+        moves: dict[int, int] = {}
         for key, text in entries.items():
             kind, _, process = key.partition("/")
-            if kind == "count":
-                counts[int(process)] = int(text)
+            if kind == "moves":
+                moves[int(process)] = int(text)
             elif kind == "ended":
-                self._ended[int(process)] = _End(*json.loads(text))
+                self._ended[int(process)] = int(text)
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
@@ -323,36 +301,27 @@ class Watch:
         for process in sorted({*range(self._size)} - live - {*self._ended}):
             text = f"{self._name_of(process)} is lost: it was killed, stopped or cut "
             self._end(self._post(_Failure(process, f"{text}off, or left by os._exit.")))
-        if self._index not in self._ended:
-            self._judge_ends()
+        own = counts.steps + counts.others
+        for process, steps in self._ended.items():
+            is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
+            is_ahead = own > max(steps, 0)
+            if (is_ahead or is_starting) and self._index not in self._ended:
+                where = f"in step or save {own}" if is_ahead else "starting devices"
+                text = f"{self.end_of(process)}, and {self._name} is {where}, which "
+                self._end(self._post(_Failure(process, f"{text}needs it.")))
         if self._step_timeout_s is not None:
-            self._judge_counts(counts, self._step_timeout_s)
+            self._judge_moves(moves, self._step_timeout_s)
 
-    def _judge_ends(self) -> None:
-        """Ends this process if it is in a step with one whose program has ended."""
-        for process, end in self._ended.items():
-            why = ""
-            for group, steps in list(_steps.items()):
-                theirs = end.steps.get(_key(group), 0)
-                if process in group and steps.count > theirs:
-                    why = f"is in step {steps.count}, which needs it"
-            # Without its devices, no other process can start its own.
-            if not end.has_devices and _jax.is_starting_devices():
-                why = "starts its devices, which needs it"
-            if why:
-                text = f"{self.end_of(process)}, and {self._name} {why}."
-                self._end(self._post(_Failure(process, text)))
-
-    def _judge_counts(self, counts: dict[int, int], limit_s: float) -> None:
+    def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
         """Ends all if none has begun a step or a meeting for too long."""
-        own = sum(steps.count for steps in list(_steps.values()))
-        self._set(f"count/{self._index}", own)
-        if counts != self._counts or self._ended:
-            self._counts, self._moved_s = counts, time.monotonic()
+        own = counts.steps + counts.others + counts.meetings
+        self._set(f"moves/{self._index}", own)
+        if moves != self._moves or self._ended:
+            self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
-            last, most = min(counts, key=counts.__getitem__), max(counts.values())
-            where = f"{self._name_of(last)} is behind, in number {counts[last]} of "
-            if counts[last] == most:
+            last, most = min(moves, key=moves.__getitem__), max(moves.values())
+            where = f"{self._name_of(last)} is behind, in number {moves[last]} of "
+            if moves[last] == most:
                 where = "no process is behind another, all are in number "
             text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
             self._end(self._post(_Failure(last, f"{text}{where}{most}.")))
@@ -409,11 +378,7 @@ class Watch:
         os._exit(failure.status)
 
 
-_watch: Watch | None = None
-
-
-def _key(processes: tuple[int, ...]) -> str:
-    return ",".join(map(str, processes))
+_watch: _Watch | None = None
 
 
 def _summary(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from jax.core import Tracer
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
 from meshlayout.cluster.programs import NewProgram, ProgramFacts
+from meshlayout.cluster.watch import counts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.call_errors import (
@@ -251,7 +252,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise Retrace
             if program.is_spread and may_be_donated_twice(state, rest, is_new=is_again):
                 check_memory(self._name, self._names, args, kwargs)
-            program.steps.count += 1
+            counts.steps += program.is_shared
             has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
@@ -262,7 +263,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise
             # Nothing has run: find out whether this call needs another program.
             if has_begun and program is not None:
-                program.steps.count -= 1
+                counts.steps -= program.is_shared
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed
             result = self._run_traced(program, static, args, kwargs)
@@ -348,7 +349,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             state = program.flattened(args[0])
             # Only now: while it waits for the others' program, it is behind those that
             # are in this call without a new one.
-            program.steps.count += 1
+            counts.steps += program.is_shared
             return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)

@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
-from meshlayout.cluster.watch import Steps, steps_of
 from meshlayout.errors import StepError, did_you_mean
 from meshlayout.state import TrainState
 from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
@@ -332,7 +331,7 @@ class JittedStep:
         is_spread: Whether it runs on several devices. JAX may end the process there
             for memory that is donated twice or was used up, so arguments are checked.
         is_bounded: Whether these are CPU devices, which bound what is in flight.
-        steps: The count of the steps of its processes.
+        is_shared: Whether it runs on devices of all processes, so all must call it.
         checked: Layouts known to be on the program's devices.
         compared: Calls whose program was compared with those of other processes.
     """
@@ -344,7 +343,7 @@ class JittedStep:
     is_loose: bool
     is_spread: bool
     is_bounded: bool
-    steps: Steps
+    is_shared: bool
     checked: set[Any] = field(default_factory=set)
     compared: set[Any] = field(default_factory=set)
 
@@ -370,6 +369,7 @@ class JittedStep:
         seen: list[CallSignature] = []
         noting = functools.partial(step, seen)
         devices = signature.devices
+        processes = {device.process_index for device in devices}
         jitted: Any = _jit(noting, name, signature)
         program = cls(
             signature,
@@ -379,7 +379,7 @@ class JittedStep:
             is_loose=None in signature.rest_layouts,
             is_spread=len(devices) > 1,
             is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
-            steps=steps_of(device.process_index for device in devices),
+            is_shared=len(processes) == jax.process_count(),
         )
         if not program.is_spread or _jax.is_tracing():
             return program

@@ -21,6 +21,7 @@ from meshlayout._batches import (
     num_examples,
     without_nan_padding,
 )
+from meshlayout.cluster.watch import counts
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.collection import set_flat
@@ -341,7 +342,7 @@ def repeat_of(
     indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
     jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
-    is_elsewhere, steps = jitted_step.is_elsewhere, jitted_step.steps
+    is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
     marked, waiting = _batches.marked_weights, reports.waiting
     empty = start.leaves
     create, set_attribute = object.__new__, object.__setattr__
@@ -385,7 +386,7 @@ def repeat_of(
             return None
         if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
-        steps.count += 1
+        counts.steps += is_shared
         try:
             result = jitted((), arrays, ((batch, sums), nothing))
         except Exception as error:
@@ -397,7 +398,7 @@ def repeat_of(
             may_have_run = is_spread or (is_runtime and not was_used_up)
             if may_have_run and any(x.is_deleted() for x in arrays):
                 raise
-            steps.count -= 1
+            counts.steps -= is_shared
             return None  # nothing has run; the call that follows counts, and says why
         if flat is not None:
             flat[2] = False
