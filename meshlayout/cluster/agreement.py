@@ -5,8 +5,7 @@ They go through a channel and not through a collective: JAX's own helpers
 in another order, they hang or return another call's values. Here every message says
 which call it is for.
 
-Calls are paired by their order, which only a single thread has. That is the main
-thread; in others, a call has a name, and calls of one name are paired.
+Calls are paired by their order, which only a single thread has: the main thread.
 """
 
 import hashlib
@@ -49,10 +48,10 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
     Example:
         >>> barrier("the vocabulary is written")
     """
-    _exchange("barrier", name, lambda: None, timeout_s)
+    _exchange(f"barrier {name!r}", lambda: None, timeout_s)
 
 
-def broadcast(tree: T, *, name: str | None = None, timeout_s: float = 600.0) -> T:
+def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of process 0 on all processes.
 
     Use this for what only one process can know, such as a run's name, a random seed or
@@ -63,8 +62,6 @@ def broadcast(tree: T, *, name: str | None = None, timeout_s: float = 600.0) -> 
         tree: Arrays, numbers and text, or a pytree of those. The other processes give a
             tree of the same paths, shapes and dtypes, whose values do not matter, or
             None.
-        name: A name for the call, the same on all processes; needed only in a thread
-            other than the main one.
         timeout_s: How long to wait for the others, in seconds.
 
     Returns:
@@ -77,18 +74,11 @@ def broadcast(tree: T, *, name: str | None = None, timeout_s: float = 600.0) -> 
         >>> broadcast({"name": "run-3", "seed": 7})
         {'name': 'run-3', 'seed': 7}
     """
-
-    def value() -> Any:
-        hosts = jax.tree.map(lambda leaf: _on_host(leaf, "broadcast"), tree)
-        types = None if tree is None else facts(hosts, _type_text)
-        return types, hosts if startup.is_main() else None
-
-    values = _exchange("broadcast", name, value, timeout_s)
-    _check_same({p: types for p, (types, _) in values.items() if types}, "broadcast")
-    return values[0][1]
+    hosts = _gathered("broadcast", tree, timeout_s, is_sender=startup.is_main())
+    return hosts[0]
 
 
-def all_gather(tree: T, *, name: str | None = None, timeout_s: float = 600.0) -> T:
+def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of all processes, stacked in a first dim, on all of them.
 
     Use this for figures that each process has for itself, such as its number of rows or
@@ -97,8 +87,7 @@ def all_gather(tree: T, *, name: str | None = None, timeout_s: float = 600.0) ->
     Args:
         tree: Arrays, numbers and text, or a pytree of those, of the same paths, shapes
             and dtypes on all processes.
-        name: As for `broadcast`.
-        timeout_s: As for `broadcast`.
+        timeout_s: How long to wait for the others, in seconds.
 
     Returns:
         The tree with NumPy arrays, whose index in the first dim is the process; text
@@ -111,14 +100,7 @@ def all_gather(tree: T, *, name: str | None = None, timeout_s: float = 600.0) ->
         >>> all_gather({"host": "a", "rows": 12})
         {'host': array(['a'], dtype=object), 'rows': array([12])}
     """
-
-    def value() -> Any:
-        hosts = jax.tree.map(lambda leaf: _on_host(leaf, "all_gather"), tree)
-        return facts(hosts, _type_text), hosts
-
-    values = _exchange("all_gather", name, value, timeout_s)
-    _check_same({p: types for p, (types, _) in values.items()}, "all_gather")
-    return jax.tree.map(_stacked, *(hosts for _, hosts in values.values()))
+    return jax.tree.map(_stacked, *_gathered("all_gather", tree, timeout_s))
 
 
 def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
@@ -144,10 +126,10 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """
 
     def texts() -> dict[str, str]:
-        return facts(value, lambda leaf: value_text(_on_host(leaf, what)))
+        return _texts(value, lambda leaf: value_text(_on_host(leaf, what)))
 
-    values = _exchange("assert_same", what, texts, timeout_s)
-    if text := difference(values):
+    text = difference(_exchange(f"assert_same {what!r}", texts, timeout_s))
+    if text:
         msg = f"{what} must be the same on all processes: {text}."
         raise ClusterError(msg)
 
@@ -180,63 +162,68 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
     return "; ".join(texts)
 
 
-def _exchange(
-    call: str, name: str | None, value: Callable[[], Any], timeout_s: float
-) -> dict[int, Any]:
+def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int, Any]:
     """Returns the values of all processes that make a call.
 
     Args:
-        call: The function.
-        name: The name that was given to the call.
+        call: The function, with what was given to it as a name.
         value: Returns this process's value. If it raises, all processes do.
         timeout_s: As the user gave it.
     """
     timeout_s = _checks.number(
         "timeout_s", timeout_s, above=0, where=call, error=ClusterError
     )
-    if not (name is None or (isinstance(name, str) and name)):
-        msg = f"{call}: the name must be a text, got {_checks.shown(name)}."
-        raise ClusterError(msg)
     if startup.process_count() == 1:
         return {startup.process_index(): value()}
+    problem = ""
     if _jax.coordination_client() is None:
-        msg = f"{call}: there are {startup.process_count()} processes, which cannot "
-        raise ClusterError(f"{msg}exchange messages. Call ml.initialize() first.")
-    text = call if name is None else f"{call} {name!r}"
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main and name is None:
-        msg = f"{call} was called in the thread {threading.current_thread().name!r}, "
-        msg += "and calls are paired by their order, which threads do not have. Give "
-        raise ClusterError(f"{msg}it a name: {call}(..., name='...').")
-    channel = shared_channel(
-        f"cluster/{'' if is_main else text}", what=text, hint=_HINT
-    )
-    with channel.lock, channel.failure_told():
-        message = text, value()
-        messages = channel.exchange(message, what=text, timeout_s=timeout_s)
-        calls = {p: {"the call": call} for p, (call, _) in messages.items()}
-        if text := difference(calls):
-            raise ClusterError(f"processes are at different calls: {text}. {_HINT}")
+        problem = "the processes cannot exchange messages: call ml.initialize() first"
+    elif threading.current_thread() is not threading.main_thread():
+        problem = "call it in the main thread, as threads have no common order"
+    if problem:
+        msg = f"{call}: {problem}."
+        raise ClusterError(msg)
+    channel = shared_channel("cluster", what="a call of ml.cluster", hint=_HINT)
+    with channel.failure_told():
+        message = call, value()
+    messages = channel.exchange(message, what=call, timeout_s=timeout_s)
+    calls = difference({p: {"the call": name} for p, (name, _) in messages.items()})
+    if calls:
+        msg = f"processes are at different calls: {calls}. {_HINT}"
+        raise ClusterError(msg)
     return {process: value for process, (_, value) in messages.items()}
 
 
-def facts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
+def _gathered(
+    call: str, tree: T, timeout_s: float, *, is_sender: bool = True
+) -> list[T]:
+    """Returns the trees of all senders, which must be alike."""
+
+    def value() -> Any:
+        hosts = jax.tree.map(lambda leaf: _on_host(leaf, call), tree)
+        types = None if tree is None else _texts(hosts, _type_text)
+        return types, hosts if is_sender else None
+
+    values = _exchange(call, value, timeout_s)
+    text = difference({p: types for p, (types, _) in values.items() if types})
+    if text:
+        msg = f"{call}: the trees differ between processes: {text}."
+        raise ClusterError(msg)
+    return [hosts for _, hosts in values.values()]
+
+
+def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
     """Returns a text for each leaf of a tree by its path, and the tree's structure."""
     leaves, treedef = jax.tree.flatten(tree)
     texts: dict[str, str] = {}
-    for index, (path, leaf) in enumerate(zip(_paths.leaf_names(tree), leaves)):
+    paths = _paths.leaf_names(tree)
+    for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         name = repr(path) if path else "the value"
         # Two leaves may have the same path: {"a/b": 1, "a": {"b": 2}}.
         texts[f"{name} (leaf {index})" if name in texts else name] = text(leaf)
     # Nodes of other libraries may show where they are in memory.
     structure = _shortened(re.sub(r" at 0x[0-9a-f]+", "", str(treedef)))
     return {**texts, "the structure": structure}
-
-
-def _check_same(types: Mapping[int, Mapping[str, str]], call: str) -> None:
-    if text := difference(types):
-        msg = f"{call}: the trees differ between processes: {text}."
-        raise ClusterError(msg)
 
 
 def _on_host(leaf: Leaf, where: str) -> Any:

@@ -132,21 +132,17 @@ class Channel:
             _jax.coordination_client().key_value_delete(self._key(turn - 1, here))
         return {process: come[process] for process in self.processes}
 
-    def from_first(self, value: T) -> T:
-        """Returns the value of the first process; all processes must call this."""
-        return self.exchange(value)[self.processes[0]]
-
     def on_first(self, work: Callable[[], T]) -> T:
         """Calls a function on the first process, and returns its result on all.
 
         Raises:
             MeshLayoutError: What `work` raises; as `error` on the other processes.
         """
-        if _jax.process_index() != self.processes[0]:
-            return self.exchange(None)[self.processes[0]]
-        with self.failure_told():
-            result = work()
-        return self.from_first(result)
+        first, result = self.processes[0], None
+        if _jax.process_index() == first:
+            with self.failure_told():
+                result = work()
+        return self.exchange(result)[first]
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
@@ -183,14 +179,12 @@ class Channel:
 
         For a process that waits for the others in another way.
         """
-        if len(self.processes) == 1:
-            return ""
-        come = self._come(self._turn).values()
+        come = self._come(self._turn).values() if len(self.processes) > 1 else ()
         texts = [x.text for x in come if isinstance(x, _Problem)]
         return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
     def leave(self, turn: str) -> None:
-        """Releases processes that wait for this one in an exchange."""
+        """Releases processes that wait for this one in an exchange, by its number."""
         self._send(int(turn), LEFT)
 
     def _send(self, turn: int, value: Any) -> int:
@@ -205,28 +199,26 @@ class Channel:
     ) -> Any:
         """Returns the value of a process; raises TimeoutError if it does not come."""
         get = _jax.coordination_client().blocking_key_value_get_bytes
+        here, key = _jax.process_index(), self._key(turn, process)
         waited_s = time.monotonic() - start_s
         while True:
-            is_late = waited_s < self._warn_after_s
+            is_early = waited_s < self._warn_after_s
             end = watch.end_of(process)  # before the last look
             slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
             try:
-                return pickle.loads(get(self._key(turn, process), int(1000 * slice_s)))
+                return pickle.loads(get(key, int(1000 * slice_s)))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            here, waited_s = _jax.process_index(), time.monotonic() - start_s
+            waited_s = time.monotonic() - start_s
             if end:
                 text = f"{end}, and process {here} waits for it in {what}. {self._hint}"
                 raise self._error(text.strip()) from watch.PeerError(process)
             if waited_s >= limit_s:
                 raise TimeoutError
-            if is_late and waited_s >= self._warn_after_s:
-                _log.warning(
-                    "process %d has waited %.0f s for process %d to come to %s, and "
-                    "waits up to %.0f s. %s",
-                    *(here, waited_s, process, what, limit_s, self._hint),
-                )
+            if is_early and waited_s >= self._warn_after_s:
+                text = "process %d has waited %.0f s for process %d in %s."
+                _log.warning(text, here, waited_s, process, what)
 
     def _come(self, turn: int) -> dict[int, Any]:
         """Returns the values that have come, by process."""
@@ -234,9 +226,8 @@ class Channel:
         entries = client.key_value_dir_get_bytes(directory)
         return {int(k.rpartition("/")[2]): pickle.loads(value) for k, value in entries}
 
-    def _key(self, turn: int, process: int | None = None) -> str:
-        directory = f"meshlayout/{self._name}/{turn}/"
-        return directory if process is None else f"{directory}{process}"
+    def _key(self, turn: int, process: int | str = "") -> str:
+        return f"meshlayout/{self._name}/{turn}/{process}"
 
 
 # The channels that `shared_channel` has opened, with the service's client of their run.

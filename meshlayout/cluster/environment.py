@@ -5,16 +5,16 @@ them is a leftover, and only the user knows which. Where another launcher has st
 several processes that nothing here finds, each would run alone: that is an error, too.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from meshlayout import _checks
 from meshlayout.errors import ClusterError
 
 
-ADDRESS, COUNT, INDEX = "coordinator_address", "num_processes", "process_id"
+ADDRESS, COUNT, INDEX = _FACTS = ("coordinator_address", "num_processes", "process_id")
 BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
 
 # JAX's detection. It takes an address, a number and an index, each None if not known,
@@ -23,6 +23,9 @@ BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
 Detect: TypeAlias = Callable[
     [str | None, int | None, int | None], tuple[Any, ...] | None
 ]
+
+# What one source says, by the argument of `initialize`: a value, and the source.
+_Found: TypeAlias = dict[str, tuple[Any, str]]
 
 # Numbers of processes, in variables of launchers that JAX does not (always) detect.
 _OTHER_COUNTS = (
@@ -34,9 +37,13 @@ _ALL_THREE = (
     "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or "
     "the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
 )
+_TF_CONFIG = (
+    '{"cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Settings:
     """The processes of a program, and which one this is.
 
@@ -56,7 +63,7 @@ class Settings:
     process_index: int = 0
     bind_address: str = ""
     local_device_ids: tuple[int, ...] | None = None
-    source: str = dataclasses.field(default="", compare=False)
+    source: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         text = f"process {self.process_index} of {self.num_processes}, coordinator "
@@ -81,50 +88,52 @@ def find_settings(
         ClusterError: If a value is malformed or missing, or if sources contradict each
             other.
     """
-    given = {k: v for k, v in arguments.items() if v is not None}
-    found = {name: (_checked(name, value, name), name) for name, value in given.items()}
-    named = _from_names((BIND, DEVICES), environment)
+    given = {name: (x, name) for name, x in arguments.items() if x is not None}
+    found = {name: (_checked(name, *pair), pair[1]) for name, pair in given.items()}
     if not _is_complete(found):
-        sources = [
-            _from_names((ADDRESS, COUNT, INDEX), environment),
-            _from_tf_config(environment.get("TF_CONFIG", "")),
-        ]
-        _check_agreement(sources)
-        found = {**sources[1], **sources[0], **found}
-        if not _is_complete(found) and _may_be_a_cluster(environment):
-            detected = _detected(detect, found.get(ADDRESS, (None,))[0])
-            _check_agreement([detected, {**found}])
-            found = {**detected, **found}
-    found = {**named, **found}
+        variables = _from_jax(_FACTS, environment)
+        config = _from_tf_config(environment.get("TF_CONFIG", "").strip())
+        found = {**_agreed(config, variables), **found}
+    if not _is_complete(found) and _may_be_a_cluster(environment):
+        found = _agreed(_detected(detect, found), found)
+    found = {**_from_jax((BIND, DEVICES), environment), **found}
     values = {name: value for name, (value, _) in found.items()}
-    count, index = values.get(COUNT), values.get(INDEX, 0)
-    if count and index >= count:
-        msg = f"initialize: {_text(found, INDEX)} does not fit {_text(found, COUNT)}: "
-        raise ClusterError(f"{msg}the index must be less than the number of processes.")
-    known = [name for name in (ADDRESS, COUNT, INDEX) if name in found]
-    if not known:
+    texts = [_text(found, name) for name in _FACTS if name in found]
+    if not texts:
         _check_not_one_of_several(environment)
-    if known and count != 1 and len(known) < 3:
-        got = " and ".join(_text(found, name) for name in known)
-        raise ClusterError(f"initialize: got {got}, which is not all. {_ALL_THREE}")
+    count, index = values.get(COUNT, 0 if texts else 1), values.get(INDEX, 0)
+    if count and index >= count:
+        msg = f"initialize: {' and '.join(texts)}: an index must be below the number."
+        raise ClusterError(msg)
+    if count != 1 and len(texts) < 3:
+        msg = f"initialize: got {' and '.join(texts)}, which is not all. {_ALL_THREE}"
+        raise ClusterError(msg)
     source = ", ".join(dict.fromkeys(source for _, source in found.values()))
-    if count in (None, 1):  # where process 0 listens does not matter
-        return Settings(local_device_ids=values.get(DEVICES), source=source)
-    bind_address = values.get(BIND, values[ADDRESS])
     devices = values.get(DEVICES)
-    return Settings(values[ADDRESS], count, index, bind_address, devices, source)
-
-
-# A source: the values it has, and what it is called, by the argument of `initialize`.
-_Found: TypeAlias = dict[str, tuple[Any, str]]
+    if count == 1:  # where process 0 listens does not matter
+        return Settings(local_device_ids=devices, source=source)
+    bind = values.get(BIND, values[ADDRESS])
+    return Settings(values[ADDRESS], count, index, bind, devices, source)
 
 
 def _is_complete(found: _Found) -> bool:
-    return found.keys() >= {ADDRESS, COUNT, INDEX} or found.get(COUNT, (0,))[0] == 1
+    return found.keys() >= {*_FACTS} or found.get(COUNT, (0,))[0] == 1
 
 
 def _text(found: _Found, name: str) -> str:
-    return f"{name}={found[name][0]!r} (from {found[name][1]})"
+    value, source = found[name]
+    return f"{name}={value!r} (from {source})"
+
+
+def _agreed(first: _Found, second: _Found) -> _Found:
+    """Returns what two sources say, who may not contradict each other."""
+    for name in first.keys() & second.keys() & {*_FACTS}:
+        if first[name][0] != second[name][0]:
+            msg = f"initialize: {_text(first, name)} and {_text(second, name)} "
+            msg += "contradict each other. Unset the "
+            msg += "variable that was not meant for this program, or give all three of "
+            raise ClusterError(f"{msg}coordinator_address, num_processes, process_id.")
+    return {**first, **second}
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
@@ -152,60 +161,54 @@ def split_address(address: object) -> tuple[str, int] | None:
         (None, None)
     """
     host, _, port = address.rpartition(":") if isinstance(address, str) else [""] * 3
-    is_bare = host[:1] != "[" and ":" not in host and not set(host) & set(" /,")
-    is_host = bool(host) and (is_bare or (host[0] == "[" and host[-1] == "]"))
+    is_host = host[:1] + host[-1:] == "[]" or not set(host) & {*" /,:[]"}
     is_port = port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
-    return (host.strip("[]"), int(port)) if is_host and is_port else None
+    return (host.strip("[]"), int(port)) if host and is_host and is_port else None
 
 
-def _from_names(names: Sequence[str], environment: Mapping[str, str]) -> _Found:
+def _from_jax(names: Sequence[str], environment: Mapping[str, str]) -> _Found:
     """Returns what JAX's own variables say."""
     found: _Found = {}
     for name in names:
         source = f"JAX_{name.upper()}"
         text = environment.get(source, "").strip()
         if text:  # an empty variable is how shells unset one for a command
-            values: list[Any] = text.split(",") if name == DEVICES else [text]
-            if name not in (ADDRESS, BIND):
-                values = [int(x) if x.strip().isdecimal() else x for x in values]
-            value = values if name == DEVICES else values[0]
+            value: Any = text
+            if name in (COUNT, INDEX):
+                value = int(text) if text.isdecimal() and len(text) < 10 else text
+            elif name == DEVICES:
+                parts = [part.strip() for part in text.split(",")]
+                value = [int(x) if x.isdecimal() else x for x in parts]
             found[name] = (_checked(name, value, source), source)
     return found
 
 
 def _from_tf_config(text: str) -> _Found:
     """Returns what TF_CONFIG says: the chief is process 0, then come the workers."""
-    if not text.strip():
-        return {}
     try:
-        config = json.loads(text)
+        config = json.loads(text or "{}")
         jobs, task = config.get("cluster") or {}, config.get("task") or {}
-        chiefs, workers = list(jobs.get("chief", [])), list(jobs.get("worker", []))
-        addresses = [*chiefs, *workers]
-        if task.get("type") in ("ps", "evaluator") or jobs.get("ps"):
-            msg = "all processes train and hold parameters: start chief and workers"
-            raise ValueError(f"{msg} only")
+        if task.get("type") in ("ps", "evaluator") or "ps" in jobs:
+            msg = (
+                "all processes train and hold parameters, so that a task of type 'ps' "
+            )
+            raise ValueError(f"{msg}or 'evaluator' has no place here")
+        addresses = [*jobs.get("chief", []), *jobs.get("worker", [])]
         if len(addresses) < 2:
             return {}  # as platforms set it on a single machine
-        kind, index = task["type"], int(task["index"])
-        own = {"chief": chiefs, "worker": workers}[kind][index]
-        if index < 0 or len({*addresses}) < len(addresses):
-            msg = "an address is there twice, or the index is negative"
+        index = range(len(jobs[task["type"]]))[int(task["index"])]
+        own = jobs[task["type"]][index]
+        if len({*addresses}) < len(addresses) or None in map(split_address, addresses):
+            msg = f"the addresses must be different hosts with ports, got {addresses}"
             raise ValueError(msg)
-        values = {
-            ADDRESS: _checked(ADDRESS, addresses[0], "its first address"),
-            COUNT: len(addresses),
-            INDEX: addresses.index(own),
-        }
+        values = (addresses[0], len(addresses), addresses.index(own))
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        example = {
-            "cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]},
-            "task": {"type": "worker", "index": 0},
-        }
-        msg = f"initialize: TF_CONFIG={text[:2000]!r} cannot be followed "
-        msg += f"({type(error).__name__}: {error}). Right for the first of two "
-        raise ClusterError(f"{msg}processes is {json.dumps(example)!r}.") from None
-    return {name: (value, "TF_CONFIG") for name, value in values.items()}
+        msg = (
+            f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}. "
+        )
+        msg += f"Right for the first of two processes is {_TF_CONFIG!r}."
+        raise ClusterError(msg) from None
+    return {n: (value, "TF_CONFIG") for n, value in zip(_FACTS, values, strict=True)}
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
@@ -226,10 +229,10 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
     return not is_pod or "JOB_COMPLETION_INDEX" in environment
 
 
-def _detected(detect: Detect, address: str | None) -> _Found:
+def _detected(detect: Detect, found: _Found) -> _Found:
     """Returns what JAX's detection says, given the coordinator's address if known."""
     try:
-        detected = detect(address, None, None)
+        detected = detect(found.get(ADDRESS, (None,))[0], None, None)
     except Exception as error:
         msg = "initialize: JAX's detection of the cluster failed with "
         msg += f"{type(error).__name__}: {error}. {_ALL_THREE}"
@@ -237,23 +240,11 @@ def _detected(detect: Detect, address: str | None) -> _Found:
     if detected is None:
         return {}
     scheduler, *values, devices = detected
-    names = (ADDRESS, COUNT, INDEX)
     source = f"JAX's detection of {scheduler}"
-    found = {n: (v, source) for n, v in zip(names, values, strict=True)}
+    facts = {n: (value, source) for n, value in zip(_FACTS, values, strict=True)}
     # GPUs are one per process under SLURM and Open MPI. One process has all of them.
-    if devices is not None and found[COUNT][0] > 1:
-        found[DEVICES] = (tuple(devices), source)
-    return found
-
-
-def _check_agreement(sources: Sequence[_Found]) -> None:
-    """Refuses sources that say different things of the same."""
-    first, second = sources
-    for name in first.keys() & second.keys():
-        if first[name][0] != second[name][0]:
-            msg = f"initialize: {_text(first, name)} and {_text(second, name)} "
-            msg += "contradict each other. Unset the variable that was not meant for "
-            raise ClusterError(f"{msg}this program, or give all three arguments.")
+    has_own = devices is not None and facts[COUNT][0] > 1
+    return {**facts, DEVICES: (tuple(devices), source)} if has_own else facts
 
 
 def _check_not_one_of_several(environment: Mapping[str, str]) -> None:

@@ -31,6 +31,11 @@ _BIND_S = 10.0  # for an earlier run to leave the port
 _WARN_AFTER_S = 10.0
 _PAUSE_S = 0.1
 
+_LOOK = (
+    "Look at the output there, check that all were given the same address and can "
+    "reach it, or wait longer with timeout_s."
+)
+
 
 def meet(settings: Settings, timeout_s: float) -> None:
     """Waits until all processes have come.
@@ -58,37 +63,34 @@ def meet(settings: Settings, timeout_s: float) -> None:
 def _gather(settings: Settings, here: dict[str, Any], timeout_s: float) -> str:
     """Waits for the others as process 0, and answers them; returns the problem."""
     start_s, problem, is_warned = time.monotonic(), "", False
-    guests: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
-    left_s: dict[int, float] = {}
+    hellos, guests = {0: here}, dict[int, socket.socket]()
+    connections, left_s = list[socket.socket](), dict[int, float]()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listener(settings))
-        connections = list[socket.socket]()
-        while not problem and len(guests) < settings.num_processes - 1:
-            for connection, hello in _accepted(listener):
-                connections.append(stack.enter_context(connection))
-                index = hello["process_id"]
-                problem = _contradiction(hello, here, guests.get(index, (None, here)))
-                guests[index] = connection, hello
-            now_s = time.monotonic()
-            for index in [i for i, (guest, _) in guests.items() if _has_left(guest)]:
-                del guests[index]
-                left_s[index] = now_s
-            late = [i for i in range(1, settings.num_processes) if i not in guests]
-            ended = [i for i in late if now_s - left_s.get(i, now_s) > _GONE_S]
-            if not problem and (ended or (late and now_s - start_s > timeout_s)):
-                what = "came, and ended before all did" if ended else "did not come"
-                problem = (
-                    f"{processes_text(ended or late)} {what} (process 0 waited at "
-                    f"{settings.bind_address} for {now_s - start_s:.0f} s). Look at "
-                    "the output there, check that all were given the same address and "
-                    "can reach it, or wait longer with timeout_s."
-                )
-            if late and now_s - start_s > _WARN_AFTER_S and not is_warned:
+        while not problem and len(hellos) < settings.num_processes:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                guest = stack.enter_context(listener.accept()[0])
+                hello = _receive(guest, _HELLO_S)
+                problem = _contradiction(hello, hellos)
+                hellos[hello["process_id"]], guests[hello["process_id"]] = hello, guest
+                connections.append(guest)
+            waited_s = time.monotonic() - start_s
+            for index in [i for i, guest in guests.items() if _has_left(guest)]:
+                del hellos[index], guests[index]
+                left_s[index] = waited_s
+            late = [i for i in range(settings.num_processes) if i not in hellos]
+            gone = [i for i in late if waited_s - left_s.get(i, waited_s) > _GONE_S]
+            if not problem and (gone or (late and waited_s > timeout_s)):
+                what = "came, and ended before all did" if gone else "did not come"
+                problem = f"{processes_text(gone or late)} {what} (process 0 waited "
+                problem += f"{waited_s:.0f} s at {settings.bind_address}). {_LOOK}"
+            elif late and waited_s > _WARN_AFTER_S and not is_warned:
                 is_warned = True
                 _log.warning("process 0 has waited 10 s for %s.", processes_text(late))
         deadline_s = time.monotonic() + (_TOLD_S if problem else 0)
         while time.monotonic() < deadline_s:  # those that come now hear of it, too
-            connections += [stack.enter_context(c) for c, _ in _accepted(listener)]
+            with contextlib.suppress(OSError):
+                connections.append(stack.enter_context(listener.accept()[0]))
         listener.close()  # whoever connects from now on waits for JAX's service
         for connection in connections:
             with contextlib.suppress(OSError):
@@ -96,45 +98,22 @@ def _gather(settings: Settings, here: dict[str, Any], timeout_s: float) -> str:
     return problem
 
 
-def _accepted(
-    listener: socket.socket,
-) -> list[tuple[socket.socket, dict[str, Any]]]:
-    """Returns the process that came, if one did, with what it says of itself."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, EOFError):
-        connection = listener.accept()[0]
-        hello = _receive(connection, _HELLO_S)
-        if {"process_id", "num_processes", "jax", "name"} <= {*hello}:
-            return [(connection, hello)]
-        connection.close()
-    return []
-
-
-def _contradiction(
-    hello: dict[str, Any], here: dict[str, Any], same: tuple[Any, dict[str, Any]]
-) -> str:
-    """Returns how a newcomer contradicts those who came; empty if it does not.
-
-    Args:
-        hello: What it says of itself.
-        here: What process 0 says of itself.
-        same: The process that came before with the same index, or process 0.
-    """
-    index = hello["process_id"]
-    if index == same[1]["process_id"]:
-        names = f"{same[1]['name']}, and {hello['name']}"
+def _contradiction(hello: dict[str, Any], hellos: dict[int, dict[str, Any]]) -> str:
+    """Returns how a newcomer contradicts those who came; empty if it does not."""
+    index, name = hello["process_id"], hello["name"]
+    if index in hellos:
+        names = f"{hellos[index]['name']}, and {name}"
         return f"two processes were given process_id={index}: {names}."
-    for fact, name in (("num_processes", "num_processes"), ("jax", "version of jax")):
-        if hello[fact] != here[fact]:
-            return (
-                f"the {name} is {hello[fact]} on process {index} ({hello['name']}), and "
-                f"{here[fact]} on process 0 ({here['name']}). All need the same."
-            )
+    for fact in ("num_processes", "jax"):
+        if hello[fact] != hellos[0][fact]:
+            text = f"{fact} is {hello[fact]} on process {index} ({name}), and "
+            return f"{text}{hellos[0][fact]} on process 0 ({hellos[0]['name']})."
     return ""
 
 
 def _has_left(guest: socket.socket) -> bool:
     """Returns whether a process has ended: it says nothing more after its hello."""
-    guest.setblocking(False)
+    guest.settimeout(0)
     try:
         guest.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -181,24 +160,19 @@ def _join(settings: Settings, hello: dict[str, Any], timeout_s: float) -> str:
                     # Process 0 may have started later, and waits for as long.
                     answer = _receive(connection, timeout_s + _TOLD_S + _HELLO_S)
                     return str(answer["problem"])
-        except (EOFError, ConnectionResetError):
-            why = "it came, and ended before all did"
-            left_s = min(left_s, time.monotonic())
+        except ConnectionResetError:
+            why, left_s = "it came, and ended before all did", time.monotonic()
         except (OSError, ValueError, LookupError, TypeError) as error:
             # Also at an earlier run, which is about to end.
             why = why if left_s < float("inf") else str(error)
         if time.monotonic() - start_s > _WARN_AFTER_S and not is_warned:
             is_warned = True
             _log.warning(
-                "process %d has waited 10 s for process 0 at %s: %s.",
-                *(settings.process_index, settings.coordinator_address, why),
+                "process %d has waited 10 s for process 0.", settings.process_index
             )
         time.sleep(_PAUSE_S)
-    return (
-        f"process {settings.process_index} waited for process 0, which did not come to "
-        f"{settings.coordinator_address}: {why}. Look at the output of process 0, "
-        "check that it was given the same address, or wait longer with timeout_s."
-    )
+    text = f"process {settings.process_index} waited for process 0, which did not come "
+    return f"{text}to {settings.coordinator_address}: {why}. {_LOOK}"
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -207,10 +181,10 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> Any:
-    """Returns a message; raises EOFError if the other end closed."""
+    """Returns a message; raises ConnectionResetError if the other end closed."""
     connection.settimeout(timeout_s)
     with connection.makefile("rb") as stream:
         line = stream.readline(2**16)
     if not line:
-        raise EOFError
+        raise ConnectionResetError
     return json.loads(line)

@@ -20,8 +20,10 @@ from meshlayout.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
+_DIRECT = "no_grpc_proxy"  # the hosts that gRPC asks no proxy for
+
 # What `initialize` was given, from its call until `shutdown`.
-_running: tuple[Settings, dict[str, float]] | None = None
+_running: Settings | None = None
 
 
 def initialize(
@@ -84,18 +86,21 @@ def initialize(
         "local_device_ids": local_device_ids,
         "coordinator_bind_address": coordinator_bind_address,
     }
-    timeouts = {"timeout_s": timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
-    timeouts |= {} if step_timeout_s is None else {"step_timeout_s": step_timeout_s}
+    timeouts = {
+        "timeout_s": timeout_s,
+        "heartbeat_timeout_s": heartbeat_timeout_s,
+        "step_timeout_s": 1.0 if step_timeout_s is None else step_timeout_s,
+    }
     for name, value in timeouts.items():
         # Sockets and locks take no more than nine billion seconds.
-        timeouts[name] = _checks.number(
+        _checks.number(
             name, value, above=0, at_most=1e9, where="initialize", error=ClusterError
         )
     detect = functools.partial(_jax.detect_cluster, timeout_s=timeout_s)
     settings = find_settings(arguments, os.environ, detect)
     if _running is not None:
-        if settings.source and settings != _running[0]:
-            msg = f"initialize: this program already runs as {_running[0]}, and cannot "
+        if settings.source and settings != _running:
+            msg = f"initialize: this program already runs as {_running}, and cannot "
             raise ClusterError(f"{msg}become {settings}. Call shutdown() before.")
         return
     if settings.num_processes > 1 or settings.local_device_ids is not None:
@@ -106,7 +111,7 @@ def initialize(
         watch.start(heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
         _jax.restrict_devices(settings.local_device_ids)
-    _running = settings, timeouts
+    _running = settings
     _log.info("%s%s.", settings, "" if settings.source else "; no cluster was found")
 
 
@@ -117,7 +122,7 @@ def shutdown() -> None:
     have left. On one process this does nothing.
     """
     global _running
-    if _running is not None and _running[0].num_processes > 1:
+    if _running is not None and _running.num_processes > 1:
         jax.distributed.shutdown()
     _running = None
 
@@ -127,7 +132,7 @@ def process_index() -> int:
 
     After `initialize`, it does not start JAX's devices.
     """
-    return _jax.process_index() if _running is None else _running[0].process_index
+    return _jax.process_index() if _running is None else _running.process_index
 
 
 def process_count() -> int:
@@ -135,7 +140,7 @@ def process_count() -> int:
 
     After `initialize`, it does not start JAX's devices.
     """
-    return _jax.process_count() if _running is None else _running[0].num_processes
+    return _jax.process_count() if _running is None else _running.num_processes
 
 
 def is_main() -> bool:
@@ -169,8 +174,8 @@ def _start(settings: Settings, heartbeat_timeout_s: float) -> None:
     # gRPC would ask a proxy in the environment for process 0, and wait for ever where
     # that cannot reach the cluster's machines. The meeting has just connected directly.
     host = settings.coordinator_address.rpartition(":")[0].strip("[]")
-    others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-    os.environ["no_grpc_proxy"] = f"{others},{host}" if others else host
+    others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
+    os.environ[_DIRECT] = f"{others},{host}" if others else host
     if settings.process_index:
         watch.delay_abort()
     try:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import (
     Any,
@@ -28,7 +28,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.programs import NewProgram, ProgramFacts
+from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.cluster.watch import counts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -344,8 +344,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if program.signature.has_peers:
                 call = CallSignature(self._names, static, args, kwargs)
                 why = self._change(call, program.seen) or "it was called before"
-                with NewProgram(self._name, program.signature.devices, why) as new:
-                    self._compare(new, program, call, args, kwargs)
+                with new_program(self._name, program.signature.devices, why) as compare:
+                    self._compare(compare, program, call, args, kwargs)
             state = program.flattened(args[0])
             # Only now: while it waits for the others' program, it is behind those that
             # are in this call without a new one.
@@ -384,16 +384,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
             arguments = (static, args[0], (args[1:], kwargs))
-            new = None
-            if signature.has_peers:
-                why = self._change(call, before)
-                new = NewProgram(self._name, signature.devices, why)
-            with new or contextlib.nullcontext():
+            why = self._change(call, before) if signature.has_peers else ""
+            with new_program(self._name, signature.devices, why) as compare:
                 program = JittedStep.of(
                     self._traced, self._name, signature, call, arguments
                 )
-                if new is not None:
-                    self._compare(new, program, call, args, kwargs)
+                self._compare(compare, program, call, args, kwargs)
             self._programs[signature] = program
         self.program = program
         return program, args, kwargs
@@ -437,7 +433,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _compare(
         self,
-        new: NewProgram,
+        compare: Callable[[Callable[[], Mapping[str, str]]], None],
         program: JittedStep,
         call: CallSignature,
         args: tuple[Any, ...],
@@ -448,7 +444,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if key in program.compared or _jax.is_tracing():
             return
 
-        def facts() -> ProgramFacts:
+        def facts() -> Mapping[str, str]:
             # JAX keeps what is lowered for the call that follows.
             jitted: Any = program.jitted
             state = program.flattened(args[0])
@@ -460,9 +456,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 if isinstance(value, (bool, int, float, str, NoneType))
             }
             arguments = dict(labelled(self._names, args, kwargs))
-            return ProgramFacts(arguments, lowered.as_text(), static, self.own)
+            return program_facts(arguments, lowered.as_text(), static, self.own)
 
-        new.compare(facts)
+        compare(facts)
         program.compared.add(key)
 
     # Inside the trace.
