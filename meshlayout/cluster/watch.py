@@ -41,6 +41,7 @@ _ROOT = "meshlayout/watch/"
 _NAMES = "meshlayout/names/"  # apart, as everybody reads all of `_ROOT` all the time
 _PAUSE_S = 0.5
 _NO_DEVICES = -1  # instead of a number of steps
+_NOBODY = -1  # instead of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
 
@@ -54,11 +55,7 @@ _ECHO = re.compile(
 
 
 class PeerError(Exception):
-    """The cause of an error for which another process is to blame."""
-
-    def __init__(self, process: int) -> None:
-        super().__init__(f"process {process}")
-        self.process = process
+    """The cause of an error for which another process, its argument, is to blame."""
 
 
 class Counts:
@@ -211,6 +208,8 @@ class _Watch:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
+        if self._ending.locked():  # the message is out, and this follows from it
+            self._ending.acquire()
         self._hook(kind, error, trace)
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
         if is_interactive or os.getpid() != self._pid:
@@ -231,7 +230,7 @@ class _Watch:
             cause = cause.__cause__ or cause.__context__
         for link in chain:
             if isinstance(link, PeerError):
-                return _Failure(link.process, str(error))
+                return _Failure(link.args[0], str(error))
         is_own = isinstance(error, OSError)  # of a socket of the program
         if not is_own and any(_ECHO.search(str(link)) for link in chain):
             # Another process is the cause; if it is lost, `_read` ends this one.
@@ -322,7 +321,10 @@ class _Watch:
             last, most = min(moves, key=moves.__getitem__), max(moves.values())
             where = f"{self._name_of(last)} is behind, in number {moves[last]} of "
             if moves[last] == most:
-                where = "no process is behind another, all are in number "
+                last, where = (
+                    _NOBODY,
+                    "no process is behind another, all are in number ",
+                )
             text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
             self._end(self._post(_Failure(last, f"{text}{where}{most}.")))
 
@@ -363,7 +365,7 @@ class _Watch:
         """Prints the message, and ends this process."""
         self._ending.acquire()  # never released: one thread does it
         path = os.environ.get(_REPORT)
-        if path:
+        if path and failure.process != _NOBODY:
             with contextlib.suppress(OSError), Path(path).open("x") as file:
                 file.write(str(failure.process))
         for stream in (sys.stdout, sys.stderr):  # another thread may hold it
