@@ -9,6 +9,7 @@ schedulers, which do the same on many machines; the script is the same there.
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import signal
@@ -26,7 +27,7 @@ from typing import IO
 REPORT_VARIABLE = "MESHLAYOUT_LAUNCHER_REPORT"  # where a process writes who failed
 
 _RESTART_STATUS = 75  # EX_TEMPFAIL: "saved, start me again"
-_GRACE_S = 1.5  # for the others to say whom they lost, and again after SIGTERM
+_GRACE_S = 1.5  # for the others to name whom they lost; then SIGTERM, and twice that
 _SAVE_S = 60.0  # for the others to save, once one has ended with status 75
 _KEPT_LINES = 30
 _LONGEST_LINE = 2**20
@@ -60,13 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--num-processes", type=_positive, required=True)
+    parser.add_argument("-n", "--num-processes", type=_number, required=True)
     parser.add_argument(
         "--devices-per-process",
-        type=_positive,
+        type=_number,
         help="GPUs where there are GPUs, elsewhere virtual CPU devices",
     )
-    parser.add_argument("--max-restarts", type=int, default=0, help="after a failure")
+    parser.add_argument(
+        "--max-restarts",
+        type=functools.partial(_number, at_least=0),
+        default=0,
+        help="after a failure",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -99,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        msg = f"must be a positive integer, got {text!r}."
+def _number(text: str, at_least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < at_least:
+        msg = f"must be an integer of at least {at_least}, got {text!r}."
         raise argparse.ArgumentTypeError(msg)
     return int(text)
 
@@ -216,7 +222,7 @@ class _Job:
                 kind, number = self._events.get(timeout=timeout)
             except queue.Empty:  # the others did not end by themselves
                 self._send(steps.pop(0))
-                timeout = _GRACE_S if steps else None
+                timeout = 2 * _GRACE_S if steps else None
                 continue
             if kind == "signal":
                 self._send(signal.SIGKILL if self.request else number)
@@ -230,6 +236,8 @@ class _Job:
                 timeout = _SAVE_S if is_save else _GRACE_S
                 first = self._blamed(number)
                 fate = _fate(ends[first]) if first in ends else "has failed"
+                if first not in ends and _is_stopped(self._processes[first].pid):
+                    self._processes[first].kill()
                 if not is_save:
                     _say(f"process {first} {fate}; ending the other {left}.")
         for process in self._processes:  # what they started, and left behind
@@ -286,6 +294,14 @@ class _Job:
                     # SIGKILL also for what it has started.
                     end = os.killpg if number == signal.SIGKILL else os.kill
                     end(process.pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether SIGSTOP holds a process, which no other signal then ends."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:2] == " T"
+    except OSError:  # there is no /proc
+        return False
 
 
 def _fate(code: int) -> str:
