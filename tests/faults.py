@@ -71,8 +71,12 @@ def run_job(
     timeout_s = options.pop("timeout_s", 40)
     with tempfile.TemporaryDirectory() as folder:
         job = {
-            "fault": fault, "place": place, "victim": victim, **options,
-            "mark": f"{folder}/fault", "directory": directory or f"{folder}/saved",
+            "fault": fault,
+            "place": place,
+            "victim": victim,
+            **options,
+            "mark": f"{folder}/fault",
+            "directory": directory or f"{folder}/saved",
         }
         variables = {"MESHLAYOUT_FAULT": json.dumps(job), "JAX_PLATFORMS": "cpu"}
         address = f"127.0.0.1:{free_port()}"

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 import meshlayout as ml
-from tests.bad_values import BAD, refusal
 from tests.faults import FAULTS, PLACES, run_job
 from tests.processes import run_processes
 
@@ -191,12 +190,3 @@ def lives(ends):
 def test_nothing_is_left_after_the_end_and_notebooks_go_on(ends):
     found = run_processes(2, lives, ends, devices_per_process=1, initialize=False)
     assert found == [[True, True, True]] * 2
-
-
-@pytest.mark.parametrize("name", ["heartbeat_timeout_s", "step_timeout_s"])
-@pytest.mark.parametrize("value", BAD)
-def test_a_time_that_is_none_is_refused(name, value):
-    message = refusal(ml.errors.ClusterError, ml.initialize, **{name: value})
-    ml.shutdown()
-    if value is not None or name == "heartbeat_timeout_s":
-        assert message.startswith(f"initialize: {name} must be a finite number above 0")
