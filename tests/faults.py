@@ -35,6 +35,9 @@ FAULTS = (
     *("kill", "stop", "exception", "exit 3", "SystemExit 3", "exit 0"),
     *("os._exit 0", "os._exit 5", "segfault", "abort", "Ctrl-C"),
 )
+# A shell's background job has it ignored, and so would all processes here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 STEPS, _FAULTY = 8, 5  # how many steps, and the one with the fault
 
 
@@ -180,10 +183,6 @@ class _Launched:
                 env={**os.environ, **variables, "PYTHONPATH": search_path},
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # A shell's background job has it ignored, and so would all of these.
-                preexec_fn=lambda: signal.signal(
-                    signal.SIGINT, signal.default_int_handler
-                ),
             )
 
     @property

@@ -24,6 +24,9 @@ import os, signal, subprocess, sys, time
 index = int(os.environ["JAX_PROCESS_ID"])
 """
 
+# A shell's background job has it ignored, and so would all processes here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How long after a failure the job may go on, and what a busy machine adds.
 LIMIT_S = 3.0 + 4.0
 
@@ -45,10 +48,6 @@ class Launch:
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                 stdout=out,
                 stderr=err,
-                # A shell's background job has it ignored, and so would all of these.
-                preexec_fn=lambda: signal.signal(
-                    signal.SIGINT, signal.default_int_handler
-                ),
             )
 
     @property

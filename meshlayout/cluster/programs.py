@@ -74,8 +74,8 @@ def new_program(
             if len({*digests.values()}) > 1:
                 text = difference(channel.exchange(texts, what=what))
                 msg = f"{name} is not the same program on all processes: {text}. All "
-                msg += "must run the same program, with the same arguments, made from "
-                raise ClusterError(f"{msg}the same seed.")
+                msg += "processes must run the same program, with the same arguments, "
+                raise ClusterError(f"{msg}made from the same seed.")
 
     try:
         yield compare
