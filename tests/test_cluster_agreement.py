@@ -199,7 +199,8 @@ REFUSED = {
     "barrier": "processes are at different calls: the call is barrier 'c' on process "
     f"1, and barrier 'b' on process 0. {ORDER}",
     "path": "all_gather: the trees differ between processes: 'y' is missing on process "
-    "1, and an int on process 0.",
+    "1, and an int on process 0; the structure is PyTreeDef({'x': *}) on process 1, and "
+    "PyTreeDef({'x': *, 'y': *}) on process 0.",
     "shape": "all_gather: the trees differ between processes: 'x' is f32[3] on process "
     "1, and f32[2] on process 0.",
     "dtype": "broadcast: the trees differ between processes: 'x' is f64[2] on process "

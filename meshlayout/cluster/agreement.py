@@ -271,7 +271,9 @@ def _type_text(leaf: Any) -> str:
 def value_text(leaf: Any) -> str:
     """Returns a text that is the same for two leaves if they have the same bits."""
     if not isinstance(leaf, (np.ndarray, np.generic)):
-        return _shortened(hex(leaf) if type(leaf) is int else repr(leaf))
+        # Python refuses to write huge integers as decimals.
+        is_huge = isinstance(leaf, int) and leaf.bit_length() > 1000
+        return _shortened(hex(leaf) if is_huge else repr(leaf))
     values = np.asarray(leaf)
     # NaNs of different bits look the same.
     if values.size <= _NUM_SHOWN and bool((values == values).all()):

@@ -244,7 +244,7 @@ def _detected(detect: Detect, found: _Found) -> _Found:
     facts = {n: (value, source) for n, value in zip(_FACTS, values, strict=True)}
     # GPUs are one per process under SLURM and Open MPI. One process has all of them.
     has_own = devices is not None and facts[COUNT][0] > 1
-    return {**facts, DEVICES: (tuple(devices), source)} if has_own else facts
+    return {**facts, DEVICES: (tuple(devices or ()), source)} if has_own else facts
 
 
 def _check_not_one_of_several(environment: Mapping[str, str]) -> None:
