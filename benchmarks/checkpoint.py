@@ -4,7 +4,8 @@
 network with its optimizer (100 MB in 14 arrays), 400 small arrays, and 60 arrays of 60
 shapes. Each way runs in a process of its own, in turn, round by round, as a first save
 or restore pays for imports and compilation and no process should pay for another one.
-It prints
+With `--paired`, all ways run call by call in turn in one process, which compares later
+calls best on a busy machine. It prints
 
 - processor seconds inside of the call, which a training loop waits for, and until the
   files are there; of the first call in a process, and the median of the later ones;
@@ -106,8 +107,15 @@ def ways(state: Any, directory: Path) -> dict[str, Callable[[int], Callable[[], 
 
     def save_unhashed(turn: int) -> Callable[[], Any]:
         # Files are still listed, made durable and sealed.
+        digest = hashlib.file_digest
         hashlib.file_digest = lambda file, name: hashlib.sha256()  # type: ignore[assignment]
-        return save(turn)
+        finish = save(turn)
+
+        def finish_unhashed() -> None:
+            finish()
+            hashlib.file_digest = digest
+
+        return finish_unhashed
 
     def restore(*, verify: bool) -> Callable[[int], Callable[[], Any]]:
         def start(turn: int) -> Callable[[], Any]:
@@ -148,6 +156,27 @@ def measure(way: str, state: Any, directory: Path, calls: int) -> dict[str, floa
         "call": statistics.median(inside[1:]),
         "whole": statistics.median(whole[1:]),
     }
+
+
+def show_pairs(name: str, width: int, directory: Path, calls: int) -> None:
+    """Prints processor seconds of all ways, which take turns in this process."""
+    state = create_state(name, width)
+    starts, seconds = ways(state, directory), {way: [] for way in WAYS}
+    for turn in range(calls + 1):
+        for way in WAYS:
+            begin = time.process_time()
+            starts[way](turn)()
+            seconds[way].append(time.process_time() - begin)
+    print(
+        f"\n| {name}, in turn: processor s | whole | whole / plain | lowest, highest |"
+    )
+    print("|---|---|---|---|")
+    for way in WAYS:
+        own, plain = seconds[way][1:], seconds[f"{way.partition(':')[0]}: plain Orbax"]
+        ratios = [a / b for a, b in zip(own, plain[1:], strict=True)]
+        middle, whole = statistics.median(ratios), statistics.median(own)
+        ends = f"{min(ratios):.2f}, {max(ratios):.2f}"
+        print(f"| {way} | {whole:.3f} | {middle:.2f} | {ends} |", flush=True)
 
 
 def measure_memory(state: Any, directory: Path) -> dict[str, float]:
@@ -219,6 +248,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=5, help="calls in a process")
     parser.add_argument("--state", choices=STATES)
+    parser.add_argument("--paired", action="store_true")
     parser.add_argument("--way", choices=[*WAYS, "memory"])
     parser.add_argument("--directory", type=Path, help="where to save; else a new one")
     options = parser.parse_args()
@@ -231,6 +261,12 @@ def main() -> None:
             else measure(options.way, state, options.directory, options.calls)
         )
         print(json.dumps(figures))
+        return
+    if options.paired:
+        ml.virtual_devices(options.devices)
+        for state in [options.state] if options.state else STATES:
+            with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+                show_pairs(state, options.width, Path(directory), options.calls)
         return
     print(
         f"{options.devices} devices, {options.calls} calls, {options.rounds} rounds; "

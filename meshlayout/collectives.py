@@ -1,13 +1,9 @@
 """The replica context: what a function that runs once per replica may ask and send.
 
-`meshlayout.distribute` runs functions per replica under `jax.shard_map`; in them,
-`get_replica_context()` says which replica this is and combines values of all of them.
-The context is kept here, below losses and strategies, because losses are divided by
-the number of examples of all replicas.
-
-Gradients are those of the sum of all replicas' losses, as in tf.distribute: a replica
-differentiates its own loss, and what it sent counts in the losses of all. So the
-gradient of an all-reduce is an all-reduce.
+It is below losses and strategies, because losses are divided by the number of examples
+of all replicas. Gradients are those of the sum of all replicas' losses, as in
+tf.distribute: a replica differentiates its own loss, and what it sent counts in the
+losses of all. So the gradient of an all-reduce is an all-reduce.
 """
 
 import contextlib
@@ -57,9 +53,8 @@ class ReplicaContext:
         strategy: The strategy that runs it.
         axis_name: The mesh axis along which replicas are; None for one replica alone.
         num_replicas_in_sync: The number of replicas.
-        mask: The `example_mask`; reading it is not noted in `mask_was_read`.
-        mask_was_read: Whether the function has asked which rows are real, or called
-            something of the library that has.
+        mask: The `example_mask`; reading this is not noted.
+        mask_was_read: Whether the function, or the library for it, has asked for it.
     """
 
     def __init__(
@@ -86,8 +81,8 @@ class ReplicaContext:
     def example_mask(self) -> jax.Array | None:
         """1 for real rows of this replica's batch and 0 for padding; None without any.
 
-        It is float32, of shape (rows,). Multiply losses by this and divide their sum by
-        `num_examples`; `losses.compute_average_loss` does.
+        Of shape (rows,), float32. Multiply losses by it and divide their sum by
+        `num_examples`, as `losses.compute_average_loss` does.
         """
         self.mask_was_read = True
         return self.mask
@@ -101,16 +96,14 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combines a value of each replica; all replicas get the result.
 
-        It can be differentiated: see the head of this module.
+        Its gradient is an all-reduce, too.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: An array or number, or a tree of them, of equal shapes on all
-                replicas.
+            value: A tree of arrays and numbers, of equal shapes on all replicas.
 
         Returns:
-            The same tree of arrays, of the dtypes that `jnp.sum`, `jnp.mean`, `jnp.max`
-            and `jnp.min` give.
+            The same tree of arrays, of the dtypes of `jnp.sum`, `jnp.mean` and so on.
 
         Example:
             >>> import meshlayout as ml
@@ -123,31 +116,27 @@ class ReplicaContext:
         return jax.tree.map(lambda x: self.combine(op, x), value, is_leaf=_is_of_all)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the replicas' values along a dim; all replicas get the result.
+        """Concatenates the replicas' arrays along a dim; all replicas get the result.
 
         Args:
-            value: An array, or a tree of arrays, of equal shapes on all replicas.
+            value: A tree of arrays, of equal shapes on all replicas.
             axis: The dim to concatenate along.
         """
 
         def gather(leaf: Leaf) -> jax.Array:
-            x = jnp.asarray(leaf)
-            if self.axis_name is None:
-                return x
-            return jax.lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+            x, name = jnp.asarray(leaf), self.axis_name
+            return jax.lax.all_gather(x, name, axis=axis, tiled=True) if name else x
 
         return jax.tree.map(gather, value, is_leaf=_is_of_all)
 
     def combine(self, op: ReduceOp, x: Leaf) -> jax.Array:
         """Combines one array of each replica."""
-        name = op.value.lower()
+        name, axis = op.value.lower(), self.axis_name
         # Over no dims, this changes the dtype alone. Small integers would wrap around,
         # in a mean, too.
         x = getattr(jnp, name)(x, axis=())
-        if self.axis_name is None:
-            return x
         # Looked up at each call: strategies note what these return.
-        return getattr(jax.lax, f"p{name}")(x, self.axis_name)
+        return getattr(jax.lax, f"p{name}")(x, axis) if axis else x
 
 
 def _is_of_all(leaf: object) -> bool:
@@ -176,9 +165,8 @@ def entered(context: ReplicaContext | None) -> Iterator[None]:
 def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that this code runs on.
 
-    Outside of any strategy that is a context of one replica, so that a function can be
-    called with and without one. In cross-replica context, as in a strategy's scope, it
-    is None.
+    Outside of any strategy that is a context of one replica, and None in cross-replica
+    context, as in a strategy's scope.
 
     Example:
         >>> context = get_replica_context()

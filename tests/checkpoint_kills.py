@@ -1,28 +1,25 @@
 """Kills processes that save, at any moment and at any file call, and fails those calls.
 
-`python -m tests.checkpoint_kills directory plan` runs a plan, a list of dicts as JSON:
+A plan is a list of dicts, of two kinds:
 
-    {"kind": "random", "mode": "sync" | "async" | "again" | "retention", "kills": 60}
+    {"kind": "random", "mode": "sync" | "async" | "again" | "retention", "kills": 60,
+     "processes": 2}
     {"kind": "calls", "keep": 2, "step": 3, "error": 0, "stride": 1, "forever": false}
 
-The first kills at random moments of endless saves. The second runs one save, of a new
-step or of one that exists, once for every file call that it makes, and kills there
-(`error` 0) or fails that call, or all from there on. It needs `file_faults.c`,
-preloaded by `command`. The last line of the output is a report as JSON: what was seen
-by a reader that holds no lock, and then by the next run.
-
-This process imports everything, starts no backend, and forks one child after another:
-a start takes a fraction of a second.
+The first kills one process of a run at random moments of endless saves. The second runs
+one save, of a new step or of one that exists, once for every file call that it makes,
+and kills there (`error` 0) or fails that call, or all from there on. For that it forks
+children of a process into which `file_faults.c` is preloaded. A report says what was
+seen by a reader that holds no lock, and then by the next run.
 """
 
 import collections
 import ctypes
-import functools
 import json
 import logging
 import os
+import queue
 import random
-import select
 import shutil
 import signal
 import subprocess
@@ -38,38 +35,18 @@ import numpy as np
 
 import meshlayout as ml
 from meshlayout.checkpoint import orbax
+from tests import forked
+from tests.processes import free_port
 
 
-ROOT = Path(__file__).parent.parent
-
-
-def command(directory, plan):
-    """Starts a plan in another process, with the faults preloaded if it needs them."""
-    library, environment = Path(directory) / "faults.so", dict(os.environ)
-    if any(part["kind"] == "calls" for part in plan):
-        compiler = shutil.which("cc") or "gcc"
-        source = ROOT / "tests" / "file_faults.c"
-        flags = ["-shared", "-fPIC", "-O1", "-o", str(library)]
-        subprocess.run([compiler, *flags, str(source), "-ldl"], check=True)
-        environment["LD_PRELOAD"] = environment["FAULTS"] = str(library)
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint_kills", directory, json.dumps(plan)],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(job, timeout_s=500):
-    """Returns a plan's reports."""
-    try:
-        out, said = job.communicate(timeout=timeout_s)
-    finally:
-        job.kill()
-    assert job.returncode == 0, said[-3000:]
-    return json.loads(out.splitlines()[-1])
+def reports_of(directory, plan):
+    """Carries out the parts of a plan, and returns their reports."""
+    reports = []
+    for index, part in enumerate(plan):
+        place, work = directory / str(index), {"random": random_kills, "calls": calls}
+        place.mkdir()
+        reports.append({**part, **work[part["kind"]](place, part)})
+    return reports
 
 
 def values(step, base):
@@ -91,10 +68,127 @@ def base_of(checkpointer, step):
 
 
 def save(checkpointer, step, base):
-    state = jax.tree.map(jnp.asarray, values(step, base))
+    state = values(step, base)
+    rows = jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x")
+    place = jax.sharding.NamedSharding(*rows), state["kernel"].__getitem__
+    state["kernel"] = jax.make_array_from_callback(state["kernel"].shape, *place)
+    state["half"] = jnp.asarray(state["half"])
     checkpointer.save(step, state, metadata={"base": base})
     # Donated at once: what is saved must not change any more.
-    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(state)
+    for name in ("kernel", "half"):
+        jax.jit(lambda x: x * 0, donate_argnums=0)(state[name])
+
+
+# Random moments.
+
+
+def live(index, processes, port, directory, mode, life):
+    """Looks at what is there, and then saves one step after another for ever."""
+
+    def say(kind, value=None):
+        if index == 0:
+            forked.say([kind, value])
+
+    jax.config.update("jax_num_cpu_devices", 2 // processes)
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
+    say("opening")
+    checkpointer = ml.Checkpointer(directory, keep=1 if mode == "retention" else 2)
+    steps = checkpointer.all_steps()
+    bases = [base_of(checkpointer, step) for step in steps]
+    say("found", [steps, bases])
+    step, base, previous = max(steps, default=0), 1000 * life, None
+    while True:
+        base += 1
+        step += mode != "again" or base % 3 == 0 or step == 0
+        say("begin")
+        save(checkpointer, step, base)
+        if mode != "async":
+            checkpointer.wait()
+            previous = [step, base]
+        if previous:
+            say("acked", previous)
+        previous = [step, base]
+
+
+def random_kills(directory, part):
+    rng, acked, report = random.Random(part.get("seed", 0)), None, collections.Counter()
+    run, processes = directory / "run", part.get("processes", 1)
+    for life in range(part["kills"] + 1):
+        job = (processes, free_port(), str(run), part["mode"], life)
+        logs = [directory / f"{life}-{index}.txt" for index in range(processes)]
+        group = [forked.start(x, live, i, *job) for i, x in enumerate(logs)]
+        is_last = life == part["kills"]
+        acked = watch(group[0], rng, acked, report, is_last=is_last)
+        rng.choice(group).kill()
+        time.sleep(rng.uniform(0, 0.5) if processes > 1 else 0)  # for the other one
+        for one in group:
+            one.kill()
+        codes = [one.wait() for one in group]
+        if codes[0] != -signal.SIGKILL:
+            report[f"problem: {logs[0].read_text()[-300:]}"] += 1
+        names = [path.name for path in run.glob("*")]
+        report["kills"] += not is_last
+        report["in a save"] += any(".new" in name for name in names)
+        report["in a deletion"] += any(".deleting" in name for name in names)
+    return report
+
+
+def watch(one, rng, acked, report, *, is_last):
+    """Waits until a run is to be killed; returns what it was told is saved."""
+    deadline, turns = time.monotonic() + 120, rng.randint(2, 4)
+    if rng.random() < 0.1 and not is_last:
+        turns = 0  # while it opens and looks
+    while one.code is None and (left := deadline - time.monotonic()) > 0:
+        try:
+            event, told = one.next_event(left)
+        except queue.Empty:
+            break
+        if event != "said":
+            continue
+        kind, value = json.loads(told)
+        if kind == "opening" and turns == 0:
+            deadline = time.monotonic() + rng.uniform(0, 0.1)
+        elif kind == "found":
+            steps, bases = value
+            report["steps read"] += len(steps)
+            report["bad"] += bases.count(None)
+            newest = [steps[-1], bases[-1]] if steps else [0, 0]
+            report["lost"] += acked is not None and newest < acked
+            if is_last:
+                break
+        elif kind == "begin":
+            turns -= 1
+            if turns == 0:
+                deadline = time.monotonic() + rng.uniform(0, 0.12)
+        elif kind == "acked":
+            acked = value
+            report["acknowledged"] += 1
+    return acked
+
+
+# Every file call.
+
+
+def calls(directory, part):
+    """Runs `every_call` in another process, with the faults preloaded."""
+    library = str(directory / "faults.so")
+    source = forked.ROOT / "tests" / "file_faults.c"
+    command = [shutil.which("cc") or "gcc", "-shared", "-fPIC", "-O1", str(source)]
+    subprocess.run([*command, "-o", library, "-ldl"], check=True)
+    program = [sys.executable, "-m", "tests.checkpoint_kills"]
+    env = {"JAX_PLATFORMS": "cpu", "LD_PRELOAD": library, "FAULTS": library}
+    job = subprocess.run(
+        [*program, str(directory), json.dumps(part)],
+        env=os.environ | env,
+        cwd=forked.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    return json.loads(job.stdout.splitlines()[-1])
 
 
 def in_child(work):
@@ -112,102 +206,8 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# Random moments.
-
-
-def live(directory, say, mode, life):
-    """Looks at what is there, and then saves one step after another for ever."""
-    say("opening")
-    keep = 1 if mode == "retention" else 2
-    checkpointer = ml.Checkpointer(directory, keep=keep)
-    steps = checkpointer.all_steps()
-    bases = [base_of(checkpointer, step) for step in steps]
-    say("found", json.dumps([steps, bases]))
-    step, base, previous = max(steps, default=0), 1000 * life, None
-    while True:
-        base += 1
-        step += mode != "again" or base % 3 == 0 or step == 0
-        say("begin")
-        save(checkpointer, step, base)
-        if mode == "async":
-            if previous:
-                say("acked", json.dumps(previous))
-            previous = [step, base]
-        else:
-            checkpointer.wait()
-            say("acked", json.dumps([step, base]))
-
-
-def tell(pipe, *words):
-    os.write(pipe, (" ".join(words) + "\n").encode())
-
-
-def random_kills(directory, part, report):
-    rng, acked = random.Random(part.get("seed", 0)), None
-    for life in range(part["kills"] + 1):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            say = functools.partial(tell, write)
-            try:
-                live(directory, say, part["mode"], life)
-            except BaseException as error:
-                say("problem", repr(error)[:300].replace("\n", " "))
-            finally:
-                os._exit(1)
-        os.close(write)
-        acked = watch(read, life, part, rng, acked, report)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(read)
-        names = [path.name for path in directory.glob("*")]
-        report["kills"] += life < part["kills"]
-        report["in a save"] += any(".new" in name for name in names)
-        report["in a deletion"] += any(".deleting" in name for name in names)
-
-
-def watch(read, life, part, rng, acked, report):
-    """Waits until a child is to be killed; returns what it was told is saved."""
-    text, deadline, turns = b"", time.monotonic() + 120, rng.randint(2, 4)
-    if rng.random() < 0.1:
-        turns = 0  # while it opens and looks
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([read], [], [], left)[0]:
-            break
-        some = os.read(read, 65536)
-        if not some:
-            break
-        *lines, text = (text + some).split(b"\n")
-        for line in lines:
-            kind, _, rest = line.decode().partition(" ")
-            if kind == "opening" and turns == 0 and life < part["kills"]:
-                deadline = time.monotonic() + rng.uniform(0, 0.1)
-            elif kind == "found":
-                steps, bases = json.loads(rest)
-                report["steps read"] += len(steps)
-                report["bad"] += bases.count(None)
-                newest = [steps[-1], bases[-1]] if steps else [0, 0]
-                report["lost"] += acked is not None and newest < acked
-                if life == part["kills"]:
-                    return acked
-            elif kind == "begin":
-                turns -= 1
-                if turns == 0:
-                    deadline = time.monotonic() + rng.uniform(0, 0.12)
-            elif kind == "acked":
-                acked = json.loads(rest)
-                report["acknowledged"] += 1
-            elif kind == "problem":
-                report["problems"].append(rest)
-    return acked
-
-
-# Every file call.
-
-
-def every_call(directory, part, report):
-    faults = ctypes.CDLL(os.environ["FAULTS"])
+def every_call(directory, part):
+    faults, report = ctypes.CDLL(os.environ["FAULTS"]), collections.Counter()
     faults.fault_disarm.restype = ctypes.c_long
     keep, step, error = part["keep"], part["step"], part["error"]
     base, told = directory / "base", directory / "told.json"
@@ -217,75 +217,57 @@ def every_call(directory, part, report):
             for number in (1, 2):
                 save(checkpointer, number, 0)
 
+    def save_there():
+        checkpointer, problem = ml.Checkpointer(copy, keep=keep), ""
+        last = 2**40 if part.get("forever") else number
+        faults.fault_arm(str(copy).encode(), number, error, ctypes.c_long(last))
+        try:
+            save(checkpointer, step, 1)
+            checkpointer.wait()
+        except ml.errors.CheckpointError as caught:
+            problem = str(caught)
+        num_calls, found = faults.fault_disarm(), {"told": bool(problem)}
+        if error and num_calls >= number:  # the disk is well again
+            is_listed = step in checkpointer.all_steps()
+            is_there = is_listed and base_of(checkpointer, step) == 1
+            found["silent"] = not problem and not is_there
+            save(checkpointer, step, 2)
+            checkpointer.wait()
+            found["next save bad"] = base_of(checkpointer, step) != 2
+        told.write_text(json.dumps([num_calls, found]))
+
     assert in_child(prepare) == 0
     number, copies = part.get("first", 1), []
     while True:
         copy = directory / f"at-{number}"
         shutil.copytree(base, copy, ignore=shutil.ignore_patterns(".lock"))
         told.unlink(missing_ok=True)
-
-        def save_there(copy=copy, number=number):
-            checkpointer = ml.Checkpointer(copy, keep=keep)
-            last = 2**40 if part.get("forever") else number
-            faults.fault_arm(str(copy).encode(), number, error, ctypes.c_long(last))
-            problem = ""
-            try:
-                save(checkpointer, step, 1)
-                checkpointer.wait()
-            except ml.errors.CheckpointError as caught:
-                problem = str(caught)
-            num_calls = faults.fault_disarm()
-            told.write_text(json.dumps([num_calls, problem]))
-            if error and num_calls >= number:  # the disk is well again
-                is_there = (
-                    base_of(checkpointer, step) == 1
-                    if step in (checkpointer.all_steps())
-                    else False
-                )
-                if not problem and not is_there:
-                    report["silent"] += 1
-                save(checkpointer, step, 2)
-                checkpointer.wait()
-                if base_of(checkpointer, step) != 2:
-                    report["next save bad"] += 1
-                told.write_text(
-                    json.dumps([num_calls, problem, {**report, "problems": []}])
-                )
-
         status = in_child(save_there)
-        outcome = json.loads(told.read_text()) if told.exists() else [number, "", {}]
-        if status == 0 and outcome[0] < number:
+        num_calls, found = json.loads(told.read_text()) if told.exists() else (0, {})
+        if status == 0 and num_calls < number:
             break  # there are no more calls
         copies.append(copy)
         report["faults"] += 1
-        report["told"] += bool(outcome[1])
+        report.update(found)
         if status != (0 if error else -signal.SIGKILL):
-            report["problems"].append(f"call {number}: status {status}")
-        for name in ("silent", "next save bad"):
-            report[name] = max(report[name], (*outcome, {})[2].get(name, 0))
+            report[f"problem: call {number}: status {status}"] += 1
         number += part.get("stride", 1)
-    report["calls of a save"] = outcome[0]
-    result = directory / "result.json"
+    report["calls of a save"] = num_calls
 
     def look():
         for copy in copies:
-            try:
-                look_at(copy, keep, step, report)
-            except BaseException as problem:
-                report["problems"].append(f"{copy.name}: {problem!r}"[:400])
-        result.write_text(json.dumps(report))
+            look_at(copy, keep, step, report)
+        told.write_text(json.dumps(report))
 
     assert in_child(look) == 0
-    report.clear()
-    report.update(json.loads(result.read_text()))
+    return json.loads(told.read_text())
 
 
 def look_at(copy, keep, step, report):
     """Reads what a killed save left, without the lock, and then goes on in its place."""
     reader = ml.Checkpointer(copy, keep=keep)
     bases = {number: base_of(reader, number) for number in reader.all_steps()}
-    report["bad"] += list(bases.values()).count(None)
-    report["bad"] += any(base not in (0, 1, 2) for base in bases.values())
+    report["bad"] += sum(base not in (0, 1, 2) for base in bases.values())
     is_there = 2 in bases or (keep == 1 and bases.get(step) is not None)
     report["lost"] += not is_there
     report["with the new copy"] += bases.get(step) in (1, 2)
@@ -302,32 +284,10 @@ def look_at(copy, keep, step, report):
     report["leftovers"] += bool(names)
 
 
-COUNTS = (
-    *("kills", "in a save", "in a deletion", "steps read", "acknowledged"),
-    *("faults", "told", "with the new copy", "calls of a save"),
-    *("bad", "lost", "leftovers", "silent", "next save bad", "next run bad"),
-)
-
-
-def main(directory, plan):
+if __name__ == "__main__":
     warnings.filterwarnings("ignore", "os.fork")
     logging.disable(logging.CRITICAL)
     jax.config.update("jax_num_cpu_devices", 2)
-    orbax.quiet()
-    reports = []
-    for index, part in enumerate(json.loads(plan)):
-        report = collections.Counter(dict.fromkeys(COUNTS, 0))
-        report["problems"] = []
-        place = Path(directory) / str(index)
-        place.mkdir()
-        if part["kind"] == "random":
-            random_kills(place / "run", part, report)
-        else:
-            every_call(place, part, report)
-        reports.append({**part, **{k: v for k, v in report.items() if v}})
-        shutil.rmtree(place)
-    sys.stdout.write(json.dumps(reports) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    orbax.quiet("orbax.checkpoint")
+    found = every_call(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    sys.stdout.write(json.dumps(found) + "\n")

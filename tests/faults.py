@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshlayout as ml
-from meshlayout.checkpoint.step import Save
+from meshlayout.checkpoint.save import Save
 from tests.processes import ROOT, free_port
 
 

@@ -8,22 +8,18 @@ import types
 import cloudpickle
 
 from meshlayout import _optional, distribute
-from meshlayout.distribute.parameter_server.workers import RemoteWorker
+from meshlayout.distribute.parameter_server.actors import RemoteWorker
 
 
 class WorkerKilled(BaseException):
     """Ends a worker in the middle of what it does."""
 
 
-class RayError(Exception):
-    """What all of Ray's exceptions are."""
-
-
-class RayActorError(RayError):
+class RayActorError(Exception):
     """An actor is dead."""
 
 
-class RayTaskError(RayError):
+class RayTaskError(Exception):
     """A method of an actor raised an exception."""
 
     def __init__(self, cause):
@@ -51,25 +47,19 @@ class LocalRay:
     """
 
     exceptions = types.SimpleNamespace(
-        RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
+        RayActorError=RayActorError, RayTaskError=RayTaskError
     )
-
     cloudpickle = cloudpickle
 
     def __init__(self, fault=None):
         self.fault = fault or (lambda when, count: None)
         self.servers, self.num_workers_started, self.num_closures = [], 0, 0
 
-    def is_initialized(self):
-        return True
-
     def put(self, value):
         return Reference(lambda: value)
 
     def get(self, value):
-        if isinstance(value, list):
-            return [reference.get() for reference in value]
-        return value.get()
+        return [x.get() for x in value] if isinstance(value, list) else value.get()
 
     def kill(self, actor):
         actor.is_dead = True
@@ -90,17 +80,16 @@ class LocalRay:
             args = [x.get() if isinstance(x, Reference) else x for x in args]
         except RayActorError as error:
             raise RayTaskActorError(error) from None
-        is_counted = isinstance(actor.object, RemoteWorker)
-        count, self.num_closures = self.num_closures, self.num_closures + is_counted
+        is_worker = isinstance(actor.object, RemoteWorker)
+        fault = self.fault if is_worker else lambda when, count: None
+        count, self.num_closures = self.num_closures, self.num_closures + is_worker
         try:
             with actor.lock:
-                if is_counted:
-                    self.fault("before", count)
+                fault("before", count)
                 if actor.is_dead:
                     raise RayActorError("dead")
                 result = getattr(actor.object, method)(*args)
-                if is_counted:
-                    self.fault("after", count)
+                fault("after", count)
                 return result
         except WorkerKilled:
             actor.is_dead = True
@@ -122,13 +111,13 @@ class Actor:
         def remote(*args):
             return Reference(lambda: self.ray.call(self, method, args))
 
-        def options(num_returns):
-            def remote_parts(*args):
-                whole = remote(*args)
-                part = lambda i: Reference(lambda: whole.get()[i])  # noqa: E731
-                return [part(i) for i in range(num_returns)]
+        def remote_parts(num_returns, *args):
+            whole = remote(*args)
+            return [Reference(lambda i=i: whole.get()[i]) for i in range(num_returns)]
 
-            return types.SimpleNamespace(remote=remote_parts)
+        def options(num_returns):
+            parts = functools.partial(remote_parts, num_returns)
+            return types.SimpleNamespace(remote=parts)
 
         return types.SimpleNamespace(remote=remote, options=options)
 

@@ -1,9 +1,9 @@
 """Google Cloud Storage on loopback, for tests: buckets of objects in this process.
 
-It speaks what TensorStore's `gcs` driver and gcsfs use of the JSON API, with its rules:
-an object appears whole or not at all, every write gives it another generation, and what
-is asked for under a condition is refused where that does not hold. Every change is
-kept, so that a test can look at what a writer that died at any moment left behind.
+It speaks what TensorStore's `gcs` driver and gcsfs use of the JSON API, and answers 501
+to all else. An object appears whole or not at all, and every write gives it another
+generation. Every change is kept, so that a test can look at what a writer that died at
+any moment left behind.
 """
 
 import base64
@@ -44,41 +44,30 @@ class ObjectStore:
         return sorted(n for n in self.buckets[bucket] if n.startswith(prefix))
 
     def put(self, bucket, name, content):
-        """Writes an object, as somebody else might."""
+        """Writes an object, as somebody else might; deletes it if that is None."""
         with self._lock:
-            self._change()
+            self.history.append({name: dict(x) for name, x in self.buckets.items()})
             self._generation += 1
             self.buckets[bucket][name] = Object(content, self._generation)
-
-    def drop(self, bucket, name):
-        """Deletes an object, as somebody else might."""
-        with self._lock:
-            self._change()
-            del self.buckets[bucket][name]
-
-    def _change(self):
-        self.history.append({name: dict(one) for name, one in self.buckets.items()})
+            if content is None:
+                del self.buckets[bucket][name]
 
     def answer(self, method, target, headers, content):
         """Returns the status, the headers and the content that answer a request."""
         parts = urlsplit(target)
         query = {key: one[0] for key, one in parse_qs(parts.query).items()}
-        pattern = r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?/?"
+        pattern = r"(/upload|/download)?/storage/v1/b/([^/]+)(/o)?(?:/([^/]+))?/?"
         found = re.fullmatch(pattern, parts.path)
         try:
             if found is None:
                 raise RefusalError(501, f"{method} {target}")
-            where, bucket, name = (
-                found[1] or "",
-                unquote(found[2]),
-                unquote(found[3] or ""),
-            )
+            where, bucket, name = found[1], unquote(found[2]), unquote(found[4] or "")
             if bucket not in self.buckets:
                 raise RefusalError(404, "The specified bucket does not exist.")
             with self._lock:
                 if where == "/upload":
                     return self._upload(bucket, query, headers, content)
-                if not name and not parts.path.rstrip("/").endswith("/o"):
+                if not found[3]:
                     return as_json({"kind": "storage#bucket", "name": bucket})
                 if not name:
                     return self._list(bucket, query)
@@ -86,10 +75,11 @@ class ObjectStore:
                     raise RefusalError(404, f"No such object: {bucket}/{name}")
                 self._check(bucket, name, query)
                 if method == "DELETE":
-                    self.drop(bucket, name)
+                    self.put(bucket, name, None)
                     return 204, {}, b""
-                is_media = where == "/download" or query.get("alt") == "media"
-                return self._get(bucket, name, headers, is_media=is_media)
+                if where == "/download" or query.get("alt") == "media":
+                    return self._get(self.buckets[bucket][name], headers)
+                return as_json(described(bucket, name, self.buckets[bucket][name]))
         except RefusalError as refusal:
             status, why = refusal.args
             error = {"error": {"code": status, "message": why}}
@@ -99,40 +89,30 @@ class ObjectStore:
         """Refuses what is asked for under a condition that does not hold."""
         one = self.buckets[bucket].get(name)
         now = str(one.generation if one else 0)
-        if query.get("ifGenerationMatch", now) != now:
-            raise RefusalError(412, "conditionNotMet")
-        if query.get("ifGenerationNotMatch") == now:
-            raise RefusalError(304, "notModified")
-        if query.get("generation", now) != now:
-            raise RefusalError(404, f"No such object: {bucket}/{name}")
+        wanted = (query.get(x, now) for x in ("ifGenerationMatch", "generation"))
+        is_same = query.get("ifGenerationNotMatch") == now
+        if is_same or {*wanted} != {now}:
+            raise RefusalError(304 if is_same else 412, "conditionNotMet")
 
-    def _get(self, bucket, name, headers, *, is_media):
-        one = self.buckets[bucket][name]
-        if not is_media:
-            return as_json(described(bucket, name, one))
+    def _get(self, one, headers):
         marks = {"X-Goog-Generation": str(one.generation)}
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("Range", ""))
         if wanted is None:
             return 200, marks, one.content
         size = len(one.content)
-        if wanted[1]:
-            start, stop = int(wanted[1]), min(int(wanted[2] or size) + 1, size)
-        else:
-            start, stop = max(0, size - int(wanted[2])), size
-        if start >= size:
-            raise RefusalError(416, "requestedRangeNotSatisfiable")
+        start, stop = int(wanted[1]), min(int(wanted[2] or size) + 1, size)
         marks["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         return 206, marks, one.content[start:stop]
 
     def _list(self, bucket, query):
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        start, end = query.get("startOffset", ""), query.get("endOffset")
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+        start, end = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
         items, prefixes = [], {}
         for name in self.names(bucket, prefix):
-            if name < start or (end and name >= end):
-                continue
             inside, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
-            if delimiter and cut:
+            if not start <= name < end:
+                continue
+            if cut:
                 prefixes[prefix + inside + cut] = None
             else:
                 items.append(described(bucket, name, self.buckets[bucket][name]))
@@ -140,23 +120,17 @@ class ObjectStore:
         return as_json({"kind": "storage#objects", **found})
 
     def _upload(self, bucket, query, headers, content):
-        name, kind = query.get("name", ""), query.get("uploadType")
-        if kind == "resumable":
-            facts = {"name": name, **json.loads(content or "{}")}
-            self._uploads.append((facts["name"], query, b""))
+        if query.get("uploadType") == "resumable":
+            facts = {"name": query.get("name"), **json.loads(content or "{}")}
+            self._uploads.append((facts["name"], query))
             place = f"http://{headers['Host']}/upload/storage/v1/b/{bucket}/o"
             return 200, {"Location": f"{place}?upload_id={len(self._uploads) - 1}"}, b""
+        name = query.get("name")
         if "upload_id" in query:
-            number = int(query["upload_id"])
-            name, query, before = self._uploads[number]
-            content = before + content
-            self._uploads[number] = name, query, content
+            name, query = self._uploads[int(query["upload_id"])]
             size = headers.get("Content-Range", "*").rpartition("/")[2]
             if size != str(len(content)):
-                return 308, {"Range": f"bytes=0-{max(0, len(content) - 1)}"}, b""
-        if kind == "multipart":
-            facts, content = two_parts(headers, content)
-            name = facts["name"]
+                raise RefusalError(501, "an upload in several parts")
         self._check(bucket, name, query)
         self.put(bucket, name, content)
         return as_json(described(bucket, name, self.buckets[bucket][name]))
@@ -183,15 +157,6 @@ def described(bucket, name, one):
     }
 
 
-def two_parts(headers, content):
-    """Returns the facts and the content of an upload in two parts."""
-    mark = b"--" + headers.get_boundary("").encode()
-    facts, rest = content.split(mark, 2)[1:]
-    body = rest.rpartition(b"\n" + mark)[0].removesuffix(b"\r")
-    first = re.split(rb"\r?\n\r?\n", facts, maxsplit=1)[1]
-    return json.loads(first), re.split(rb"\r?\n\r?\n", body, maxsplit=1)[1]
-
-
 class Handler(http.server.BaseHTTPRequestHandler):
     """Carries requests to the store."""
 
@@ -204,28 +169,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             super().handle()
 
     def serve(self):
-        arguments = self.command, self.path, self.headers, self.content()
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        arguments = self.command, self.path, self.headers, content
         status, headers, content = self.store.answer(*arguments)
         self.send_response(status)
+        if status not in (204, 304):
+            headers = headers | {"Content-Length": str(len(content))}
         for key, value in headers.items():
             self.send_header(key, value)
-        if status not in (204, 304):
-            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if status not in (204, 304):
             self.wfile.write(content)
 
     do_GET = do_POST = do_PUT = do_DELETE = serve  # noqa: N815
-
-    def content(self):
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        whole = b""
-        while size := int(self.rfile.readline(), 16):
-            whole += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return whole
 
     def log_message(self, format, *args):
         """Says nothing."""
@@ -243,11 +199,14 @@ def serving(store):
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         address = f"http://127.0.0.1:{server.server_port}"
-        patch.setenv("STORAGE_EMULATOR_HOST", address)
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-        # What gcsfs asks of other services of Google's, before it is imported.
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        for name, value in {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+            # What gcsfs asks of other services of Google's, before it is imported.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }.items():
+            patch.setenv(name, value)
         try:
             yield
         finally:

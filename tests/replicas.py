@@ -15,24 +15,28 @@ def mirrored(replicas: int) -> MirroredStrategy:
     return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
+def values_of(strategy: Strategy, *parts: Any) -> Any:
+    """Gives each replica a value of its own."""
+    return strategy.distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+
+
 def split(strategy: Strategy, x: Any, size: int = 0) -> Any:
     """Gives each replica rows of an array, `size` as long as there are any."""
-    x, size = np.asarray(x), size or len(x) // strategy.num_replicas_in_sync
-    return strategy.distribute_values_from_function(
-        lambda c: x[c.replica_id_in_sync_group * size :][:size]
-    )
-
-
-def values_of(strategy: Strategy, *values: float) -> Any:
-    """Gives each replica a number."""
-    return strategy.distribute_values_from_function(
-        lambda c: np.float32(values[c.replica_id_in_sync_group])
-    )
+    count, x = strategy.num_replicas_in_sync, np.asarray(x)
+    size = size or len(x) // count
+    return values_of(strategy, *[x[i * size :][:size] for i in range(count)])
 
 
 def total(strategy: Strategy, value: Any, axis: int | None = None) -> float:
     """Returns the sum of what `run` returned."""
     return float(strategy.reduce("SUM", value, axis=axis))
+
+
+def parts_of(strategy: Strategy, value: Any) -> list[Any]:
+    """Returns the value of each replica, as numbers in lists."""
+    return [np.asarray(part).tolist() for part in strategy.local_results(value)]
 
 
 class Scale(nnx.Module):

@@ -6,9 +6,7 @@ import gc
 import json
 import resource
 import struct
-import tracemalloc
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,11 +59,6 @@ def sharded_state(mesh):
     }
 
 
-@pytest.fixture
-def state(mesh_2x4):
-    return sharded_state(mesh_2x4)
-
-
 # Mappings.
 
 
@@ -114,16 +107,12 @@ def test_restored_arrays_can_be_donated(mesh_2x4):
 def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mesh_2x4):
     path = tmp_path / "w"
     np.memmap(path, "float32", "w+", shape=(4, 2))[:] = values((4, 2))
-    np.savez(tmp_path / "x.npz", w=values(3))
     sharded = ml.relayout(values((8, 4)), mesh_2x4.layout("model", None))
     saved = {
         "layers": [{"w": sharded}, {"w": values((2, 2))}],
         "mapped": np.memmap(path, "float32", "r", shape=(4, 2)),
         "big": values(4).astype(">f4"),
-        "int4": jnp.arange(4, dtype="int4"),
-        "float8": jnp.ones(4, "float8_e5m2"),
         "key": np.asarray(jax.random.key_data(jax.random.key(3))),
-        "npz": np.load(tmp_path / "x.npz")["w"],
         "step": 5,
         "none": None,
         "name": "text",
@@ -132,10 +121,7 @@ def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mes
         "layers": [{"w": jnp.zeros((8, 4))}, {"w": np.zeros((2, 2), "float32")}],
         "mapped": jnp.zeros((4, 2)),
         "big": jnp.zeros(4),
-        "int4": jnp.zeros(4, "int4"),
-        "float8": jnp.zeros(4, "float8_e5m2"),
         "key": jax.random.key(0),
-        "npz": np.zeros(3, "float32"),
         "step": 0,
     }
     got = checkpoint.load_arrays(saved, like)
@@ -143,10 +129,6 @@ def test_nested_mappings_numbers_and_arrays_of_any_kind_are_loaded(tmp_path, mes
     key = jax.random.key_data(got.pop("key"))
     np.testing.assert_array_equal(key, saved["key"])
     equal(got, {name: saved[name] for name in got} | {"big": values(4)})
-    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model")})
-    got = checkpoint.load_arrays({"net.w": sharded, "net.n": np.int32(3)}, layouts)
-    equal(got, {"net": {"w": values((8, 4)), "n": np.int32(3)}})
-    assert str(ml.fetch_layout(got["net"]["w"])) == "[batch, model]"
 
 
 def test_what_is_no_array_is_refused_by_name():
@@ -154,7 +136,6 @@ def test_what_is_no_array_is_refused_by_name():
     assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
         "the mapping: a.w is {1, 2}, which is neither an array nor a number."
     )
-    assert error_of(load, {"w": np.array(["x"])}, like).startswith("the mapping: w is ")
     assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
         "the mapping: two arrays have the path 'a.w'."
     )
@@ -170,61 +151,13 @@ def test_what_is_no_array_is_refused_by_name():
 # What is wanted.
 
 
-def test_arrays_go_where_those_that_are_wanted_are(mesh_2x4):
-    saved, device = {"w": values((4, 4))}, jax.devices()[3]
-    batch = mesh_2x4.layout("batch", None)
-    for where in (
-        batch.sharding,
-        batch.with_memory_kind("pinned_host").sharding,
-        jax.sharding.SingleDeviceSharding(device),
-    ):
-        for like in (
-            jax.ShapeDtypeStruct((4, 4), "float32", sharding=where),
-            jax.device_put(np.zeros((4, 4), "float32"), where),
-        ):
-            got = checkpoint.load_arrays(saved, {"w": like})["w"]
-            assert got.sharding == where
-            equal(got, saved["w"])
-    free = checkpoint.load_arrays(saved, {"w": jnp.zeros((4, 4))})["w"]
-    (free + jax.device_put(np.zeros((4, 4), "float32"), device)).block_until_ready()
-
-
-def test_bad_arguments_of_loading_are_refused(mesh_2x4):
-    state, layouts = {"w": values((6, 3))}, ml.LayoutMap(mesh_2x4)
+def test_dims_that_cannot_be_turned_are_refused():
+    state = {"w": values((6, 3))}
     load = functools.partial(error_of, checkpoint.load_arrays, state)
-    for partial in (False, True):
-        start = "the mapping does not fit the state to restore: 1 extra."
-        assert load({}, partial=partial).startswith(start)
-        assert load(layouts, layouts=layouts, partial=partial).startswith(start)
-    assert load(state, layouts=mesh_2x4) == (
-        "layouts= must be a LayoutMap, got a Mesh."
-    )
-    sharding = mesh_2x4.layout("model", None).sharding
-    like = {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32, sharding=sharding)}
-    assert load(like) == (
-        "w f32[6, 3] does not fit its layout: an array of shape (6, 3): dim 0 "
-        "has size 6, which does not divide into 4 shards over mesh axis 'model' "
-        "(Layout([model, unsharded], Mesh(batch=2, model=4))). Nearest sizes that fit: "
-        "4 and 8. To keep the size, leave dim 0 UNSHARDED."
-    )
-    for dims, problem in (
-        ((1, 0, 2), "(1, 0, 2): axes don't match array."),
-        ((1, 2), "(1, 2): axis 2: out of bounds [0, 2)"),
-        ("10", "'10': "),
-    ):
+    for dims, problem in (((1, 0, 2), "(1, 0, 2)"), ((1, 2), "(1, 2)"), ("10", "'10'")):
         message = load(state, transpose={"w": dims})
-        assert message.startswith(f"w f32[6, 3]: transpose= gives it {problem[:8]}")
+        assert message.startswith(f"w f32[6, 3]: transpose= gives it {problem}: ")
     assert "shape    w f32[6, 3]  w f32[3, 6]" in load(state, transpose={"w": (1, 0)})
-
-
-def test_64_bits_are_refused_where_jax_has_32(mesh_2x4):
-    saved, layouts = {"n": np.arange(4)}, ml.LayoutMap(mesh_2x4)
-    assert error_of(checkpoint.load_arrays, saved, layouts) == (
-        "n i64[4]: JAX would turn int64 into int32. Ask for that with dtype='int32', or "
-        "set jax_enable_x64."
-    )
-    got = checkpoint.load_arrays(saved, layouts, dtype="int32")
-    equal(got, {"n": np.arange(4, dtype="int32")})
 
 
 def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
@@ -243,48 +176,28 @@ def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
         checkpoint.load_arrays(saved, layouts)
 
 
-def test_abstract_modules_and_states_are_filled(mesh_2x4):
-    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-    saved = nnx.to_pure_dict(nnx.state(model))
-    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
-    abstract = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(1)))
-    for like in (abstract, nnx.state(model), nnx.state(abstract)):
-        for where in (None, layouts):
-            got = checkpoint.load_arrays(saved, like, layouts=where)
-            assert type(got) is type(like)
-            state = got if isinstance(got, nnx.State) else nnx.state(got)
-            equal(nnx.to_pure_dict(state), saved)
-            if where is not None:
-                layout = ml.fetch_layout(state["kernel"][...])
-                assert str(layout) == "[unsharded, model]"
-
-
 # Safetensors: round trips.
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (8, 4)], ids=str)
 def test_every_dtype_and_shape_comes_back_from_safetensors(tmp_path, shape):
     saved = {dtype: jnp.asarray(values(shape, dtype)) for dtype in DTYPES}
+    like = {name: np.zeros(x.shape, x.dtype) for name, x in saved.items()}
     checkpoint.save_safetensors(tmp_path, saved)
-    equal(checkpoint.load_safetensors(tmp_path, saved), saved)
+    equal(checkpoint.load_safetensors(tmp_path, like), saved)
 
 
-def test_sharded_states_come_back_on_any_mesh(tmp_path, state):
+def test_sharded_states_come_back_on_any_mesh(tmp_path, mesh_2x4):
+    state = sharded_state(mesh_2x4)
     file = checkpoint.save_safetensors(tmp_path, state, metadata={"format": "pt"})
-    header = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
-    assert header["__metadata__"] == {"format": "pt"}
+    assert b'"__metadata__":{"format":"pt"}' in file.read_bytes()
     for axes in ({"batch": 2, "model": 4}, {"batch": 4, "model": 2}, {"model": 8}):
-        layouts = ml.LayoutMap(
-            ml.create_mesh(axes), {"kernel": ("model", None), "bias": ("model",)}
-        )
+        specs = {"kernel": ("model", None), "bias": ("model",)}
+        layouts = ml.LayoutMap(ml.create_mesh(axes), specs)
         got = checkpoint.load_safetensors(tmp_path, state, layouts=layouts)
         equal(got, state)
         layout = layouts.mesh.layout("model", None)
         assert got["dense"]["kernel"].sharding == layout.sharding
-    alone = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
-    got = checkpoint.load_safetensors(tmp_path, alone)
-    equal(got, state)
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
     found = load_file(file)  # by the reference library
     dense = {f"dense.{name}": array for name, array in state["dense"].items()}
     names = {"norm.scale": state["norm"]["scale"], "steps": state["steps"]}
@@ -294,23 +207,19 @@ def test_sharded_states_come_back_on_any_mesh(tmp_path, state):
 def save_set(directory, saved):
     """Several files with an index, as published models come; returns all of them."""
     directory.mkdir(exist_ok=True)
-    names = sorted(saved)
-    files = {
-        name: f"model-0000{i}-of-0000{len(names)}.safetensors"
-        for i, name in enumerate(names, 1)
-    }
+    names = [f"model-{i}-of-{len(saved)}.safetensors" for i in range(len(saved))]
+    files = dict(zip(sorted(saved), names, strict=True))
     for name, file in files.items():
         save_file({name: saved[name]}, directory / file)
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
-    return [*(directory / file for file in files.values()), index]
+    return [*(directory / file for file in names), index]
 
 
 class Published(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.Conv(3, 4, (2, 2), padding="VALID", rngs=rngs)
-        linear = [nnx.Linear(8, 8, rngs=rngs) for _ in range(2)]
-        self.h = nnx.Sequential(*linear)
+        self.h = nnx.Sequential(*(nnx.Linear(8, 8, rngs=rngs) for _ in range(2)))
         self.norm = nnx.LayerNorm(8, rngs=rngs)
 
 
@@ -318,10 +227,8 @@ class Published(nnx.Module):
 SHAPES = {
     "net.conv.weight": (4, 3, 2, 2),
     "net.conv.bias": (4,),
-    "net.h.0.fc.weight": (8, 8),
-    "net.h.0.fc.bias": (8,),
-    "net.h.1.fc.weight": (8, 8),
-    "net.h.1.fc.bias": (8,),
+    **{f"net.h.{i}.fc.weight": (8, 8) for i in range(2)},
+    **{f"net.h.{i}.fc.bias": (8,) for i in range(2)},
     "net.ln.weight": (8,),
     "net.ln.bias": (8,),
     "net.ln.num_batches": (),
@@ -334,151 +241,93 @@ RENAMED = {
     r"^net\.ln\.weight$": "norm/scale",
     r"^net\.ln\.bias$": "norm/bias",
 }
-TURNED = {"conv/kernel": (2, 3, 1, 0), r"layers/\d+/kernel": (1, 0)}
+BACK = {
+    "conv/kernel": "net.conv.weight",
+    "conv/bias": "net.conv.bias",
+    r"h/layers/(\d+)/kernel": r"net.h.\1.fc.weight",
+    r"h/layers/(\d+)/bias": r"net.h.\1.fc.bias",
+    "norm/scale": "net.ln.weight",
+    "norm/bias": "net.ln.bias",
+}
 
 
 def test_published_weights_land_on_a_layout_map_and_go_back(tmp_path, mesh_2x4):
     saved = {name: values(SHAPES[name], seed=i) for i, name in enumerate(SHAPES)}
     *_, index = save_set(tmp_path / "x", saved)
-    layouts = ml.LayoutMap(
-        mesh_2x4,
-        {r"layers/\d/kernel": ("batch", "model"), "conv/kernel": (..., "model")},
-    )
-    plan = ml.describe(lambda: Published(nnx.Rngs(0)), layouts)
-    options = {"rename": RENAMED, "transpose": TURNED}
+    kernels = {r"layers/\d/kernel": ("batch", "model"), "conv/kernel": (..., "model")}
+    plan = ml.describe(lambda: Published(nnx.Rngs(0)), ml.LayoutMap(mesh_2x4, kernels))
+    turned = {"conv/kernel": (2, 3, 1, 0), r"layers/\d+/kernel": (1, 0)}
+    options = {"rename": RENAMED, "transpose": turned, "partial": "num_batches"}
     for where in (tmp_path / "x", str(index)):
-        model = checkpoint.load_safetensors(
-            where, plan, partial="num_batches", **options
-        )
+        model = checkpoint.load_safetensors(where, plan, **options)
     assert isinstance(model, Published)
     dense: Any = model.h.layers[1]
     assert str(ml.fetch_layout(dense.kernel[...])) == "[batch, model]"
-    x = values((5, 8))
-    expected = x @ saved["net.h.1.fc.weight"].T + saved["net.h.1.fc.bias"]
-    np.testing.assert_allclose(dense(x), expected, atol=1e-4)
-    image = values((1, 4, 4, 3), seed=1)
-    windows = np.lib.stride_tricks.sliding_window_view(image[0], (2, 2), (0, 1))
-    made = np.einsum("xychw,ochw->xyo", windows, saved["net.conv.weight"])
-    made = made + saved["net.conv.bias"]
-    np.testing.assert_allclose(model.conv(image)[0], made, atol=1e-4)
-    back = {
-        "conv/kernel": "net.conv.weight",
-        "conv/bias": "net.conv.bias",
-        r"h/layers/(\d+)/kernel": r"net.h.\1.fc.weight",
-        r"h/layers/(\d+)/bias": r"net.h.\1.fc.bias",
-        "norm/scale": "net.ln.weight",
-        "norm/bias": "net.ln.bias",
-    }
+    equal(dense.kernel[...], saved["net.h.1.fc.weight"].T)
+    equal(model.conv.kernel[...], saved["net.conv.weight"].transpose(2, 3, 1, 0))
     turn = jax.tree_util.Partial(np.transpose, axes=(3, 2, 0, 1))
     state = jax.tree.map(
         lambda x: turn(x) if x.ndim == 4 else x.T, nnx.to_pure_dict(nnx.state(model))
     )
-    file = checkpoint.save_safetensors(tmp_path, state, rename=back)
+    file = checkpoint.save_safetensors(tmp_path, state, rename=BACK)
     del saved["net.ln.num_batches"]
     equal(load_file(file), saved)
-
-
-def test_parameters_of_a_train_state_are_loaded_by_their_own_names(tmp_path, mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
-
-    def create(seed):
-        return ml.TrainState.create(
-            lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(seed)), optax.adam(1e-3), layouts
-        )
-
-    first, second = create(0), create(1)
-    checkpoint.save_safetensors(tmp_path, first.params)
-    got = checkpoint.load_safetensors(tmp_path, second, partial=True)
-    assert isinstance(got, ml.TrainState)
-    equal(got.params, first.params)
-    equal(got.opt_state, second.opt_state)
-    assert got.layouts.params == second.layouts.params
-    words = [jax.random.key_data(state.rng).tolist() for state in (got, second)]
-    assert words[0] == words[1]
-
-
-def test_linen_variables_are_loaded_in_their_boxes(tmp_path, mesh_2x4):
-    init = nn.with_partitioning(nn.initializers.normal(), (None, "model"))
-    layer = nn.Dense(8, kernel_init=init)
-
-    def variables(seed):
-        layouts = ml.LayoutMap(mesh_2x4)
-        x = jnp.ones((1, 4))
-        return ml.create(lambda: layer.init(jax.random.key(seed), x), layouts)
-
-    first, second = variables(0), variables(1)
-    checkpoint.save_safetensors(tmp_path, first)
-    got = checkpoint.load_safetensors(tmp_path, second)
-    assert jax.tree.structure(got) == jax.tree.structure(second)
-    equal(jax.tree.leaves(got), jax.tree.leaves(first))
-    kernels = [tree["params"]["kernel"].value for tree in (got, second)]
-    assert kernels[0].sharding == kernels[1].sharding
-
-
-def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4, monkeypatch):
-    big = ml.arrays.ones((1024, 1024), mesh_2x4.layout("batch", "model"))
-    checkpoint.save_safetensors(tmp_path / "warm", {"w": big})
-    map_file = np.memmap
-
-    def mapped(file, *args, **options):
-        # A hole that cannot be filled ends the process when it is written to.
-        assert Path(file).stat().st_blocks * 512 >= Path(file).stat().st_size
-        return map_file(file, *args, **options)
-
-    monkeypatch.setattr(np, "memmap", mapped)
-    tracemalloc.start()
-    checkpoint.save_safetensors(tmp_path / "x", {"w": big})
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < big.nbytes / 4
 
 
 # Safetensors: damage, and what is refused.
 
 
-def test_a_damaged_file_is_an_error_and_no_flipped_bit_of_a_header_is_silent(tmp_path):
-    like = {"w": values((3, 4)), "b": values(3)}
-    file = checkpoint.save_safetensors(tmp_path, like)
-    whole = bytearray(file.read_bytes())
-    for size in range(len(whole)):
-        file.write_bytes(whole[:size])
-        assert str(file) in damage_of(checkpoint.load_safetensors, file, like)
-    file.write_bytes(whole + b"x")
-    assert damage_of(checkpoint.load_safetensors, file, like) == (
-        f"{file} cannot be read: Error while deserializing header: incomplete metadata, "
-        "file not fully covered."
+@pytest.mark.parametrize("kind", ["safetensors", "msgpack"])
+def test_a_damaged_file_is_an_error_and_no_flipped_bit_of_a_header_is_silent(
+    tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 8)
+    like, load = (
+        {"w": values((3, 4)), "b": values(3, "bfloat16")},
+        checkpoint.load_msgpack,
     )
-    (size,) = struct.unpack("<Q", whole[:8])
-    for i in range(8 * (8 + size)):
+    file = tmp_path / "x.safetensors"
+    if kind == "safetensors":
+        load = checkpoint.load_safetensors
+        checkpoint.save_safetensors(file, like)
+    else:
+        file.write_bytes(serialization.to_bytes(like))
+    whole = bytearray(file.read_bytes())
+    for size in range(0, len(whole), 3):
+        file.write_bytes(whole[:size])
+        assert damage_of(load, file, like).startswith(f"{file} cannot be read: ")
+    file.write_bytes(whole + b"x")
+    assert f"{file} cannot be read: " in damage_of(load, file, like)
+    has_header = kind == "safetensors"
+    size = 8 + struct.unpack("<Q", whole[:8])[0] if has_header else len(whole)
+    for i in range(8 * size):
         whole[i // 8] ^= 1 << i % 8
         file.write_bytes(whole)
         with contextlib.suppress(ml.errors.CheckpointError):
-            equal(checkpoint.load_safetensors(file, like), like)
+            got = load(file, like)
+            if has_header:  # msgpack has no hash
+                equal(got, like)
         whole[i // 8] ^= 1 << i % 8
+    away = tmp_path / "away.safetensors"
+    assert "No such file or directory: " in error_of(load, away, like)
 
 
 def test_a_set_of_shards_that_is_not_one_is_an_error(tmp_path):
     like = {"w": values((3, 4)), "b": values(3)}
     load = checkpoint.load_safetensors
     first, second, index = save_set(tmp_path, like)
-    text, content = index.read_text(), second.read_bytes()
-    start = f"{index} cannot be read: "
+    text, start = index.read_text(), f"{index} cannot be read: "
     second.unlink()
     assert second.name in error_of(load, tmp_path, like)
     second.write_bytes(first.read_bytes())
     assert damage_of(load, tmp_path, like) == f"{start}KeyError 'w'."
-    second.write_bytes(content)
-    deep = "[" * 100_000
-    for bad in ("", "{}", "[]", text[:-9], '{"weight_map": {"w": 3}}', deep):
+    for bad in ("", "{}", "[]", text[:-9], '{"weight_map": {"w": 3}}', "[" * 100_000):
         index.write_text(bad)
         assert damage_of(load, tmp_path, like).startswith(start)
     index.unlink()
     assert error_of(load, tmp_path, like) == (
         f"{tmp_path} must hold one safetensors file or index, and it holds: "
         f"{first.name}, {second.name}."
-    )
-    assert error_of(load, tmp_path / "away.safetensors", like).startswith(
-        f"{tmp_path}/away.safetensors cannot be read: "
     )
     assert error_of(load, "gs://bucket/x.safetensors", like) == (
         "gs://bucket/x.safetensors is not on a disk of this machine. Give a local path."
@@ -495,14 +344,13 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         (jax.random.key(0), "dtype key<fry>"),
         (3, "3"),
         (jnp.zeros(2, "int4"), "dtype int4"),
+        (jax.ShapeDtypeStruct((2,), "float32"), "an array of shape (2,)"),
     ):
         assert save({"a": values(2), "x": value}) == (
-            "x: safetensors files hold arrays of common dtypes, and this is "
-            f"{what}. Save the parameters alone, as state.params or nnx.state(model, "
-            "nnx.Param), and of PRNG keys jax.random.key_data."
+            f"x: safetensors files cannot hold {what}. Save the parameters alone, as "
+            "state.params or nnx.state(model, nnx.Param), and of PRNG keys "
+            "jax.random.key_data."
         )
-    message = save({"w": jax.ShapeDtypeStruct((2,), "float32")})
-    assert message.startswith("w: safetensors files hold arrays of common dtypes, and")
     for state in (values(2), None, {}, {"a": {}}):
         assert save(state).startswith("state must hold arrays by name, got ")
     assert save({"a.b": values(2), "a": {"b": values(2)}}) == (
@@ -511,9 +359,7 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
     )
 
 
-def test_nothing_is_replaced_unless_asked_nor_before_the_new_file_is_whole(
-    tmp_path, monkeypatch
-):
+def test_nothing_is_replaced_unless_asked_nor_before_the_new_file_is_whole(tmp_path):
     save, load = checkpoint.save_safetensors, checkpoint.load_safetensors
     old, new = {"w": values((64, 64))}, {"w": values((64, 64), seed=1)}
     file = save(tmp_path, old)
@@ -528,13 +374,6 @@ def test_nothing_is_replaced_unless_asked_nor_before_the_new_file_is_whole(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert message == f"{file} cannot be written: [Errno 27] File too large."
 
-    def replace(self, target):
-        raise OSError(5, "stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", replace)
-        error_of(save, tmp_path, new, overwrite=True)
-    assert [*tmp_path.iterdir()] == [file]
     equal(load(tmp_path, old), old)
     assert save(tmp_path, new, overwrite=True) == file
     assert [*tmp_path.iterdir()] == [file]
@@ -564,8 +403,7 @@ def test_flax_states_come_from_msgpack(tmp_path, mesh_2x4, monkeypatch):
     file.write_bytes(serialization.to_bytes(variables))
     assert b"__msgpack_chunked_array__" in file.read_bytes()
     layouts = ml.LayoutMap(mesh_2x4, {"Dense_0/kernel": (None, "model")})
-    plan = ml.describe(lambda: linen_variables(1), layouts)
-    got = checkpoint.load_msgpack(file, plan)
+    got = checkpoint.load_msgpack(file, ml.describe(linen_variables, layouts))
     equal(got, variables)
     kernel = got["params"]["Dense_0"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (4, 2)
@@ -584,34 +422,6 @@ def test_flax_states_come_from_msgpack(tmp_path, mesh_2x4, monkeypatch):
     assert (got.step, type(got.step)) == (1, int)
     equal(got.params, first.params)
     equal(got.opt_state, first.opt_state)
-    # Parameters alone, into a state of ours.
-    state = ml.TrainState.create(
-        lambda: linen_variables(1), optax.sgd(0.1), ml.LayoutMap(mesh_2x4), module=Net()
-    )
-    file.write_bytes(serialization.to_bytes(variables["params"]))
-    got = checkpoint.load_msgpack(file, state, partial=True)
-    equal(got.params, variables["params"])
-    equal(got.model_state, state.model_state)
-
-
-def test_damaged_msgpack_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 8)
-    state, file = {"w": values(4), "n": 1, "b": values(1, "bfloat16")}, tmp_path / "x"
-    written = bytearray(serialization.to_bytes(state))
-    start = f"{file} cannot be read: "
-    for data in (*(written[:size] for size in range(len(written))), b"\x01", b"\x80"):
-        file.write_bytes(data)
-        assert damage_of(checkpoint.load_msgpack, file, state).startswith(start)
-    for i in range(8 * len(written)):
-        written[i // 8] ^= 1 << i % 8
-        file.write_bytes(written)
-        with contextlib.suppress(ml.errors.CheckpointError):
-            checkpoint.load_msgpack(file, state)
-        written[i // 8] ^= 1 << i % 8
-    away = tmp_path / "away"
-    assert error_of(checkpoint.load_msgpack, away, state) == (
-        f"{away} cannot be read: [Errno 2] No such file or directory: '{away}'."
-    )
 
 
 # Plain Orbax.
@@ -641,19 +451,16 @@ def save_pytree(path, state):
     return path
 
 
-def save_manager(path, state):
+def save_manager(path, args):
     with ocp.CheckpointManager(path) as manager:
-        manager.save(3, args=ocp.args.StandardSave(state))
+        manager.save(3, args=args)
     return path / "3"
 
 
-def save_named(path, state):
-    with ocp.CheckpointManager(path) as manager:
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"at": 1})
-        )
-        manager.save(3, args=items)
-    return path / "3"
+def named(**items):
+    return ocp.args.Composite(
+        **{name: ocp.args.StandardSave(x) for name, x in items.items()}
+    )
 
 
 def save_new(path, state):
@@ -663,13 +470,19 @@ def save_new(path, state):
     return path
 
 
-WRITERS = [save_standard, save_pytree, save_manager, save_named, save_new]
+WRITERS = {
+    "standard": save_standard,
+    "no ocdbt": save_pytree,
+    "manager": lambda path, x: save_manager(path, ocp.args.StandardSave(x)),
+    "named": lambda path, x: save_manager(path, named(state=x)),
+    "new": save_new,
+}
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_orbax_directories_come_onto_any_mesh(tmp_path, mesh_2x4, monkeypatch, write):
+@pytest.mark.parametrize("name", WRITERS)
+def test_orbax_directories_come_onto_any_mesh(tmp_path, mesh_2x4, monkeypatch, name):
     state = orbax_state(mesh_2x4)
-    where = write(tmp_path / "my dir 5%20", state)
+    where = WRITERS[name](tmp_path / "my dir 5%20", state)
     mesh = ml.create_mesh({"batch": 4, "model": 2})
     specs = {"kernel": ("model", "batch"), "bias": ("batch",), "keys": ("batch",)}
     like = jax.eval_shape(lambda: orbax_state(mesh_2x4)) | {"count": 0, "rate": 0.0}
@@ -688,14 +501,9 @@ def test_orbax_directories_come_onto_any_mesh(tmp_path, mesh_2x4, monkeypatch, w
         "new": {"kernel": np.zeros((16, 8), "float32"), "bias": jnp.zeros(16)},
         "head": jnp.full(2, 7.0),
     }
-    got = checkpoint.load_orbax(
-        str(where),
-        like,
-        rename={"^params/dense/": "new/"},
-        transpose={"kernel": (1, 0)},
-        partial=True,
-        dtype="bfloat16",
-    )
+    options = {"rename": {"^params/dense/": "new/"}, "transpose": {"kernel": (1, 0)}}
+    options |= {"partial": True, "dtype": "bfloat16"}
+    got = checkpoint.load_orbax(str(where), like, **options)
     assert isinstance(got["new"]["kernel"], np.ndarray)
     equal(got["new"]["kernel"], values((8, 16)).T.astype(jnp.bfloat16))
     equal(got["new"]["bias"], values(16, "bfloat16", 1))
@@ -706,84 +514,47 @@ def test_orbax_directories_come_onto_any_mesh(tmp_path, mesh_2x4, monkeypatch, w
     assert "shape    keys key<fry>[8]  keys u32[8, 4]" in message
 
 
-@pytest.mark.parametrize(
-    "write", [save_standard, save_new], ids=lambda write: write.__name__
-)
-def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, write):
+def test_orbax_directories_with_several_trees_ask_which(tmp_path):
+    path, like = tmp_path / "x", {"w": jnp.ones(3)}
+    step = save_manager(path, named(a=like, b=like))
+    for where, names in ((path, "none"), (step, "a, b"), (tmp_path / "away", "none")):
+        assert error_of(checkpoint.load_orbax, where, like) == (
+            f"{where} must hold one tree that Orbax wrote, and it holds: {names}."
+        )
+    equal(checkpoint.load_orbax(step / "b", like), {"w": np.ones(3, "float32")})
+
+
+@pytest.mark.parametrize("name", ["standard", "new"])
+def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, name):
     def build(seed):
         rngs = nnx.Rngs(seed)
-        model = nnx.Sequential(
-            nnx.Linear(4, 8, rngs=rngs),
-            nnx.BatchNorm(8, rngs=rngs),
-            nnx.Dropout(0.5, rngs=rngs),
-        )
-        return {
-            "model": model,
-            "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param),
-        }
+        layers = nnx.Linear(4, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        model = nnx.Sequential(*layers)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return {"model": model, "optimizer": optimizer}
 
     model = build(0)
-    where = write(tmp_path / "x", nnx.state(model))
+    where = WRITERS[name](tmp_path / "x", nnx.state(model))
     (names,) = where.rglob("_METADATA")
     assert '"value"' in names.read_text()
     layouts = ml.LayoutMap(mesh_2x4, {"model/layers/0/kernel": (None, "model")})
     plan = ml.describe(lambda: build(1), layouts)
-    for like in (plan, build(1)):
+    abstract = nnx.eval_shape(lambda: build(1))
+    for like, shape in ((plan, (4, 2)), (build(1), (4, 8)), (abstract, (4, 8))):
         got = checkpoint.load_orbax(where, like)
         assert isinstance(got["optimizer"], nnx.Optimizer)
         equal(nnx.to_pure_dict(nnx.state(got)), nnx.to_pure_dict(nnx.state(model)))
         kernel = got["model"].layers[0].kernel[...]
-        shape = (4, 2) if like is plan else (4, 8)
         assert kernel.addressable_shards[0].data.shape == shape
-
-
-def test_what_is_described_is_filled(tmp_path, mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
-
-    def build(seed):
-        return lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(seed))
-
-    names = ("params", "opt_state", "step", "rng")
-    plan = ml.TrainState.describe(build(1), optax.adam(1e-3), layouts, rng=1)
-    first = ml.TrainState.create(build(0), optax.adam(1e-3), layouts)
-    where = save_standard(
-        tmp_path / "x", {name: getattr(first, name) for name in names}
-    )
-    got = checkpoint.load_orbax(where, plan)
-    assert isinstance(got, ml.TrainState)
-    for name in names:
-        equal(getattr(got, name), getattr(first, name))
-        assert getattr(got.layouts, name) == getattr(first.layouts, name)
-
-
-def test_orbax_directories_with_several_trees_ask_which(tmp_path):
-    with ocp.CheckpointManager(tmp_path / "x") as manager:
-        items = ocp.args.Composite(
-            a=ocp.args.StandardSave({"w": jnp.ones(3)}),
-            b=ocp.args.StandardSave({"w": jnp.zeros(3)}),
-        )
-        manager.save(2, args=items)
-    step, like, load = tmp_path / "x" / "2", {"w": jnp.ones(3)}, checkpoint.load_orbax
-    for where, names in (
-        (tmp_path / "x", "none"),
-        (step, "a, b"),
-        (tmp_path / "away", "none"),
-    ):
-        assert error_of(load, where, like) == (
-            f"{where} must hold one tree that Orbax wrote, and it holds: {names}."
-        )
-    equal(load(step / "b", like), {"w": np.zeros(3, "float32")})
 
 
 # Orbax leaves reads behind when one of them fails, and they find its loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-@pytest.mark.parametrize(
-    "write", [save_standard, save_pytree, save_new], ids=lambda write: write.__name__
-)
-def test_no_lost_file_of_orbax_is_silent(tmp_path, write):
+@pytest.mark.parametrize("name", ["no ocdbt", "new"])
+def test_no_lost_file_of_orbax_is_silent(tmp_path, name):
     state = {"w": jnp.asarray(values((64, 64))), "n": jnp.ones(3)}
-    where = write(tmp_path / "x", state)
+    where = WRITERS[name](tmp_path / "x", state)
     errors = []
     for file in sorted(path for path in where.rglob("*") if path.is_file()):
         data = file.read_bytes()
@@ -799,3 +570,95 @@ def test_no_lost_file_of_orbax_is_silent(tmp_path, write):
     gc.collect()  # what Orbax left behind complains when it is collected
     assert errors.count(ml.errors.DamagedCheckpointError) >= 5
     equal(checkpoint.load_orbax(where, state), state)
+
+
+# What users hand in by mistake: a sentence, or it works.
+
+
+BAD = [None, float("nan"), -1, 0, "x", "", "a\0b", object(), ["x"], {"x": 1}]
+STATE = {"w": np.ones((2, 3), "float32")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with a state in every format."""
+    path = tmp_path_factory.mktemp("saved")
+    with ml.Checkpointer(path / "own") as ck:
+        ck.save(1, STATE)
+    checkpoint.save_safetensors(path / "w.safetensors", STATE)
+    (path / "w.msgpack").write_bytes(serialization.to_bytes(STATE))
+    save_standard(path / "orbax", STATE)
+    return path
+
+
+def outcome(call, *args, **options):
+    """Returns what a call returned; a sentence if it was refused."""
+    try:
+        return call(*args, **options)
+    except ml.MeshLayoutError as error:
+        message = str(error)
+    assert message.endswith((".", "?"))
+    return message
+
+
+OPTIONS = ["like", "layouts", "rename", "partial", "dtype"]
+CALLS = [
+    *(("own", option) for option in [*OPTIONS, "step", "data"]),
+    *(
+        (name, option)
+        for name in ("w.safetensors", "w.msgpack", "orbax")
+        for option in [*OPTIONS, "transpose"]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "option"), CALLS)
+def test_every_option_works_or_is_refused_in_a_sentence(saved, name, option):
+    if name == "own":
+        call = ml.Checkpointer(saved / name).restore
+    else:
+        load = getattr(checkpoint, f"load_{name.removeprefix('w.')}")
+        call = functools.partial(load, saved / name)
+    for value in BAD:
+        result = outcome(call, **({"like": STATE} | {option: value}))
+        if not isinstance(result, str):
+            np.testing.assert_array_equal(result["w"], STATE["w"])
+            assert value in (None, "") or option == "like", (option, value)
+
+
+# What a state to restore may hold.
+
+
+def test_restoring_inside_jit_is_a_sentence(saved):
+    ck = ml.Checkpointer(saved / "own")
+    assert error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"]) == (
+        "like= is inside jit. Restore outside of it."
+    )
+
+
+def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
+    key = jax.random.key(0, impl="rbg")
+    saved = {"n": 2**70, "w": np.ones(3, ">f4"), "key": key}
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, saved)
+        for like in (np.zeros(3, "f4"), jnp.zeros(3), np.zeros(3, ">f4")):
+            for dtype in (None, ">f4", np.dtype(">f4")):
+                found = ck.restore(saved | {"n": 0, "w": like}, dtype=dtype)
+                assert found["w"].dtype.isnative
+                assert (found["w"] == 1).all()
+        assert found["n"] == 2**70
+        assert jax.random.key_data(found["key"]).tolist() == (
+            jax.random.key_data(key).tolist()
+        )
+        for like in (jnp.int32(0), np.int64(0)):
+            assert error_of(ck.restore, saved | {"n": like}) == (
+                f"n int[] holds {2**70}, which {like.dtype} cannot represent."
+            )
+        message = error_of(ck.restore, saved | {"key": jax.random.key(0)})
+        assert "dtype    key key<fry>[]  key key<rbg>[]\n" in message
+
+
+def test_a_name_of_very_many_keys_is_a_sentence():
+    name = "a." * 1500 + "w"
+    message = error_of(checkpoint.load_arrays, {name: STATE["w"]}, None)
+    assert message.endswith("... has more than 200 keys.")

@@ -1,5 +1,6 @@
 """What checkpoints promise, as a user can see it: one test for each sentence."""
 
+import errno
 import gc
 import hashlib
 import inspect
@@ -7,18 +8,22 @@ import json
 import logging
 import os
 import re
-import subprocess
+import runpy
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
 
 import meshlayout as ml
+from tests import forked
 
 
 STATE = {"params": {"w": np.arange(12, dtype="float32").reshape(3, 4)}, "step": 7}
@@ -31,42 +36,48 @@ def saved(directory, *steps, state=STATE, **options):
     return Path(directory)
 
 
-def files_of(step):
-    return sorted(path for path in step.rglob("*") if path.is_file())
-
-
-def run_program(text, *args):
-    """Runs a program in a process of its own, and returns what came of it."""
-    path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", text, *map(str, args)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """The directory of a step, which nobody changes."""
+    return saved(tmp_path_factory.mktemp("run")) / "1"
 
 
 # A step is a plain directory of Orbax, whose files are all hashed.
 
 
-def test_orbax_alone_loads_a_step(tmp_path):
-    where = saved(tmp_path) / "1"
-    tree = ocp.load_checkpointables(where)["state"]
+def test_orbax_alone_loads_a_step_onto_a_mesh(step, mesh_2x4):
+    tree = ocp.load_checkpointables(step)["state"]
     np.testing.assert_array_equal(tree["params"]["w"], STATE["params"]["w"])
-    names = ocp.checkpointables_metadata(where).metadata["state"]
+    names = ocp.checkpointables_metadata(step).metadata["state"]
     assert names["params"]["w"].shape == (3, 4)
+    sharding = mesh_2x4.layout(None, "model").sharding
+    wanted = jax.ShapeDtypeStruct((3, 4), "float32", sharding=sharding)
+    options = ocp.Context()
+    options.pytree.loading.partial_load = True
+    with options:
+        tree = ocp.load_checkpointables(step, {"state": {"params": {"w": wanted}}})
+    w = tree["state"]["params"]["w"]
+    assert w.sharding == sharding
+    np.testing.assert_array_equal(w, STATE["params"]["w"])
 
 
-def test_every_file_is_hashed(tmp_path):
-    where = saved(tmp_path) / "1"
-    listed = json.loads((where / "files.json").read_text())
-    files = [path for path in files_of(where) if path.name != "files.json"]
-    assert sorted(listed) == sorted(str(path.relative_to(where)) for path in files)
+def test_every_file_is_hashed_in_the_thread_that_writes(tmp_path, monkeypatch):
+    threads, digest = set(), hashlib.file_digest
+
+    def noted(*args):
+        threads.add(threading.current_thread())
+        return digest(*args)
+
+    monkeypatch.setattr(hashlib, "file_digest", noted)
+    step = saved(tmp_path) / "1"
+    assert threads
+    assert threading.main_thread() not in threads
+    listed = json.loads((step / "files.json").read_text())
+    files = [x for x in step.rglob("*") if x.is_file() and x.name != "files.json"]
+    assert sorted(listed) == sorted(str(path.relative_to(step)) for path in files)
     for path in files:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert listed[str(path.relative_to(where))] == [path.stat().st_size, digest]
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert listed[str(path.relative_to(step))] == [path.stat().st_size, sha256]
 
 
 # What it does on the disk and in the logs.
@@ -74,8 +85,7 @@ def test_every_file_is_hashed(tmp_path):
 
 def test_reading_creates_no_directory(tmp_path):
     ck = ml.Checkpointer(tmp_path / "typo" / "run")
-    assert ck.all_steps() == []
-    assert ck.latest_step() is None
+    assert (ck.all_steps(), ck.latest_step()) == ([], None)
     assert ck.resume(STATE) is STATE
     for call in (lambda: ck.restore(STATE), ck.restore_numpy, ck.inspect):
         with pytest.raises(ml.errors.CheckpointError, match="typo"):
@@ -88,28 +98,53 @@ def test_reading_creates_no_directory(tmp_path):
     assert sorted(where.rglob("*")) == before
 
 
-NOISE = """
-import logging, sys
-logging.basicConfig(level=int(sys.argv[2]))
-import jax.numpy as jnp, meshlayout as ml
-with ml.Checkpointer(sys.argv[1], keep=1) as ck:
-    for step in (1, 2, 2):
-        ck.save(step, {"w": jnp.ones(3), "n": 1})
-    ck.wait()
-    ck.restore({"w": jnp.zeros(3), "n": 0})
-    ck.restore_numpy()
-    ck.inspect()
-"""
+def test_files_and_names_are_durable_before_a_step_takes_its_name(
+    tmp_path, monkeypatch
+):
+    done, sync, rename = [], os.fsync, Path.rename
+
+    def noted_sync(descriptor):
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        sync(descriptor)
+        if Path(done[-1]).is_dir():  # as on mounts that cannot sync directories
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def noted_rename(path, target):
+        done.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    where = saved(tmp_path / "run") / "1"
+    paths = {str(x).replace("run/1", "run/1.new") for x in (*where.rglob("*"), where)}
+    sealed = done.index("files.json.tmp -> files.json")
+    assert paths - {f"{where}.new/files.json"} <= {*done[:sealed]}
+    named = done.index("1.new -> 1")
+    assert (done[named - 1], done[named + 1]) == (f"{where}.new", str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
-def test_a_healthy_save_or_restore_logs_nothing_of_orbax(tmp_path, level):
-    found = run_program(NOISE, tmp_path, level)
-    assert found.returncode == 0, found.stderr
-    lines = [line for line in found.stderr.splitlines() if "jax" not in line]
-    assert not re.search("absl|orbax|tensorstore", "\n".join(lines), re.IGNORECASE)
-    if level == logging.WARNING:
-        assert not lines
+def saves_and_restores(directory):
+    """Logs all that is said at level INFO."""
+    form = "%(levelname)s %(name)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
+    with ml.Checkpointer(directory, keep=1) as ck:
+        for step in (1, 2, 2):
+            ck.save(step, {"w": jnp.ones(3), "n": 1})
+        ck.wait()
+        ck.restore({"w": jnp.zeros(3), "n": 0})
+        ck.restore_numpy()
+        ck.inspect()
+
+
+@pytest.mark.multiprocess
+def test_a_healthy_save_or_restore_logs_nothing_of_orbax(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert forked.start(log, saves_and_restores, str(run)).wait() == 0, log.read_text()
+    lines = [x for x in log.read_text().splitlines() if not x.startswith("INFO jax")]
+    told = [rf"saved step {step}: \d+ B in \d+\.\d\d s" for step in (1, 2, 2)]
+    told += [f"restored step 2 of {run}"] * 2
+    for line, expected in zip(lines, told, strict=True):
+        assert re.fullmatch(f"INFO meshlayout.checkpoint {expected}", line)
 
 
 @pytest.mark.slow
@@ -130,7 +165,7 @@ def test_nothing_is_kept_in_memory_per_saved_step(tmp_path):
                 found = tracemalloc.take_snapshot().filter_traces([others])
                 held.append(sum(trace.size for trace in found.traces))
     tracemalloc.stop()
-    # Of 100 leaves, 1 KB for each would be 1.2 MB.
+    # Of 100 leaves and 12 saves, 1 KB for each would be 1.2 MB.
     assert held[1] - held[0] < 100_000
 
 
@@ -147,28 +182,106 @@ def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path):
     thread.start()
     try:
         with ml.Checkpointer(tmp_path, keep=1) as ck:
-            for value in range(1, 8):
-                ck.save(1, {"w": np.full(1000, value)})
+            for value in range(1, 6):
+                ck.save(1, {"w": np.full(1000, value)}, metadata={"value": value})
+            assert ck.inspect(1).metadata == {"value": 5}
     finally:
         done.set()
         thread.join()
-    assert seen <= {*range(8)}
+    assert seen <= {*range(6)}
     assert seen
-    assert sorted(x.name for x in tmp_path.iterdir() if x.name != ".lock") == ["1"]
-
-
-# A new state is returned.
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".lock", "1"]
 
 
 def test_restore_returns_a_new_model_and_says_so(tmp_path):
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    saved(tmp_path, state=model)
-    other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    model, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     before = np.asarray(other.kernel[...])
-    restored = ml.Checkpointer(tmp_path).restore(other)
+    restored = ml.Checkpointer(saved(tmp_path, state=model)).restore(other)
     assert restored is not other
     np.testing.assert_array_equal(other.kernel[...], before)
     np.testing.assert_array_equal(restored.kernel[...], model.kernel[...])
     assert "new model" in inspect.getdoc(ml.Checkpointer.restore)
     guide = Path("docs/guides/checkpoints.md").read_text(encoding="utf-8")
     assert re.search(r"new\s+(state|model)", guide)
+
+
+# One run at a time saves in a directory; any number of runs read.
+
+
+BUSY = "another run or Checkpointer saves to"
+
+
+def saves_and_stays(directory):
+    with ml.Checkpointer(directory) as ck:
+        ck.save(1, STATE)
+        ck.wait()
+        forked.say("saved")
+        time.sleep(1000)
+
+
+@pytest.mark.multiprocess
+def test_a_second_process_reads_and_is_refused_when_it_saves(tmp_path):
+    run = tmp_path / "run"
+    other = forked.start(tmp_path / "log", saves_and_stays, str(run))
+    other.wait_until(lambda said: said)
+    ck = ml.Checkpointer(run)
+    assert ck.restore_numpy()["step"] == 7
+    # Looking at the lock again, also from another Checkpointer, does not free it.
+    for each in (ck, ck, ml.Checkpointer(run)):
+        with pytest.raises(ml.errors.CheckpointError, match=BUSY):
+            each.save(2, STATE)
+    other.kill()
+    other.wait()
+    assert ck.save(2, STATE)
+    ck.close()
+    assert ml.Checkpointer(run).all_steps() == [1, 2]
+
+
+def test_two_checkpointers_of_one_process_do_not_save_in_one_directory(tmp_path):
+    one = ml.Checkpointer(tmp_path / "run")
+    one.save(1, STATE)
+    one.wait()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for spelling in ("run", "link", "run/../run"):
+        two = ml.Checkpointer(tmp_path / spelling)
+        assert two.restore_numpy(step=1)["step"] == 7
+        with pytest.raises(ml.errors.CheckpointError, match=BUSY):
+            two.save(2, STATE)
+    one.close()
+    assert two.save(2, STATE)
+    two.close()
+    assert two.all_steps() == [1, 2]
+
+
+def test_a_checkpointer_that_is_gone_holds_nothing(tmp_path):
+    ck = ml.Checkpointer(tmp_path)
+    ck.save(1, STATE)
+    ck.wait()
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint-"):
+            thread.join()
+    del ck
+    gc.collect()
+    with ml.Checkpointer(tmp_path) as other:
+        assert other.save(2, STATE)
+
+
+@pytest.mark.parametrize("system", ["Windows", "a mount without locks"])
+def test_one_line_says_that_nobody_guards_a_directory_without_locks(
+    tmp_path, monkeypatch, caplog, system
+):
+    def no_locks(*args):
+        raise OSError(95, "Operation not supported")
+
+    if system == "Windows":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+        runpy.run_path("meshlayout/checkpoint/directory.py")  # nor at its import
+    else:
+        monkeypatch.setattr("fcntl.lockf", no_locks)
+    with caplog.at_level(logging.WARNING), ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, STATE)
+        ck.save(2, STATE)
+    (line,) = caplog.messages
+    assert str(tmp_path) in line
+    assert "nobody guards it" in line
+    assert ck.all_steps() == [1, 2]

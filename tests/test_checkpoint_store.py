@@ -1,7 +1,6 @@
 """Checkpoints in Google Cloud Storage: a store on loopback that keeps its rules."""
 
 import importlib.util
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from tests.processes import run_processes
 
 if importlib.util.find_spec("gcsfs") is None:
     pytest.skip("gcsfs is not installed", allow_module_level=True)
-
-_numbers = itertools.count()
 
 
 def take_no_tensorflow(patch):
@@ -45,9 +42,9 @@ def store(served):
 
 
 @pytest.fixture
-def run():
+def run(tmp_path):
     """A directory that no other test has used."""
-    return f"gs://bucket/run-{next(_numbers)}"
+    return f"gs://bucket/{tmp_path.name}"
 
 
 def values(step):
@@ -86,16 +83,11 @@ def test_what_is_saved_in_a_bucket_is_restored_on_a_mesh(store, run, mesh_2x4, c
     assert restored["kernel"].sharding == kernel.sharding
     assert step_of(reader.restore_numpy(step=2)) == 2
     assert reader.inspect(2).metadata == {"a": 2}
-
-
-def test_a_step_that_is_saved_again_is_the_new_one(store, run):
-    reader = Checkpointer(run)
-    with Checkpointer(run) as ck:
-        for value in (1.0, 2.0, 3.0):
+    with Checkpointer(run) as ck:  # a step that is saved again is the new one
+        for value in (1.0, 2.0):
             ck.save(5, {"w": np.full(3, value)})
             ck.wait()
             assert reader.restore_numpy()["w"].tolist() == [value] * 3
-    assert reader.all_steps() == [5]
 
 
 def test_what_another_machine_saves_and_deletes_is_seen_at_once(store, run):
@@ -110,7 +102,7 @@ def test_what_another_machine_saves_and_deletes_is_seen_at_once(store, run):
         store.put("bucket", name.replace("-elsewhere", "", 1), content)
     assert (ck.all_steps(), step_of(ck.restore_numpy())) == ([1, 3], 3)
     for name in store.names("bucket", f"{run.removeprefix('gs://bucket/')}/3/"):
-        store.drop("bucket", name)
+        store.put("bucket", name, None)
     assert (ck.all_steps(), step_of(ck.restore_numpy())) == ([1], 1)
 
 
@@ -135,15 +127,11 @@ def test_a_writer_may_die_before_any_write_or_deletion(store, counts):
     counts(f"{len(moments)} moments at which a writer may die")
 
 
-@pytest.mark.parametrize(
-    "directory", ["gs:/bucket/run", "s3://bucket/run"], ids=["a slash", "s3"]
-)
-def test_what_is_not_a_directory_is_refused(directory):
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        Checkpointer(directory)
-    assert str(caught.value) == (
-        f"{directory!r} is neither a local path nor 'gs://bucket/run' as a string."
-    )
+def test_what_is_not_a_directory_is_refused():
+    for directory in ("gs:/bucket/run", "s3://bucket/run"):
+        words = f"^'{directory}' is neither a local path nor 'gs://bucket/run' as a"
+        with pytest.raises(ml.errors.CheckpointError, match=words):
+            Checkpointer(directory)
 
 
 def save_together(directory):

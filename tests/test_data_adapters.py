@@ -1,6 +1,5 @@
 """Grain's and TFDS's objects as sources, and which packages are imported for it."""
 
-import itertools
 import subprocess
 import sys
 
@@ -75,12 +74,6 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
     data = distribute_dataset(source, mesh, global_batch_size=8)
     with pytest.raises(ValueError, match="None"):
         values(data)
-
-
-def test_a_map_dataset_that_repeats_for_ever_is_read_for_a_number_of_steps(mesh):
-    source = grain.MapDataset.source(records(5)).repeat()
-    batches = iter(distribute_dataset(source, mesh, global_batch_size=8))
-    assert values(itertools.islice(batches, 2)) == squares([*range(5)] * 4)[:16]
 
 
 def test_single_arrays_in_a_map_dataset_may_be_batches(mesh):
@@ -187,18 +180,6 @@ def test_a_tfds_data_source_gives_every_example_decoded_in_its_own_dtypes(mesh, 
     assert sorted(found) == list(range(NUM_ROWS))
 
 
-def test_a_tfds_data_source_resumes_in_the_middle_of_a_shuffled_epoch(mesh, source):
-    options = {"global_batch_size": 32, "shuffle": 7, "strings": "host"}
-    iterator = iter(distribute_dataset(source, mesh, **options))
-    for _ in range(3):
-        next(iterator)
-    again = iter(distribute_dataset(source, mesh, **options))
-    again.set_state(iterator.get_state())
-    rest = values(iterator, "number")
-    assert values(again, "number") == rest
-    assert len(rest) == NUM_ROWS - 3 * 32
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -252,16 +233,6 @@ def test_a_dict_of_splits_asks_for_one_of_them(mesh):
         "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
         "dataset['train']."
     )
-
-
-def test_a_pytorch_dataset_is_a_source_of_rows(mesh):
-    members = {
-        "__len__": lambda self: 20,
-        "__getitem__": lambda self, row: {"y": row * row},
-    }
-    dataset = stand_in("torch", "Dataset", **members)()
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert values(data) == squares(range(20))
 
 
 class HuggingFaceMembers:

@@ -52,7 +52,6 @@ ENDS = [
     ("time.sleep(0.3)", "stream", 0, ""),
     ("time.sleep(0.3); raise ValueError('of the loop')", "rows", 1, "of the loop"),
     pytest.param("time.sleep(0.3); sys.exit(7)", "stream", 7, "", marks=slow),
-    pytest.param("time.sleep(0.3); it.close()", "rows", 0, "", marks=slow),
     pytest.param("time.sleep(0.3); del it", "stream", 0, "", marks=slow),
 ]
 

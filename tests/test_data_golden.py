@@ -15,6 +15,7 @@ import pytest
 
 import meshlayout as ml
 from meshlayout.data import distribute_dataset, from_tfds, pack_sequences
+from tests import batches_golden
 from tests.tfds_directory import tiny_directory
 
 
@@ -40,6 +41,12 @@ def mesh():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tiny_directory(tmp_path_factory.mktemp("tfds"))
+
+
+@pytest.mark.parametrize("name", batches_golden.CASES)
+def test_batches_of_arrays_sources_streams_and_fit(name):
+    found = batches_golden.digest(batches_golden.CASES[name]())
+    assert found == batches_golden.EXPECTED["1"][name]
 
 
 def numbers_and_images(example):

@@ -71,14 +71,6 @@ def no_threads_stay():
 # Lengths
 
 
-@pytest.mark.parametrize("source", [columns(10), examples(10)])
-def test_an_iteration_may_have_several_epochs(source):
-    data = distributed(source, epochs=2)
-    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
-    assert rows_of(data) == one * 2
-    assert rows_of(data) == one * 2
-
-
 SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 
 
@@ -132,9 +124,11 @@ def test_repeated_data_continues_where_a_loop_was_left():
         assert rows_of(data)[:2] == [[4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-def test_the_next_iteration_has_the_next_epochs():
-    whole = distributed(columns(12), shuffle=0, epochs=4)
-    parts = distributed(columns(12), shuffle=0)
+@pytest.mark.parametrize("source", [columns(12), examples(12)])
+def test_the_next_iteration_has_the_next_epochs(source):
+    options = {"shuffle": 0} if isinstance(source, dict) else {}
+    whole = distributed(source, epochs=4, **options)
+    parts = distributed(source, **options)
     assert [*itertools.chain(*(rows_of(parts) for _ in range(4)))] == rows_of(whole)
 
 
@@ -157,11 +151,6 @@ def test_a_generator_that_is_exhausted_at_the_second_epoch_is_an_error():
     assert message(lambda: list(data)) == (
         "the source yielded no examples in epoch 2, though it did before. A function "
         "that makes a generator must make a new one at every call."
-    )
-    once = examples(8)()
-    data = distributed(lambda: once, remainder="repeat", epochs=2)
-    assert message(lambda: list(data)).startswith(
-        "the source yielded no examples in epoch 2"
     )
 
 
@@ -256,20 +245,6 @@ def test_a_source_of_rows_that_raises_stop_iteration_does_not_end_the_epoch(pref
     )
 
 
-def test_an_exception_when_a_generator_is_closed_surfaces():
-    def source():
-        try:
-            for row in itertools.count():
-                yield {"y": row}
-        finally:
-            raise SourceError("cannot close")
-
-    it = iter(distributed(source, prefetch=0))
-    next(it)
-    with pytest.raises(SourceError, match="cannot close"):
-        it.close()
-
-
 # Leaving early
 
 
@@ -345,13 +320,13 @@ def test_at_most_as_many_batches_as_asked_for_are_made_ready():
         it.close()
 
 
-def test_a_thousand_epochs_leave_nothing_behind():
+def test_a_hundred_epochs_leave_nothing_behind():
     data = distributed(columns(6), MESH, 8)
     for _ in data:
         pass
     gc.collect()
     before = len(jax.live_arrays()), threading.active_count()
-    for epoch in range(1000):
+    for epoch in range(100):
         for _ in data:
             if epoch % 3 == 0:
                 break
@@ -523,17 +498,23 @@ def test_a_source_that_cannot_seek_says_so_and_offers_to_skip():
     assert rows_of(other) == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_skipping_past_the_end_of_a_shorter_source_is_an_error():
-    it = iter(distributed(examples(12)))
-    next(it)
-    next(it)
-    state = it.get_state()
-    it.close()
-    other = iter(distributed(examples(5)))
-    other.set_state(state, skip=True)
-    assert message(lambda: next(other)) == (
-        "the source ended before the position: it is shorter than it was."
-    )
+SHORTER = {
+    "the source ended before the position: it is shorter than it was.": examples,
+    "the source refuses the position of the state (IndexError: the position is after "
+    "item 8, and there are 5). The state is of another source or of another version of "
+    "its library, or it is damaged.": lambda rows: [{"y": np.arange(1)}] * rows,
+}
+
+
+@pytest.mark.parametrize("text", SHORTER)
+def test_a_place_that_a_shorter_source_does_not_have_is_an_error(text):
+    options = {} if SHORTER[text] is examples else {"batched": True}
+    it = iter(distributed(SHORTER[text](12), **options))
+    for _ in range(2):
+        next(it)
+    other = iter(distributed(SHORTER[text](5), **options))
+    set_state = lambda: other.set_state(it.get_state(), skip=True)  # noqa: E731
+    assert message(lambda: (set_state(), next(other))) == text
 
 
 def in_fives(size: int = 5, **options: Any):
@@ -602,21 +583,3 @@ def test_the_report_counts_rows_and_seconds():
     assert report.waited_s >= 0.02
     assert report.place_s > 0
     assert str(report).startswith("8 rows in 2 batches: 0.")
-
-
-def test_a_place_that_a_shorter_source_does_not_have_is_refused():
-    def batches(count):
-        source = [{"x": np.arange(4.0)} for _ in range(count)]
-        mesh = ml.create_mesh({"batch": 8})
-        data = ml.distribute_dataset(source, mesh, global_batch_size=8, batched=True)
-        return iter(data)
-
-    it = batches(8)
-    for _ in range(3):
-        next(it)
-    other = batches(4)
-    assert message(lambda: (other.set_state(it.get_state()), next(other))) == (
-        "the source refuses the position of the state (IndexError: the position is "
-        "after item 6, and there are 4). The state is of another source or of another "
-        "version of its library, or it is damaged."
-    )

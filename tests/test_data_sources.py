@@ -369,24 +369,7 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
     assert [b["label"].tolist() for b in again] == [b["label"].tolist() for b in seen]
 
 
-def test_pixel_statistics_are_the_mean_and_deviation():
-    images = TRAIN[0][..., None]
-    mean, deviation = Split(images, TRAIN[1]).pixel_statistics()
-    assert mean == pytest.approx(images.mean(dtype=np.float64))
-    assert deviation == pytest.approx(images.std(dtype=np.float64))
-
-
 # The command line of `make data`
-
-
-def test_preparing_fails_where_nothing_has_the_dataset(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_data, "unreachable", lambda builder: "it is away")
-    status = prepare_data.main(["--dataset", "mnist", "--data-dir", str(tmp_path)])
-    assert status == 1
-    assert capsys.readouterr().err == (
-        "python -m models.prepare_data: mnist cannot be downloaded: it is away. Try "
-        "again with internet, or copy a directory that was prepared elsewhere.\n"
-    )
 
 
 def test_preparing_without_internet_and_apt_says_both(tmp_path, monkeypatch, capsys):

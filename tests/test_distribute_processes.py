@@ -8,6 +8,7 @@ from flax import nnx
 
 import meshlayout as ml
 from tests.processes import run_processes
+from tests.replicas import mirrored, parts_of, total
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -29,14 +30,10 @@ def trained(strategy):
         metric = nnx.metrics.Average()
         count = nnx.Variable(np.float32(0), aggregation="per_replica")
 
-    def losses_of(model, x, y):
-        return ((model(x) - y) ** 2).mean(axis=-1)
-
-    def train_step(inputs):
-        x, y = inputs
-
+    def train_step(x, y):
         def loss_fn(model):
-            return ml.losses.compute_average_loss(losses_of(model, x, y))
+            losses = ((model(x) - y) ** 2).mean(axis=-1)
+            return ml.losses.compute_average_loss(losses)
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
@@ -45,17 +42,54 @@ def trained(strategy):
         count[...] += replica.replica_id_in_sync_group
         return loss
 
-    losses = []
-    for _ in range(2):
-        for inputs in strategy.distribute_dataset(source(), global_batch_size=BATCH):
-            loss = strategy.run(train_step, args=(inputs,))
-            losses.append(float(strategy.reduce("SUM", loss, axis=None)))
+    data = strategy.distribute_dataset(source(), global_batch_size=BATCH, epochs=2)
     return {
-        "losses": losses,
+        "losses": [total(strategy, strategy.run(train_step, batch)) for batch in data],
         "kernel": np.asarray(model.kernel[...]).tolist(),
         "metric": float(metric.compute()),
-        "counts": [float(x) for x in strategy.local_results(count.get_value())],
+        "counts": parts_of(strategy, count),
     }
+
+
+def read(strategy):
+    """What one of two processes reads, with whether it is padded, and all rows' sum."""
+    here = jax.process_index()
+
+    def batches_of(data):
+        return [
+            [parts_of(strategy, x), x.mask is not None, total(strategy, x, 0)]
+            for x in data
+        ]
+
+    # Process 0 has 3 batches of 2 rows, process 1 has 4 and one of one row.
+    mine = [np.full(2, 10 * here + i, np.int32) for i in range(3 + here)]
+    mine += [np.full(1, 99, np.int32)] * here
+
+    def dataset_fn(context):
+        assert (context.num_input_pipelines, context.input_pipeline_id) == (2, here)
+        return mine
+
+    of_function = strategy.distribute_datasets_from_function(dataset_fn)
+    own = np.arange(2 + 5 * here, dtype=np.int32)
+    own = strategy.distribute_dataset(own, BATCH, per_process=True)
+    ids = strategy.distribute_values_from_function(
+        lambda context: np.full(2, context.replica_id_in_sync_group, np.int32)
+    )
+    return {
+        "function": batches_of(of_function),
+        "own rows": batches_of(own),
+        "repr": repr(ids),
+        "gathered": strategy.gather(ids, axis=0).tolist(),
+        "largest": int(strategy.reduce("MAX", ids, axis=0)),
+    }
+
+
+def with_other_constants(strategy):
+    factor = jax.process_index() + 1.0
+    values = strategy.distribute_values_from_function(lambda context: 1.0)
+    with pytest.raises(ml.errors.ClusterError) as error:
+        strategy.run(lambda x: x * factor, args=(values,))
+    return str(error.value)
 
 
 def on_processes():
@@ -64,15 +98,20 @@ def on_processes():
     local = ml.distribute.MirroredStrategy()
     return {
         **trained(strategy),
+        **read(strategy),
         "replicas": (strategy.num_replicas_in_sync, local.num_replicas_in_sync),
         "task": (resolver.task_type, resolver.task_id, resolver.num_workers),
+        "error": with_other_constants(strategy),  # at last: it ends what comes after
     }
 
 
-def test_several_workers_compute_what_one_process_does():
-    results = run_processes(2, on_processes, devices_per_process=2)
-    strategy = ml.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-    expected = trained(strategy)
+@pytest.fixture(scope="module")
+def results():
+    return run_processes(2, on_processes, devices_per_process=2)
+
+
+def test_several_workers_compute_what_one_process_does(results):
+    expected = trained(mirrored(4))
     for index, result in enumerate(results):
         for name in ("losses", "kernel", "metric"):
             np.testing.assert_allclose(
@@ -83,16 +122,45 @@ def test_several_workers_compute_what_one_process_does():
         assert tuple(result["task"]) == ("worker", index, 2)
 
 
-def with_other_constants():
-    strategy = ml.distribute.MultiWorkerMirroredStrategy()
-    factor = jax.process_index() + 1.0
-    values = strategy.distribute_values_from_function(lambda context: 1.0)
-    with pytest.raises(ml.errors.ClusterError) as error:
-        strategy.run(lambda x: x * factor, args=(values,))
-    return str(error.value)
+@pytest.mark.parametrize(
+    ("source", "batches"),
+    [
+        (
+            "function",
+            [
+                [[[0, 0], [1, 1], [10, 10], [11, 11]], False, 44],
+                [[[2, 2], [], [12, 12], [13, 13]], True, 54],
+                [[[], [], [99], []], True, 99],
+            ],
+        ),
+        (
+            "own rows",
+            [
+                [[[0, 1], [], [0, 1], [2, 3]], True, 7],
+                [[[], [], [4, 5], [6]], True, 15],
+            ],
+        ),
+    ],
+)
+def test_processes_agree_about_padding_and_read_every_row_once(
+    results, source, batches
+):
+    rows = [[x for x, *_ in result[source]] for result in results]
+    assert [a + b for a, b in zip(*rows, strict=True)] == [x for x, *_ in batches]
+    for result in results:  # also where a process has no padding itself
+        assert [rest for _, *rest in result[source]] == [rest for _, *rest in batches]
 
 
-def test_constants_that_differ_between_processes_are_noticed():
-    for text in run_processes(2, with_other_constants, devices_per_process=2):
-        assert "process" in text
-        assert "<lambda>" in text
+def test_processes_make_and_combine_values_of_all_replicas(results):
+    for result in results:
+        assert result["gathered"] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert result["largest"] == 3
+    assert results[1]["repr"].startswith(
+        "PerReplica:{\n  0: Array([2, 2], dtype=int32)"
+    )
+
+
+def test_constants_that_differ_between_processes_are_noticed(results):
+    for result in results:
+        assert "process" in result["error"]
+        assert "<lambda>" in result["error"]

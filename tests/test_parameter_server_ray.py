@@ -1,7 +1,6 @@
 """Parameter servers and workers as Ray actors; needs the extra `ray`."""
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -12,12 +11,9 @@ import warnings
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import meshlayout as ml
 from meshlayout import distribute
-from models.convnet import ConvNet
-from models.data import read_carried_part
 from tests.error_messages import message_of
 from tests.test_parameter_server import Training
 
@@ -117,87 +113,3 @@ def test_a_dead_server_and_what_a_closure_raised_are_errors_of_join(tmp_path):
         assert message.startswith("parameter server 0 of 2 died, and all updates")
         assert f"The last checkpoint: step 2 in {tmp_path / 'run'}." in message
         assert message_of(t.coordinator.join) == message
-
-
-# The convnet.
-
-BATCH_SIZE, EPOCHS = 50, 5
-
-
-def examples(split):
-    return split.images.astype(np.float32) / 255, split.labels
-
-
-def convnet_loss(model, batch):
-    images, labels = batch
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(images), labels)
-    return losses.mean()
-
-
-def update(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(convnet_loss)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
-
-def shuffled(split, seed):
-    """Batches for ever, each example once in an epoch."""
-    images, labels = examples(split)
-    order = np.random.default_rng(seed)
-    while True:
-        rows = order.permutation(len(labels))
-        for start in range(0, len(rows) - BATCH_SIZE + 1, BATCH_SIZE):
-            index = rows[start : start + BATCH_SIZE]
-            yield images[index], labels[index]
-
-
-def adam(split, momentum):
-    # To zero: at a constant rate, the accuracy of the last step is a matter of luck, two
-    # points more or less for another order of the same batches.
-    num_steps = EPOCHS * len(split) // BATCH_SIZE
-    rate = optax.cosine_decay_schedule(1e-3, num_steps)
-    return optax.adam(rate, b1=momentum)
-
-
-def accuracy(model, split):
-    images, labels = examples(split)
-    return float((model(images).argmax(-1) == labels).mean())
-
-
-@pytest.mark.parametrize("num_killed", [0, 1])
-def test_the_convnet_reaches_the_accuracy_of_synchronous_training(num_killed, counts):
-    data = read_carried_part("")
-    num_steps = EPOCHS * len(data.train) // BATCH_SIZE
-    model = ConvNet(rngs=nnx.Rngs(0))
-    assert accuracy(model, data.test) < 0.3
-    optimizer = nnx.Optimizer(model, adam(data.train, 0.9), wrt=nnx.Param)
-    synchronous_step = nnx.jit(update)
-    for batch in itertools.islice(shuffled(data.train, 0), num_steps):
-        synchronous_step(model, optimizer, batch)
-    expected = accuracy(model, data.test)
-
-    strategy = distribute.ParameterServerStrategy(2, 2)
-    with distribute.ClusterCoordinator(strategy) as coordinator:
-        with strategy.scope():
-            model = ConvNet(rngs=nnx.Rngs(0))
-            # Gradients of former variables act like more momentum, so that less is best.
-            optimizer = nnx.Optimizer(model, adam(data.train, 0.5), wrt=nnx.Param)
-
-        def step(iterator):
-            return strategy.run(update, args=(model, optimizer, next(iterator)))
-
-        def dataset_fn(context):
-            # The batches of the synchronous run, one worker after the other.
-            index, count = context.input_pipeline_id, context.num_input_pipelines
-            return itertools.islice(shuffled(data.train, 0), index, None, count)
-
-        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        results = [coordinator.schedule(step, (iterator,)) for _ in range(num_steps)]
-        results[num_steps // 4].fetch()
-        if num_killed:
-            ray.kill(coordinator._workers[0])
-        coordinator.join()
-        assert optimizer.step[...] == num_steps
-    reached = accuracy(model, data.test)
-    counts(f"accuracy {reached:.3f}, synchronous {expected:.3f}, {num_killed} killed")
-    assert reached >= expected - 0.01

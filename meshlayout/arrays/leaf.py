@@ -180,9 +180,10 @@ def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
     """Checks that what goes to devices of all processes is the same on all of them.
 
     Arrays of the same name, shape, dtype and mesh are compared once, as programs are:
-    in a loop, this costs nothing after the first step. Otherwise each process would place its own value, and the array would be another one
-    on each. JAX compares, too (`device_put` of a host array): it gathers the values of
-    all processes on all devices, takes NaN for a difference, and names no process.
+    in a loop, this costs nothing after the first step. Otherwise each process would
+    place its own value, and the array would be another one on each. JAX compares, too
+    (`device_put` of a host array): it gathers the values of all processes on all
+    devices, takes NaN for a difference, and names no process.
 
     Args:
         named: Arrays with their names for messages, and the meshes they go to.

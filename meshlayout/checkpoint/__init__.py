@@ -1,10 +1,6 @@
 """Saves states, and restores them on any mesh: whole, verified, or not at all."""
 
 from meshlayout.checkpoint.checkpointer import Checkpointer as Checkpointer
-from meshlayout.checkpoint.difference import (
-    Change as Change,
-    RestoreDiff as RestoreDiff,
-)
 from meshlayout.checkpoint.foreign import (
     load_arrays as load_arrays,
     load_msgpack as load_msgpack,
@@ -12,7 +8,11 @@ from meshlayout.checkpoint.foreign import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )
-from meshlayout.checkpoint.inspection import Inspection as Inspection
+from meshlayout.checkpoint.load import (
+    Change as Change,
+    RestoreDiff as RestoreDiff,
+)
+from meshlayout.checkpoint.orbax import Inspection as Inspection
 from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,

@@ -5,10 +5,11 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -17,11 +18,10 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
-from meshlayout.checkpoint import directory as steps, orbax, policy, positions
-from meshlayout.checkpoint.inspection import Inspection
-from meshlayout.checkpoint.load import to_numpy
-from meshlayout.checkpoint.match import Request
-from meshlayout.checkpoint.step import Save, SavedStep, failures
+from meshlayout.checkpoint import directory as steps, orbax, positions
+from meshlayout.checkpoint.load import Request, to_numpy
+from meshlayout.checkpoint.orbax import Inspection, SavedStep
+from meshlayout.checkpoint.save import Save, failures
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
@@ -30,6 +30,7 @@ from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
     DamagedCheckpointError,
+    did_you_mean,
     stack_level,
 )
 from meshlayout.layout_map import LayoutMap
@@ -42,9 +43,6 @@ Step: TypeAlias = int | Literal["latest", "best"]
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
-# Longer than a slow store takes for a large file, and short enough for a job that hangs
-# to end by itself.
-_TIMEOUT_S = 1200.0
 
 
 class Checkpointer:
@@ -53,8 +51,9 @@ class Checkpointer:
     Use this in a loop of your own, as below, or in the callback `Checkpoint`.
 
     A step is saved completely or not at all: a killed process or a full disk leaves the
-    earlier steps intact, and a step that is saved again is there at every moment. A
-    step is a plain directory of Orbax; a restore compares its files with their hashes.
+    earlier steps intact, and a step that is saved again is there at every moment (in
+    gs:// it is deleted first). A step is a plain directory of Orbax; a restore compares
+    its files with their hashes, except in gs://.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
     stays in host memory until the files are written. The next save waits for that, and
@@ -65,8 +64,8 @@ class Checkpointer:
     All processes share the directory, and save and restore in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run`, which needs gcsfs (the extra
-            `gcs`) and has no locks.
+        directory: A local path, or `gs://bucket/run`, which has no locks and needs the
+            extra `gcs`.
         keep: How many of the latest steps to keep; None for all.
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
@@ -110,11 +109,9 @@ class Checkpointer:
             f"checkpoint/{next(_numbers)}",
             what="the same save or restore",
             hint="All processes have to save and restore the same steps in one order.",
-            timeout_s=_TIMEOUT_S,
+            timeout_s=1200.0,  # longer than a slow store takes for a large file
             error=CheckpointError,
         )
-
-    # Saving.
 
     def save(
         self,
@@ -149,8 +146,10 @@ class Checkpointer:
             Preempted: After SIGTERM, once the step is saved.
         """
         step = _checks.count("step", step, at_least=0, error=CheckpointError)
-        is_preempted = self._is_preempted()
-        if not (force or is_preempted or policy.is_due(step, self._every, self._last)):
+        is_preempted, every = self._is_preempted(), self._every or 1
+        # Not `step % every`: with several steps per call, multiples may be passed over.
+        is_due = not self._every or step // every > min(self._last, step) // every
+        if not (force or is_preempted or is_due):
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
@@ -162,12 +161,12 @@ class Checkpointer:
             saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
             arrays = {name: arrays for name, (_, arrays) in saved.items()}
             facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
-            facts["metrics"] = policy.metric_values(metrics, self.best)
+            facts["metrics"] = _metric_values(metrics, self.best)
             values = metadata() if callable(metadata) else metadata
             facts["metadata"] = positions.as_json(values, "metadata")
             facts |= {"time": time.time(), "processes": jax.process_count()}
             digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
-            own = {"the step": str(step), "the directory": str(self.directory)}
+            own = {"the step": str(step)}
             own["the digest of paths, shapes and dtypes"] = digest[:8]
             sums = replica_sums(x for tree in arrays.values() for x in tree.values())
             position = positions.position_of(data)
@@ -179,7 +178,7 @@ class Checkpointer:
             raise CheckpointError(msg)
         places = [x for _, _, x in messages.values()]
         if data is not None:  # a single one if all are equal
-            is_one = all(x == places[0] for x in places)
+            is_one = places.count(places[0]) == len(places)
             facts["data"] = places[:1] if is_one else places
         after, self._last = functools.partial(self._delete_old, step), step
         self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
@@ -230,10 +229,8 @@ class Checkpointer:
         paths = steps.step_paths(self.directory)
         paths = {n: path for n, path in paths.items() if steps.is_whole(path)}
         best = None if self.best is None else self._best_of(paths)
-        for old in policy.steps_to_delete(list(paths), self._keep, {best, step}):
+        for old in steps_to_delete(list(paths), self._keep, {best, step}):
             steps.delete(paths[old])
-
-    # Queries.
 
     def all_steps(self) -> list[int]:
         """Returns the saved steps in ascending order; a running save is not one yet."""
@@ -261,7 +258,7 @@ class Checkpointer:
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
                 metrics[step] = steps.read_facts(path)["metrics"]
-        return policy.best_of(self.best, metrics)
+        return best_of(self.best, metrics)
 
     def _choose(self, step: Step) -> tuple[int, str, bytes | None]:
         """Returns a step's number, and the name and mark of its directory."""
@@ -278,8 +275,6 @@ class Checkpointer:
             msg = f"{self.directory} has no step {step!r}: there is {listed}."
             raise CheckpointError(msg)
         return number, paths[number].name, steps.mark(paths[number])
-
-    # Restoring.
 
     def restore(
         self,
@@ -302,8 +297,7 @@ class Checkpointer:
         Args:
             like: The state to restore into, concrete or abstract (`ml.describe`,
                 `jax.eval_shape`), which sets shapes, dtypes and layouts; or a layout
-                map, for nested dicts of all saved arrays. None for nested dicts on one
-                device.
+                map for nested dicts of all arrays; None for such dicts on one device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: The layouts of the arrays, if not those of `like`.
             data: The input iterator, which is moved to its saved position.
@@ -360,8 +354,8 @@ class Checkpointer:
                 continue
             if damaged:
                 damaged.insert(0, f"restored step {step}, the newest that is intact.")
-                text, level = " ".join(damaged), stack_level()
-                warnings.warn(text, CheckpointWarning, stacklevel=level)
+                text = " ".join(damaged)
+                warnings.warn(text, CheckpointWarning, stacklevel=stack_level())
             return result
         if damaged:
             damaged.insert(0, f"{self.directory} has no intact step.")
@@ -373,12 +367,11 @@ class Checkpointer:
     ) -> T:
         """Reads a step, the same on all processes, as `restore` and `Trainer` do."""
         self.wait()
-        confirm = functools.partial(self._channel.exchange, None)
         while True:
             number, name, mark = self._channel.on_first(lambda: self._choose(step))
             path, result = self.directory / name, None
             saved, damage = self._agreed(
-                functools.partial(SavedStep.open, number, path, confirm, verify=verify)
+                functools.partial(SavedStep.open, number, path, verify=verify)
             )
             if saved is not None:
                 result, damage = self._agreed(functools.partial(read, saved))
@@ -399,6 +392,37 @@ class Checkpointer:
                 result = work()
             except DamagedCheckpointError as error:
                 damage = error
-        damages = self._channel.exchange(damage).values()
-        first = next((other for other in damages if other is not None), None)
-        return (result, None) if first is None else (None, first)
+        damages = [x for x in self._channel.exchange(damage).values() if x is not None]
+        return (None, damages[0]) if damages else (result, None)
+
+
+def steps_to_delete(
+    steps: Collection[int], keep: int | None, kept: Collection[int | None] = ()
+) -> list[int]:
+    """Returns the steps to delete: neither the last ones nor `kept`."""
+    old = [] if keep is None else sorted(steps)[:-keep]
+    return [step for step in old if step not in kept]
+
+
+def best_of(
+    best: tuple[str, str], metrics: Mapping[int, Mapping[str, float]]
+) -> int | None:
+    """Returns the step with the best metric, the latest of a tie, or None."""
+    name, mode = best
+    sign = 1.0 if mode == "max" else -1.0
+    values = {step: sign * found.get(name, math.nan) for step, found in metrics.items()}
+    # NaN compares false with everything, so that one NaN would decide a maximum.
+    values = {step: value for step, value in values.items() if not math.isnan(value)}
+    return max(values, key=lambda step: (values[step], step), default=None)
+
+
+def _metric_values(
+    metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
+) -> dict[str, float]:
+    """Returns metrics as floats, with that of `best` if there are any."""
+    values = {name: float(value) for name, value in (metrics or {}).items()}
+    if values and best is not None and best[0] not in values:
+        names = ", ".join(map(repr, values))
+        msg = f"best={best!r} needs the metric {best[0]!r}, and metrics= holds {names}."
+        raise CheckpointError(msg + did_you_mean(best[0], values))
+    return values

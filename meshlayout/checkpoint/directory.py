@@ -9,11 +9,12 @@
 A step takes its name by renames, and there is an intact copy at every moment: readers
 take a sealed `5.new` if there is no `5`; who has the lock finishes what was cut off.
 
-In Google Cloud Storage nothing can be renamed. There Orbax writes a step under its own
-name, and commits it by a file that is written last and deleted first.
+In gs:// nothing can be renamed. Orbax commits a step under its own name, by a file that
+is written last and deleted first; a step that is saved again is deleted before.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# What declares a step whole: the sizes and hashes of its files, or Orbax's commit in a
-# store. What Orbax keeps for us: the facts of a step. What steps of older formats have.
+# The sizes and hashes of a step's files declare it whole; in a store, Orbax's commit.
+# Orbax keeps the facts of a step for us. Steps of older formats have a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
 _STEP = r"(0|[1-9]\d*)(\.new)?"
@@ -67,16 +68,13 @@ def is_remote(path: Path) -> bool:
     return str(path).startswith("gs://")
 
 
-# Which steps there are.
-
-
 def step_paths(directory: Path) -> dict[int, Path]:
     """Returns the directories of the steps that exist, in ascending order."""
     children = list(directory.iterdir()) if directory.is_dir() else []
     children = [path for path in children if re.fullmatch(_STEP, path.name)]
     children.sort(key=lambda path: -len(path.name))  # `5` wins over `5.new`
     paths = {int(path.stem): path for path in children if _is_step(path)}
-    if not is_remote(directory) and not all(path.exists() for path in children):
+    if not is_remote(directory) and not all(map(os.path.lexists, children)):
         return step_paths(directory)  # one took its name meanwhile, or was deleted
     return dict(sorted(paths.items()))
 
@@ -119,10 +117,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def check(path: Path, *, verify: bool) -> None:
-    """Raises DamagedCheckpointError unless this process's share of files is as saved.
-
-    Without `verify`, only sizes are compared.
-    """
+    """Compares this process's share of the files with the seal, or only their sizes."""
     file = path / _SEAL
     try:
         files = {} if is_remote(path) else json.loads(file.read_bytes())
@@ -142,9 +137,6 @@ def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
     )
 
 
-# A step that is written.
-
-
 def clear(directory: Path, step: int) -> None:
     """Makes room for a step, or raises CheckpointError if something else is there."""
     path = directory / str(step)
@@ -156,33 +148,38 @@ def clear(directory: Path, step: int) -> None:
         if is_ours:
             delete(path)
     if not is_ours:
-        msg = f"{path} is in the way: it is not an intact step of this version. "
-        msg += "Remove it."
-        raise CheckpointError(msg)
+        msg = "it is not an intact step of this version. Remove it."
+        raise CheckpointError(f"{path} is in the way: {msg}")
 
 
 def digests(path: Path) -> dict[str, list[Any]]:
-    """Returns sizes and hashes of this process's share of a step's files."""
+    """Returns sizes and hashes of this process's files, which become durable."""
     files = [x for x in path.rglob("*") if not x.is_dir()]
     sizes = {str(x.relative_to(path)): x.stat().st_size for x in files}
-    return {name: _digest(path / name) for name in _share(sizes)}
+    names = _share(sizes)
+    for name in names:
+        _sync(path / name)
+    return {name: _digest(path / name) for name in names}
 
 
-def seal(path: Path, files: Mapping[str, list[Any]]) -> None:
-    """Declares a step whole, by the sizes and hashes of all of its files."""
+def publish(path: Path, files: Mapping[str, list[Any]]) -> None:
+    """Seals `5.new` with the sizes and hashes of all its files, and names it `5`."""
+    for folder in (path, *(x for x in path.rglob("*") if x.is_dir())):
+        _sync(folder)
     temporary = path / f"{_SEAL}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(files, file, separators=(",", ":"))
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(files, separators=(",", ":")), encoding="utf-8")
+    _sync(temporary)
     temporary.rename(path / _SEAL)
+    _sync(path)
+    _take_name(path)
 
 
-def take_name(directory: Path, step: int) -> None:
+def _take_name(new: Path) -> None:
     """Gives a sealed `5.new` its name, in the place of a `5` that is there."""
-    path = directory / str(step)
+    path = new.with_suffix("")
     old = _hidden(path) if path.exists() else None
-    (directory / f"{step}.new").rename(path)
+    new.rename(path)
+    _sync(path.parent)
     if old is not None:
         delete(old)
 
@@ -194,8 +191,7 @@ def delete(path: Path) -> None:
             (path / _COMMIT).unlink(missing_ok=True)
             path.rmtree()  # type: ignore[attr-defined]
         else:
-            path = _hidden(path)
-            shutil.rmtree(path)
+            shutil.rmtree(_hidden(path))
     except OSError as error:  # the next save tries again
         logger.warning("%s, which is not needed any more, stays: %s", path, error)
 
@@ -207,25 +203,36 @@ def recover(directory: Path) -> None:
     # Before any removal: what is being deleted may be the only other copy.
     for path in list(directory.glob("*.new")):
         if re.fullmatch(_STEP, path.name) and is_whole(path):
-            take_name(directory, int(path.stem))
+            _take_name(path)
     for path in list(directory.iterdir()):
         if re.fullmatch(_LEFTOVER, path.name):
             delete(path)
 
 
-def _share(sizes: Mapping[str, int]) -> Sequence[str]:
+def _share(sizes: Mapping[str, int]) -> list[str]:
     """Returns the files of this process, about as many bytes as those of any other."""
     names = sorted(sizes, key=lambda name: (-sizes[name], name))
     return names[jax.process_index() :: jax.process_count()]
 
 
 def _digest(path: Path) -> list[Any]:
-    """Returns the size and the hash of a file, which becomes durable."""
+    """Returns the size and the hash of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if os.name == "posix":
-            os.fsync(file.fileno())
         return [file.tell(), digest]
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a directory, outlast a power cut."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a mount that cannot do this
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _hidden(path: Path) -> Path:
@@ -233,8 +240,6 @@ def _hidden(path: Path) -> Path:
     name = f"{path.name.partition('.')[0]}.deleting-{time.time_ns()}"
     return path.rename(path.with_name(name))
 
-
-# Who may save.
 
 # The directories that this process has locked.
 _held: set[Path] = set()
@@ -275,10 +280,10 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
 
 def leave_token(directory: Path) -> str:
     """Writes a token for `find_token`; none if one process, or a store, needs none."""
-    is_alone = jax.process_count() == 1 or is_remote(directory)
-    token = "" if is_alone else secrets.token_hex(8)
-    if token:
-        (directory / _TOKEN).write_text(token)
+    if jax.process_count() == 1 or is_remote(directory):
+        return ""
+    token = secrets.token_hex(8)
+    (directory / _TOKEN).write_text(token)
     return token
 
 

@@ -1,18 +1,16 @@
 """Weights of other libraries: safetensors in and out, msgpack, plain Orbax, mappings.
 
-What is loaded is a `Source` of names and things that can be sliced. None of the formats
-has checksums of arrays: damage is found only where a file is cut off or contradicts
-itself. Safetensors files are mapped into memory: a load copies the slices that its
-devices hold, and in a save every process writes its own shards into a file on a shared
-disk, on which process 0 has reserved the room. The library checks headers; the bytes
-are read here, as its NumPy interface lacks float8.
+None of the formats has checksums of arrays: damage is found only where a file is cut
+off or contradicts itself. Safetensors files are mapped into memory: a load copies the
+slices that its devices hold, and in a save every process writes its own shards. The
+library checks headers; the bytes are read here, as its NumPy interface lacks float8.
 """
 
 import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -26,9 +24,14 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
-from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.load import Source, Wanted, load, spec_of
-from meshlayout.checkpoint.match import Request, renamed
+from meshlayout.checkpoint.load import (
+    ArraySpec,
+    Request,
+    Source,
+    load,
+    renamed,
+    spec_of,
+)
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
@@ -64,7 +67,7 @@ class LoadOptions(TypedDict, total=False):
 def load_arrays(
     arrays: Mapping[str, Any], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
-    """Loads a state from arrays by name, each array in its layout.
+    """Returns a new state from arrays by name, each array in its layout.
 
     Use this for what is in memory or in a format of its own: memory maps, HDF5,
     `np.load` of an `.npz` file, `{name: x.numpy() for name, x in ...}` of a
@@ -77,20 +80,11 @@ def load_arrays(
         like: The state to restore: arrays, whose values are ignored, or abstract
             arrays (from `ml.describe`), in any tree. Or just a layout map, to get
             nested dicts of all arrays; or None, for one device.
-        **options: `layouts`, a layout map, if the layouts are not those of `like`.
-            `rename`, `{pattern: replacement}`, as by `re.sub`; the first pattern that
-            matches a saved name changes it.
-            `transpose`, `{pattern: permutation}` by path in the state, as by
-            `np.transpose`: PyTorch's dense weights need `(1, 0)`, and those of its
-            convolutions `(2, 3, 1, 0)`.
-            `partial`: True if arrays of the state may be missing, and keep their
-            values, and extra saved arrays are ignored; or patterns of paths that are
-            left as they are in `like`, whatever was saved there.
-            `dtype`, for every array of its kind; all others must have been saved in
-            the dtype of the state.
-
-    Returns:
-        A new tree of the type of `like`.
+        **options: `layouts`, `rename`, `partial`, and `dtype`, as for
+            `Checkpointer.restore`: the first pattern of `rename` that matches a saved
+            name changes it. And `transpose`, `{pattern: permutation}` by path in the
+            state, as by `np.transpose`: PyTorch's dense weights need `(1, 0)`, and
+            those of its convolutions `(2, 3, 1, 0)`.
 
     Raises:
         RestoreDiffError: If the arrays differ in ways that are not allowed.
@@ -148,9 +142,9 @@ def load_msgpack(
 ) -> PyTree:
     """Loads a state that Flax wrote as msgpack, each array in its layout.
 
-    Use this for a file with the output of `flax.serialization.to_bytes`. All other
-    arguments are those of `load_arrays`; `/` separates keys. The host holds all arrays
-    during the call. A changed bit in an array goes unnoticed.
+    Use this for a file with the output of `flax.serialization.to_bytes`. The arguments
+    are those of `load_arrays`; `/` separates keys. The host holds all arrays during the
+    call. A changed bit in an array goes unnoticed.
 
     Raises:
         DamagedCheckpointError: If it is truncated or is not a state in msgpack.
@@ -169,10 +163,9 @@ def load_orbax(
 
     Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
     a `CheckpointManager` or Orbax's version 1, or for one of several trees in a step.
-    The arguments are those of `load_arrays`; `/` separates keys. A leading `params/`,
-    and the `/value` that NNX once wrote, need no renaming. Every device reads only the
-    slices that it holds, except of what `transpose` names. A changed bit is not always
-    found.
+    The arguments are those of `load_arrays`; `/` separates keys. Every device reads
+    only the slices that it holds, except of what `transpose` names. A changed bit is
+    not always found.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
@@ -181,15 +174,15 @@ def load_orbax(
     """
     # A dependency of Orbax, which also reads paths in cloud storage.
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
-    path = epath.Path(directory).expanduser()
-    path = path if "://" in str(path) else epath.Path(Path(path).absolute())
+    is_remote = "://" in str(directory)
+    path = epath.Path(directory if is_remote else _local(directory).absolute())
     # Orbax's file with the metadata of all leaves of a tree.
     files = [*path.glob("_METADATA"), *path.glob("*/_METADATA")]
     if len(files) != 1:
         names = ", ".join(sorted(file.parent.name for file in files)) or "none"
         msg = f"{path} must hold one tree that Orbax wrote, and it holds: {names}."
         raise CheckpointError(msg)
-    return load(_orbax_source(files[0].parent), Request(like, **options))
+    return load(orbax.tree_source(files[0].parent), Request(like, **options))
 
 
 def save_safetensors(
@@ -200,7 +193,7 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the arrays of a state to a safetensors file.
+    """Writes the arrays of a state to a safetensors file, and returns its path.
 
     Use this to publish weights, or to hand them to another library. All processes call
     this, with a path that they share, and each writes its own shards: no array is ever
@@ -215,9 +208,6 @@ def save_safetensors(
         metadata: Strings to write into the header, by name.
         overwrite: Whether an existing file may be replaced.
 
-    Returns:
-        The path of the file.
-
     Raises:
         CheckpointError: If a leaf cannot be written, a name is ambiguous, or the file
             cannot be written. An existing file is then unchanged.
@@ -227,8 +217,6 @@ def save_safetensors(
     header = _header(arrays, metadata)
     path = _local(path)
     path = path if path.suffix and not path.is_dir() else path / f"model{_SUFFIX}"
-    if path.suffix != _SUFFIX:
-        raise CheckpointError(f"{path}: the file name must end in {_SUFFIX}.")
     temporary = path.with_name(f".{path.name}.incomplete")
     channel = Channel(
         f"safetensors/{next(_numbers)}",
@@ -242,15 +230,14 @@ def save_safetensors(
             msg = f"{path} exists. Give another name, or overwrite=True."
             raise CheckpointError(msg)
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes = sum(spec.nbytes for spec, _ in arrays)
+        num_bytes = len(header) + sum(spec.nbytes for spec, _ in arrays)
         with temporary.open("wb") as file:
-            file.write(header)
-            file.flush()
             # A full disk is noticed here, as an error: a write to mapped memory would
             # kill the process with SIGBUS.
-            if num_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), len(header), num_bytes)
-            file.truncate(len(header) + num_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.truncate(num_bytes)
+            file.write(header)
 
     def publish() -> None:
         with temporary.open("r+b") as file:
@@ -269,9 +256,6 @@ def save_safetensors(
         if jax.process_index() == 0 and temporary.exists():
             temporary.unlink()
     return path
-
-
-# Sources.
 
 
 def arrays_source(name: str, arrays: Any, separator: str) -> Source:
@@ -297,62 +281,14 @@ def arrays_source(name: str, arrays: Any, separator: str) -> Source:
     return Source(name, leaves, lambda wanted: [by_path[x.path] for x, _ in wanted])
 
 
-def _orbax_source(path: Any) -> Source:
-    """Returns the arrays of one tree that Orbax wrote.
-
-    Read by the handler of Orbax's first API, which knows the trees of both, and has no
-    barrier at which processes would wait for one that has raised.
-    """
-    orbax.quiet()
-    api = require("orbax.checkpoint", extra="checkpoint", purpose="Loading")
-    handler = api.PyTreeCheckpointHandler()
-    with orbax.damage_told(path):
-        tree = handler.metadata(path).tree
-        tree = jax.tree_util.tree_map_with_path(_spec, tree)
-    specs, treedef = jax.tree.flatten(tree)
-
-    def read(wanted: Wanted) -> Iterator[Any]:
-        shardings = {spec.path: sharding for spec, sharding in wanted}
-
-        def arguments(spec: ArraySpec) -> Any:
-            sharding = shardings.get(spec.path)
-            on_host = api.RestoreArgs(restore_type=np.ndarray)
-            return api.ArrayRestoreArgs(sharding=sharding) if sharding else on_host
-
-        items = [0 if x.path in shardings else api.PLACEHOLDER for x in specs]
-        request = api.args.PyTreeRestore(
-            item=treedef.unflatten(items), restore_args=jax.tree.map(arguments, tree)
-        )
-        with orbax.damage_told(path):
-            restored = handler.restore(path, args=request)
-        values = zip(specs, treedef.flatten_up_to(restored), strict=True)
-        arrays = {spec.path: value for spec, value in values}
-        for spec, _ in wanted:
-            value = arrays[spec.path]
-            is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
-            yield jax.random.key_data(value) if is_key else value
-
-    return Source(str(path), specs, read)
-
-
-def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec:
-    """Returns the spec of a leaf from Orbax's metadata, which may be a text."""
-    path = "/".join(map(_paths.key_name, keys))
-    dtype = np.dtype(getattr(entry, "dtype", object))
-    if type(entry).__name__ == "ScalarMetadata":
-        return ArraySpec(path, (), type(np.zeros((), dtype).item()))
-    return ArraySpec(path, tuple(getattr(entry, "shape", ())), dtype)
-
-
 def _mapped(path: Path) -> dict[str, Any]:
     """Returns the arrays of a safetensors file or index by name, mapped into memory."""
     library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
     with orbax.damage_told(path):
         if path.name.endswith(_INDEX):
             file_by_name = json.loads(path.read_bytes())["weight_map"]
-            names = {
-                Path(file).name for file in file_by_name.values()
-            }  # only beside it
+            # Only files beside it.
+            names = {Path(file).name for file in file_by_name.values()}
             files = {name: _mapped(path.parent / name) for name in names}
             return {name: files[file][name] for name, file in file_by_name.items()}
         # The library checks that arrays cover the file without gaps or overlaps.
@@ -361,12 +297,13 @@ def _mapped(path: Path) -> dict[str, Any]:
         (size,) = struct.unpack("<Q", content[:8].tobytes())
         header = json.loads(content[8 : 8 + size].tobytes())
         header.pop("__metadata__", None)
-        arrays: dict[str, Any] = {}
-        for name, entry in header.items():
+
+        def array(entry: Mapping[str, Any]) -> Any:
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
             dtype = jax.numpy.dtype(_DTYPES[entry["dtype"]])
-            arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
-    return arrays
+            return content[begin:end].view(dtype).reshape(entry["shape"])
+
+        return {name: array(entry) for name, entry in header.items()}
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
@@ -374,9 +311,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
         msg = f"{path} is not on a disk of this machine. Give a local path."
         raise CheckpointError(msg)
     return Path(path).expanduser()
-
-
-# Writing.
 
 
 def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
@@ -394,9 +328,9 @@ def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
         if not is_array or spec is None or spec.dtype not in _CODES:
             what = f"dtype {value.dtype}" if is_array else _checks.shown(value)
             msg = (
-                f"{path}: safetensors files hold arrays of common dtypes, and this is "
-                f"{what}. Save the parameters alone, as state.params or "
-                "nnx.state(model, nnx.Param), and of PRNG keys jax.random.key_data."
+                f"{path}: safetensors files cannot hold {what}. Save the parameters "
+                "alone, as state.params or nnx.state(model, nnx.Param), and of PRNG "
+                "keys jax.random.key_data."
             )
             raise CheckpointError(msg)
         arrays.append((replace(spec, path=name), value))
@@ -424,23 +358,16 @@ def _header(
 
 def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> None:
     """Writes this process's shards into a file."""
-    if not file.exists():
-        msg = (
-            f"process {jax.process_index()} does not see {file}, which process 0 has "
-            "created. All processes need a directory that they share."
-        )
-        raise CheckpointError(msg)
     content = np.memmap(file, np.uint8, "r+")
     for spec, value in arrays:
         part, begin = content[begin : begin + spec.nbytes], begin + spec.nbytes
         whole = part.view(spec.dtype).reshape(spec.shape)
         shards = [((), value)]
-        is_shared = False
         if isinstance(value, jax.Array):
-            is_shared = not value.is_fully_addressable
             pieces = _jax.with_shards(value).addressable_shards
             shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
         # What is not shared, each process has: that of process 0 is written.
-        for index, shard in shards if is_shared or jax.process_index() == 0 else ():
+        is_own = getattr(value, "is_fully_addressable", True)
+        for index, shard in () if is_own and jax.process_index() else shards:
             whole[index] = np.asarray(shard)
     content.flush()

@@ -1,36 +1,162 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
-A kind of files is a `Source`: names, shapes, dtypes, and how to read. Everything else
-is the same for our steps, plain Orbax, safetensors and msgpack: names are matched,
-differences are shown before anything is read, and each process casts and places the
-slices that its devices hold, in NumPy, where 64-bit values and PRNG keys need no
-special handling.
+A kind of files is a `Source`: names, shapes, dtypes, and how to read. All else is the
+same. Names are matched, and all differences are known before any array is read. Then
+each process casts and places the slices that its devices hold, in NumPy, where
+64-bit values and PRNG keys need no special handling.
+
+Patterns are regular expressions for `re.search`; one that matches nothing is an error,
+since it is nearly always a typo, and of several that match a path the first one counts.
 """
 
+import contextlib
+import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.difference import ArraySpec, is_number
-from meshlayout.checkpoint.match import Request, match, permutations, renamed
-from meshlayout.errors import CheckpointError, LayoutError
+from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
+from meshlayout.layout_map.report import nearest_paths
 from meshlayout.state.create import StateDescription, eager_sharding_off
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+# How many rows of a difference an error shows, among how many names near ones are
+# looked for (difflib is slow), and how many keys a name may have.
+_SHOWN, _COMPARED, _DEEPEST = 40, 100, 200
+
+_COLUMNS = ("differs", "wanted", "saved")
+
+_ADVICE = (
+    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
+    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
+    "that it matches as it is. dtype= asks for another dtype of the same kind."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What is known of an array before it is read.
+
+    The dtype of a Python number is `bool`, `int`, `float` or `complex`; `is_numpy` says
+    whether it becomes a NumPy array if no target is given.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    is_numpy: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a Python number."""
+        # By identity: NumPy's float64 equals float.
+        return any(self.dtype is kind for kind in (bool, int, float, complex))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is an array of PRNG keys, which the host holds as words."""
+        return not self.is_number and _jax.is_extended(self.dtype)
+
+    @property
+    def host(self) -> "ArraySpec":
+        """It as the host holds it: of PRNG keys, their words."""
+        if not self.is_key:
+            return self
+        keys = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        words = jax.eval_shape(jax.random.key_data, keys)
+        return replace(self, shape=words.shape, dtype=np.dtype(words.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; none for a Python number."""
+        itemsize = 0 if self.is_number else np.dtype(self.host.dtype).itemsize
+        return math.prod(self.host.shape) * itemsize
+
+    def __str__(self) -> str:
+        return f"{self.path} {_render.array_text(self.dtype, self.shape)}".lstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A path whose saved array has another shape or dtype than the one in the state."""
+
+    path: str
+    saved: ArraySpec
+    wanted: ArraySpec
+
+
+@dataclass(frozen=True)
+class RestoreDiff:
+    """How a saved state differs from the state to restore; print or display it.
+
+    Attributes:
+        missing: Paths of the state to restore that were not saved.
+        extra: Paths that were saved but are not in the state, after renaming.
+        shapes: Arrays whose shapes differ.
+        dtypes: Arrays whose dtypes differ.
+    """
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    shapes: tuple[Change, ...] = ()
+    dtypes: tuple[Change, ...] = ()
+    # By path, what stands in the table for a missing or extra array.
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.shapes or self.dtypes)
+
+    def summary(self) -> str:
+        """Returns the counts, as `1 missing, 2 extra`."""
+        rows = self.missing, self.extra, self.shapes, self.dtypes
+        kinds = "missing", "extra", "of another shape", "of another dtype"
+        texts = [f"{len(x)} {kind}" for x, kind in zip(rows, kinds, strict=True) if x]
+        return ", ".join(texts) or "nothing differs"
+
+    def table(self, most: int | None = None) -> str:
+        """Returns the differences side by side, at most so many of them."""
+        rows = self._rows()
+        rest = len(rows[:most]) - len(rows)
+        notes = [f"... and {-rest:,} more"] if rest else []
+        return _render.text_table(_COLUMNS, rows[:most], notes=notes)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.table()}" if self else self.summary()
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(_COLUMNS, self._rows(), caption=self.summary())
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        text = {path: str(replace(x, path=path)) for path, x in self.specs.items()}
+        near: dict[str, str] = {}
+        for path in self.missing[:_COMPARED]:
+            for match in difflib.get_close_matches(path, self.extra[:_COMPARED], n=1):
+                near[path] = f"(near: {text.get(match, match)})"
+        return [
+            *(("missing", text.get(x, x), near.get(x, "")) for x in self.missing),
+            *(("shape", str(x.wanted), str(x.saved)) for x in self.shapes),
+            *(("dtype", str(x.wanted), str(x.saved)) for x in self.dtypes),
+            *(("extra", "", text.get(x, x)) for x in self.extra),
+        ]
+
+
 Wanted: TypeAlias = Sequence[tuple[ArraySpec, Sharding | None]]
 
 
@@ -49,11 +175,23 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A leaf of the state to build: its spec, and its value in `like`.
+class Request:
+    """The arguments of a restore; see `load_arrays` and `Checkpointer.restore`."""
 
-    `sharding` is that of the result, None for JAX's default device; `on_host` says
-    that it is a NumPy array or a Python number.
+    like: PyTree = None
+    layouts: LayoutMap | None = None
+    rename: Mapping[str, str] | None = None
+    transpose: Mapping[str, Sequence[int]] | None = None
+    partial: bool | str | Sequence[str] = False
+    dtype: DTypeLike | None = None
+    separator: str = "/"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A leaf of the state to build, and its value in `like`.
+
+    Without a sharding it is on JAX's default device, or `on_host`.
     """
 
     spec: ArraySpec
@@ -67,42 +205,39 @@ def load(source: Source, request: Request) -> PyTree:
     names = [leaf.path for leaf in source.leaves]
     names = renamed(names, request.rename, request.separator, "/")
     in_file = dict(zip(names, source.leaves, strict=True))
-    dims = permutations(request.transpose, names)
+    dims: dict[str, Sequence[int]] = {}
+    for regex, permutation in _table("transpose", request.transpose, names):
+        dims = {x: permutation for x in names if regex.search(x)} | dims
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
-    specs = [target.spec for target in targets]
-    pairs, diff = match(saved, specs, request, source.name)
+    pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
     # All leaves before the first read: an error after minutes of reading helps nobody.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
-    for target, pair in zip(targets, pairs, strict=True):
-        if pair is not None:
-            sharding = _checked_sharding(target, saved[pair[0]], pair[1])
-            wanted.append((in_file[pair[0]], None if pair[0] in dims else sharding))
+    for target in targets:
+        if target.spec.path in pairs:
+            name, dtype = pairs[target.spec.path]
+            sharding = _checked_sharding(target, saved[name], dtype)
+            wanted.append((in_file[name], None if name in dims else sharding))
         elif isinstance(target.value, jax.ShapeDtypeStruct):
-            msg = (
-                f"{target.spec.path}: not restored from {source.name}, and like= holds "
-                "only its shape. Give a created state."
-            )
+            place = f"{target.spec.path}: not restored from {source.name}"
+            msg = f"{place}, and like= holds only its shape. Give a created state."
             raise CheckpointError(msg)
-    arrays = iter([*source.read(wanted)])
+    arrays = iter(source.read(wanted))
     values: list[Any] = []
-    for target, pair in zip(targets, pairs, strict=True):
-        if pair is None:
+    for target in targets:
+        if target.spec.path not in pairs:
             values.append(_kept(target))
             continue
-        (name, dtype), array = pair, next(arrays)
+        (name, dtype), array = pairs[target.spec.path], next(arrays)
         array = np.transpose(array, dims[name]) if name in dims else array
         values.append(_placed(target, saved[name], dtype, array))
-    if diff:
-        logger.info("%s differs: %s", source.name, diff)
     return rebuild(values)
 
 
 def to_numpy(source: Source) -> PyTree:
     """Returns all arrays as nested dicts of NumPy arrays, PRNG keys as their words."""
     values = source.read([(leaf, None) for leaf in source.leaves])
-    paths = [leaf.path for leaf in source.leaves]
-    return nested(zip(paths, values, strict=True))
+    return nested(zip((leaf.path for leaf in source.leaves), values, strict=True))
 
 
 def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
@@ -111,6 +246,8 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
     for path, value in items:
         *parents, last = path.split("/")
         node: Any = tree
+        if len(parents) > _DEEPEST:  # JAX walks trees by recursion
+            raise CheckpointError(f"{path[:80]!r}... has more than {_DEEPEST} keys.")
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
@@ -123,19 +260,16 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
 def spec_of(path: str, value: Any) -> ArraySpec | None:
     """Returns the spec of an array or a Python number; None for anything else."""
     if not hasattr(value, "dtype"):
-        kinds = (
-            kind for kind in (bool, int, float, complex) if isinstance(value, kind)
-        )
-        kind = next(kinds, None)
-        return None if kind is None else ArraySpec(path, (), kind)
-    try:
-        is_array = _jax.is_array_dtype(value.dtype)
-    except TypeError:  # a dtype of another library
-        return None
+        kinds = [x for x in (bool, int, float, complex) if isinstance(value, x)]
+        return ArraySpec(path, (), kinds[0]) if kinds else None
     dtype = value.dtype
-    if not _jax.is_extended(dtype):
-        dtype = np.dtype(dtype).newbyteorder("=")
-    return ArraySpec(path, tuple(value.shape), dtype) if is_array else None
+    with contextlib.suppress(TypeError):  # which a dtype of another library raises
+        if _jax.is_extended(dtype):
+            return ArraySpec(path, value.shape, dtype)
+        if _jax.is_array_dtype(dtype):
+            dtype = np.dtype(dtype).newbyteorder("=")
+            return ArraySpec(path, tuple(value.shape), dtype)
+    return None
 
 
 def _transposed(spec: ArraySpec, dims: Sequence[int]) -> ArraySpec:
@@ -170,8 +304,7 @@ def _targets(
     values, treedef = jax.tree.flatten(tree)
     named = enumerate(_paths.flatten(tree, whole=True).leaves)
     # By position among all leaves: those that are not arrays are kept.
-    specs = {i: spec_of(path, value) for i, (path, value, _) in named}
-    specs = {i: spec for i, spec in specs.items() if spec is not None}
+    specs = {i: x for i, (path, value, _) in named if (x := spec_of(path, value))}
     if layouts is None:
         shardings = [_own_sharding(values[i]) for i in specs]
     else:
@@ -184,8 +317,7 @@ def _targets(
     targets: list[Target] = []
     for (i, spec), sharding in zip(specs.items(), shardings, strict=True):
         is_numpy = isinstance(values[i], (np.ndarray, np.generic)) and layouts is None
-        on_host = is_numpy or is_number(spec.dtype)
-        targets.append(Target(spec, values[i], sharding, on_host))
+        targets.append(Target(spec, values[i], sharding, is_numpy or spec.is_number))
 
     def rebuild(new_values: Sequence[Any]) -> PyTree:
         filled = dict(enumerate(values)) | dict(zip(specs, new_values, strict=True))
@@ -200,7 +332,7 @@ def _targets(
 
 def _placeholder(spec: ArraySpec) -> Any:
     """Returns a leaf like the saved one, for a restore without `like`."""
-    if is_number(spec.dtype):
+    if spec.is_number:
         return spec.dtype()
     if spec.is_numpy:
         return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)
@@ -216,25 +348,21 @@ def _own_sharding(value: Leaf) -> Sharding | None:
 
 def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
     """Returns the sharding to read an array with; None for NumPy."""
-    shape, sharding = target.spec.shape, target.sharding
     if target.on_host:
         return None
     narrow = _jax.canonical_dtype(dtype)
     if narrow != dtype:
-        msg = (
-            f"{saved}: JAX would turn {dtype} into {narrow}. Ask for that with "
-            f"dtype='{narrow}', or set jax_enable_x64."
-        )
-        raise CheckpointError(msg)
+        way = f"Ask for that with dtype='{narrow}', or set jax_enable_x64."
+        raise CheckpointError(f"{saved}: JAX would turn {dtype} into {narrow}. {way}")
     try:
-        if isinstance(sharding, NamedSharding):
-            Layout.of(sharding, len(shape)).shard_shape(shape)
-    except LayoutError as error:
-        raise CheckpointError(f"{saved} does not fit its layout: {error}") from None
+        if target.sharding is not None:
+            target.sharding.shard_shape(target.spec.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{saved} does not fit its layout: {error}.") from None
     # Wider than JAX's, it would be narrowed on devices before its range is checked.
-    is_wide = _jax.canonical_dtype(saved.host_dtype) != saved.host_dtype
-    is_on_host = is_wide or is_number(saved.dtype) or target.spec.is_key
-    return None if is_on_host else sharding
+    is_wide = _jax.canonical_dtype(saved.host.dtype) != saved.host.dtype
+    on_host = is_wide or saved.is_number or target.spec.is_key
+    return None if on_host else target.sharding
 
 
 def _kept(target: Target) -> Any:
@@ -246,26 +374,33 @@ def _kept(target: Target) -> Any:
 def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     """Returns the value of a leaf as in the target, from its array as saved."""
     spec, sharding = target.spec, target.sharding
+    if spec.is_number:
+        return spec.dtype(np.asarray(value).item())
+    if saved.is_number:
+        value = np.asarray(value)
+    # By index: of what the source has placed already, and of what is read here, once
+    # for all devices that hold it.
+    is_placed = isinstance(value, jax.Array)
+    is_done = is_placed and value.dtype == dtype
+    shards = value.addressable_shards if is_placed and not is_done else ()
+    placed = {repr(shard.index): shard.data for shard in shards}
     parts: dict[str, Any] = {}
 
     def read(index: Any = ()) -> Any:
-        """Returns a slice, read and cast once for all devices that hold it."""
-        if repr(index) not in parts:
+        key = repr(index)
+        if key not in parts:
             # A copy: a device may use the memory as its own, and give it away.
-            part: Any = _cast(np.array(value[index]), dtype, saved)
+            part = np.array(placed[key] if is_placed else value[index])
+            part: Any = _cast(part, dtype, saved)
             if spec.is_key:
                 part = jax.random.wrap_key_data(part, impl=_jax.key_impl(spec.dtype))
-            parts[repr(index)] = part
-        return parts[repr(index)]
+            parts[key] = part
+        return parts[key]
 
-    if is_number(spec.dtype):
-        return spec.dtype(np.asarray(value).item())
-    if is_number(saved.dtype):
-        value = np.asarray(value)
     if target.on_host:
         return read()[()] if isinstance(target.value, np.generic) else read()
-    if isinstance(value, jax.Array):  # the source has placed it
-        array = value if value.dtype == dtype else _cast_shards(value, dtype, saved)
+    if is_done:
+        array = value
     elif sharding is None:
         array = jax.device_put(read())
     else:
@@ -274,24 +409,16 @@ def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
     return _jax.with_weak_type(array, weak_type=True) if is_weak else array
 
 
-def _cast_shards(array: jax.Array, dtype: DType, saved: ArraySpec) -> jax.Array:
-    """Returns an array in another dtype, cast shard by shard on the host."""
-    shards = [
-        jax.device_put(_cast(np.array(x.data), dtype, saved), x.data.sharding)
-        for x in array.addressable_shards
-    ]
-    shape, sharding = array.shape, array.sharding
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _cast(values: HostArray, dtype: DType, saved: ArraySpec) -> HostArray:
+def _cast(
+    values: np.ndarray[Any, Any], dtype: DType, saved: ArraySpec
+) -> np.ndarray[Any, Any]:
     """Returns values in another dtype of the same kind, if that can hold them."""
     if values.dtype == dtype:
         return values
     is_wide = values.dtype == object  # a Python integer of more than 64 bits
     with np.errstate(over="ignore", invalid="ignore"):
         result = values if is_wide else values.astype(dtype)
-    if jax.numpy.issubdtype(dtype, np.inexact):
+    if jnp.issubdtype(dtype, np.inexact):
         # Precision may be lost, which is what a narrower dtype means; range not.
         lost = np.isfinite(values) & ~np.isfinite(result)
     else:
@@ -300,3 +427,142 @@ def _cast(values: HostArray, dtype: DType, saved: ArraySpec) -> HostArray:
         msg = f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent."
         raise CheckpointError(msg)
     return result
+
+
+def match(
+    saved: Mapping[str, ArraySpec],
+    wanted: Sequence[ArraySpec],
+    request: Request,
+    source: str,
+) -> tuple[dict[str, tuple[str, DType]], RestoreDiff]:
+    """Returns by path what to restore: a saved name and a dtype; and all differences.
+
+    The saved arrays come by their names after renaming. A leading `params/` and a
+    trailing `/value`, which some versions of Flax write and others do not, are ignored,
+    and PRNG keys may be saved as their words.
+    """
+    names, paths = [*saved], [spec.path for spec in wanted]
+    rest = dict(zip(_without_flax(names), names, strict=True))
+    # Patterns mean names that the user sees, on either side.
+    left = _left_as_they_are(request.partial, {*names, *paths})
+    dtype, kind = _requested(request.dtype, wanted)
+    pairs: dict[str, tuple[str, DType]] = {}
+    missing: dict[str, ArraySpec] = {}
+    shapes: list[Change] = []
+    dtypes: list[Change] = []
+    for spec, path in zip(wanted, _without_flax(paths), strict=True):
+        name = rest.pop(path, None)
+        if spec.path in left or name in left:
+            continue
+        if name is None:
+            missing[spec.path] = spec
+            continue
+        partner = saved[name]
+        expected = spec if partner.is_key else spec.host
+        is_cast = kind == _kind_of(spec.dtype) and not spec.is_number
+        if is_cast or partner.is_number or spec.is_number:
+            fits = _kind_of(partner.dtype) == _kind_of(expected.dtype)
+        else:
+            fits = partner.dtype == expected.dtype
+        if not fits:
+            dtypes.append(Change(spec.path, partner, spec))
+        elif partner.shape != expected.shape:
+            shapes.append(Change(spec.path, partner, spec))
+        else:
+            pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
+    extra = {name: saved[name] for name in rest.values() if name not in left}
+    is_found = bool(pairs) or not saved
+    rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
+    wrong = diff = RestoreDiff(*rows, extra | missing)
+    if request.partial is True and is_found:
+        wrong = replace(diff, missing=(), extra=())
+    # If nothing at all is restored, names are wrong, and a training would begin from
+    # scratch unnoticed.
+    if wrong or not is_found:
+        msg = (
+            f"{source} does not fit the state to restore: {wrong.summary()}.\n"
+            f"{wrong.table(_SHOWN)}\n{_ADVICE}"
+        )
+        raise RestoreDiffError(msg, diff)
+    if diff:
+        logger.info("%s differs: %s", source, diff)
+    return pairs, diff
+
+
+def _without_flax(paths: Sequence[str]) -> Sequence[str]:
+    """Returns paths without what differs between versions of Flax, if that is clear."""
+    bare = [path.removeprefix("params/").removesuffix("/value") for path in paths]
+    return bare if len({*bare}) == len(bare) else paths
+
+
+def renamed(
+    paths: Sequence[str], rename: Mapping[str, str] | None, old: str, new: str
+) -> list[str]:
+    """Returns paths under their new names, with another separator of their keys."""
+    table = _table("rename", rename, paths)
+    path_by_name: dict[str, str] = {}
+    for path in paths:
+        names = (regex.sub(x, path) for regex, x in table if regex.search(path))
+        name = next(names, path).replace(old, new)
+        if path_by_name.setdefault(name, path) != path:
+            both = f"the saved arrays {path_by_name[name]!r} and {path!r} both become"
+            way = "Change rename= so that they differ."
+            raise CheckpointError(f"{both} {name!r}. {way}")
+    return list(path_by_name)
+
+
+def _left_as_they_are(partial: Any, paths: Collection[str]) -> set[str]:
+    """Returns the paths that the patterns of `partial=` match."""
+    if isinstance(partial, bool):
+        return set()
+    patterns = [partial] if isinstance(partial, str) else partial
+    if not isinstance(patterns, (list, tuple)):
+        msg = "partial must be True, False, or patterns of paths that stay"
+        raise CheckpointError(f"{msg}, got {_checks.shown(partial)}.")
+    table = _table("partial", dict.fromkeys(patterns), paths)
+    return {path for path in paths if any(regex.search(path) for regex, _ in table)}
+
+
+def _table(
+    option: str, table: Any, paths: Collection[str]
+) -> list[tuple[re.Pattern[str], Any]]:
+    """Returns an option's patterns with their values; each must match a path."""
+    if not isinstance(table, Mapping | None):
+        msg = f"{option}= must be a dict from patterns, got {_checks.shown(table)}."
+        raise CheckpointError(msg)
+    pairs: list[tuple[re.Pattern[str], Any]] = []
+    for pattern, value in (table or {}).items():
+        regex = _checks.pattern(option, pattern, error=CheckpointError)
+        if not any(map(regex.search, paths)):
+            near = nearest_paths([regex.pattern], paths)[regex.pattern]
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            msg = f"the pattern {regex.pattern!r} of {option}= matches none of the"
+            way = "Correct it or remove it."
+            raise CheckpointError(f"{msg} {len(paths):,} paths.{hint} {way}")
+        pairs.append((regex, value))
+    return pairs
+
+
+def _requested(
+    dtype: DTypeLike | None, wanted: Sequence[ArraySpec]
+) -> tuple[Any, str | None]:
+    """Returns the dtype of `dtype=`, and the kind of the arrays that it is for."""
+    if dtype is None:
+        return None, None
+    kinds = {_kind_of(spec.dtype) for spec in wanted if not spec.is_number}
+    value = kind = None
+    with contextlib.suppress(TypeError, ValueError):
+        value = jnp.dtype(dtype).newbyteorder("=")
+        kind = _kind_of(value)
+    if kind not in kinds:
+        msg = f"dtype= must be a dtype of {' or '.join(sorted(kinds))} arrays, as are"
+        raise CheckpointError(f"{msg} in the state, got {_checks.shown(dtype)}.")
+    return value, kind
+
+
+def _kind_of(dtype: DType) -> str:
+    """Returns the kind of a dtype's values; arrays are never cast to another kind."""
+    for kind in (np.bool_, np.integer, np.floating, np.complexfloating):
+        if jnp.issubdtype(dtype, kind):
+            return kind.__name__.removesuffix("_")
+    return str(dtype)

@@ -1,20 +1,19 @@
-"""The trees of a step: what JSON says of each leaf, and the arrays that Orbax holds.
+"""Trees in Orbax's files: those of our steps, and those that others wrote.
 
-JSON knows arrays of JAX and NumPy, PRNG keys and Python numbers apart. So a restore
-compares everything with the leaves of `like` before any array is read.
-
-This is the only module that writes and reads steps with Orbax, by its v1 API. The API
-is public but called experimental; pyproject names the versions that the tests ran with.
+Steps are written by Orbax's v1 API, which is public but called experimental. Trees are
+read by a handler of its first API, which knows the trees of both, and has no barrier at
+which processes would wait for one that has raised. JSON of ours says what the leaves of
+a step are: a restore compares them with `like` before any array is read.
 """
 
-import concurrent.futures.thread
 import contextlib
+import datetime
 import functools
 import logging
-import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,16 +22,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import ArraySpec, key_dtype
-from meshlayout.checkpoint.load import Source, Wanted, nested
-from meshlayout.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    MeshLayoutError,
-)
+from meshlayout.checkpoint import directory as steps
+from meshlayout.checkpoint.load import ArraySpec, Request, Source, Wanted, load, nested
+from meshlayout.errors import CheckpointError, DamagedCheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 
 
@@ -44,18 +39,12 @@ _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 # the cost of reading a slice of a large shard.
 _CHUNK_BYTES = 64 * 2**20
 
-# Orbax numbers the operations of a process by one counter: they begin one at a time.
+# Orbax numbers the saves of a process by one counter: they begin one at a time.
 _one_at_a_time = threading.Lock()
 
 
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the description of each leaf for JSON, and the arrays to write by path.
-
-    PRNG keys are written as their words, and NumPy arrays are copies.
-    """
-    if _jax.is_tracing():
-        msg = "save was called inside a function that JAX transforms. Call it outside."
-        raise CheckpointError(msg)
+    """Returns what JSON holds of each leaf, and the arrays to write by path."""
     try:
         flat = _paths.flatten(state, whole=True).leaves
     except MeshLayoutError as error:
@@ -67,7 +56,7 @@ def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for path, value, _ in flat:
         leaf, array = _saved(path or "the state", value)
         leaves.append({"path": path, **leaf})
-        if array is not None and array.size:  # Orbax refuses arrays without elements
+        if _is_written(array):
             arrays[path] = array
     return leaves, arrays
 
@@ -79,21 +68,16 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
     if _NUMBERS.get(kind) is type(value):
         plain = [value.real, value.imag] if isinstance(value, complex) else value
         leaf = {"kind": "python", "shape": (), "dtype": kind, "value": plain}
-        array = np.asarray(value)  # for who loads without us; JSON has all of it
-        return leaf, None if array.dtype == object else array
+        return leaf, np.asarray(value)  # for who loads without us
     problem = ""
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
     if isinstance(value, jax.ShapeDtypeStruct):
         problem = "a shape without values cannot be saved. Save the state itself."
     elif not is_array or not _jax.is_array_dtype(value.dtype):
-        problem = (
-            f"{_checks.shown(value)} cannot be saved. A state holds arrays and "
-            "numbers; keep anything else in metadata=, or outside the tree."
-        )
+        where = "keep anything else in metadata=, or outside the tree"
+        problem = f"{_checks.shown(value)} is neither an array nor a number: {where}."
     elif isinstance(value, np.ma.MaskedArray):
-        problem = (
-            "the mask of a masked array would be lost. Save it as a separate array."
-        )
+        problem = "the mask of a masked array would be lost. Save it as an array."
     elif isinstance(value, jax.Array) and value.is_deleted():
         problem = "the array was donated, and is deleted. Save what the step returned."
     if problem:
@@ -115,18 +99,9 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
     return leaf, _jax.with_shards(value)
 
 
-def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
-    """Returns the saved arrays and numbers, from what JSON holds of them."""
-    specs: list[ArraySpec] = []
-    for leaf in leaves:
-        kind, dtype = leaf["kind"], leaf["dtype"]
-        if kind == "python":
-            dtype = _NUMBERS[dtype]
-        else:
-            dtype = key_dtype(leaf["impl"]) if "impl" in leaf else np.dtype(dtype)
-        shape = tuple(leaf["shape"])
-        specs.append(ArraySpec(leaf["path"], shape, dtype, kind == "numpy"))
-    return specs
+def _is_written(array: Any) -> bool:
+    """Returns whether Orbax can hold an array: it has elements, of a plain dtype."""
+    return bool(array.size) and array.dtype != object  # that of very large integers
 
 
 def start_writing(
@@ -134,71 +109,188 @@ def start_writing(
 ) -> Any:
     """Starts to write arrays, and returns Orbax's response when they may be donated.
 
-    All processes call this with the same arrays, and each writes its own shards. The
-    facts are JSON. The directory does not exist yet.
+    All processes call this with the same arrays, and each writes its own shards.
     """
     items = {
         name: nested((_name(path), array) for path, array in arrays.items())
         for name, arrays in trees.items()
         if arrays
-    }
-    ocp = quiet()
-    with _one_at_a_time, _context(ocp):
-        # Orbax refuses to write nothing.
-        items = items or {"state": {"%": np.zeros(1)}}
+    } or {"state": {"%": np.zeros(1)}}  # Orbax refuses to write nothing
+    ocp = quiet("orbax.checkpoint.experimental.v1")
+    context = ocp.Context()
+    saving = context.array.saving
+    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    # With both off, Orbax writes the host copies of shards that JAX keeps. By default
+    # it copies to pinned memory on GPUs, and has each replica write a slice, which
+    # needs a program for each shape and only pays if several hosts write.
+    # `test_a_save_compiles_no_program` notices the second.
+    saving.enable_pinned_host_transfer = False
+    saving.use_replica_parallel = jax.process_count() > 1
+    with _one_at_a_time, undisturbed(), context:
         return ocp.save_checkpointables_async(str(path), items, custom_metadata=facts)
-
-
-def saved_tree(
-    path: Path,
-    item: str,
-    leaves: Sequence[Mapping[str, Any]],
-    name: str,
-    confirm: Callable[[], Any],
-) -> Source:
-    """Returns a tree of the step in a directory, of which JSON holds the leaves.
-
-    `name` is the step, for messages; `confirm` is called before Orbax reads, which
-    waits for the other processes.
-    """
-    specs = specs_of(leaves)
-    # What is not in Orbax's files.
-    others = {
-        x.path: np.zeros(x.host_shape, x.host_dtype) for x in specs if 0 in x.shape
-    }
-    others |= {x["path"]: x["value"] for x in leaves if x["kind"] == "python"}
-
-    def read(wanted: Wanted) -> Iterator[Any]:
-        abstract: dict[str, Any] = {}
-        for spec, sharding in wanted:
-            shape, dtype = spec.host_shape, spec.host_dtype
-            if sharding is not None:
-                array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            else:
-                array = np.broadcast_to(np.zeros((), dtype), shape)
-            if spec.path not in others:
-                abstract[_name(spec.path)] = array
-        confirm()
-        tree: Any = {}
-        if abstract:
-            ocp, items = quiet(), {item: nested(abstract.items())}
-            with damage_told(path), _one_at_a_time, undisturbed(), _context(ocp):
-                tree = ocp.load_checkpointables(str(path), items)[item]
-        for spec, _ in wanted:
-            if spec.path in others:
-                value = others[spec.path]
-                yield complex(*value) if spec.dtype is complex else value
-            else:
-                keys = _name(spec.path).split("/")
-                yield functools.reduce(lambda node, key: node[key], keys, tree)
-
-    return Source(name, specs, read)
 
 
 def _name(path: str) -> str:
     """Returns a path as a name in Orbax's files, where dots separate keys."""
     escapes = str.maketrans({"%": "%25", ".": "%2E"})
     return "/".join(key.translate(escapes) or "%" for key in path.split("/"))
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A step that is intact: its number, directory, and the facts saved with it."""
+
+    number: int
+    path: Path
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, number: int, path: Path, *, verify: bool) -> "SavedStep":
+        """Opens a step, and compares its files with what was saved."""
+        facts = steps.read_facts(path)
+        steps.check(path, verify=verify)
+        return cls(number, path, facts)
+
+    def load(self, request: Request, tree: str = "state") -> Any:
+        """Returns one of its trees, restored into `request.like`."""
+        with undisturbed():
+            return load(self.source(tree), request)
+
+    def source(self, tree: str = "state") -> Source:
+        """Returns one of its trees as a source to load from."""
+        leaves = self.facts["items"][tree]
+        specs = specs_of(leaves)
+        # What is not read from Orbax's files.
+        others: dict[str, Any] = {
+            x.path: np.zeros(x.host.shape, x.host.dtype) for x in specs if 0 in x.shape
+        }
+        for leaf in leaves:
+            if leaf["kind"] == "python":
+                pair = leaf["value"] if leaf["dtype"] == "complex" else None
+                others[leaf["path"]] = complex(*pair) if pair else leaf["value"]
+        written = (x for x in specs if _is_written(np.asarray(others.get(x.path, 0))))
+        stored = nested((_name(x.path), x) for x in written)
+        source = tree_source(self.path / tree, stored, others)
+        return replace(source, name=str(self.path), leaves=specs)
+
+
+def specs_of(leaves: Iterable[Mapping[str, Any]]) -> list[ArraySpec]:
+    """Returns the saved arrays and numbers, from what JSON holds of them."""
+    specs: list[ArraySpec] = []
+    for leaf in leaves:
+        kind, shape = leaf["kind"], tuple(leaf["shape"])
+        as_dtype = _NUMBERS.get if kind == "python" else np.dtype
+        dtype = _key_dtype(leaf["impl"]) if "impl" in leaf else as_dtype(leaf["dtype"])
+        specs.append(ArraySpec(leaf["path"], shape, dtype, kind == "numpy"))
+    return specs
+
+
+@functools.lru_cache(maxsize=16)
+def _key_dtype(impl: str) -> Any:
+    """Returns the dtype of a generator's PRNG keys, without running a program."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of a checkpoint: a table if printed or displayed; times are UTC.
+
+    `arrays` has by path the dtype, shape, layout and mesh of each array, as text.
+    """
+
+    step: int
+    saved_at: datetime.datetime
+    num_processes: int
+    arrays: Mapping[str, str]
+    nbytes: int
+    metadata: Any
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Inspection":
+        """Returns the inspection of a step, from the facts of its save."""
+        leaves = facts["items"]["state"]
+        arrays, specs = dict[str, str](), specs_of(leaves)
+        for x, leaf in zip(specs, leaves, strict=True):
+            place = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
+            text = f"{_render.array_text(x.dtype, x.shape)} {place}"
+            arrays[x.path] = text.strip()
+        return cls(
+            step=facts["step"],
+            saved_at=datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
+            num_processes=facts["processes"],
+            arrays=arrays,
+            nbytes=sum(x.nbytes for x in specs),
+            metadata=facts["metadata"],
+            metrics=facts["metrics"],
+        )
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{_render.text_table(*self._table())}"
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(*self._table(), caption=self._title())
+
+    def _title(self) -> str:
+        facts = (_render.bytes_text(self.nbytes), self.metrics, self.metadata)
+        saved = f"saved {self.saved_at:%Y-%m-%d %H:%M:%S} UTC"
+        return ", ".join([f"step {self.step}", saved, *(f"{x}" for x in facts if x)])
+
+    def _table(self) -> tuple[list[str], list[tuple[str, str]]]:
+        return ["path", "array"], list(self.arrays.items())
+
+
+def tree_source(
+    path: Any, tree: PyTree = None, others: Mapping[str, Any] | None = None
+) -> Source:
+    """Returns the arrays of one tree that Orbax wrote.
+
+    `tree` has their specs; None asks Orbax. `others` by path are not read.
+    """
+    api = quiet("orbax.checkpoint")
+    path = require("etils.epath", extra="checkpoint", purpose="A path").Path(path)
+    handler = api.PyTreeCheckpointHandler()
+    if tree is None:
+        with damage_told(path):
+            tree = jax.tree.map_with_path(_spec, handler.metadata(path).tree)
+    specs, treedef = jax.tree.flatten(tree)
+
+    def read(wanted: Wanted) -> list[Any]:
+        values = dict(others or {})
+        shardings = {x.path: sharding for x, sharding in wanted if x.path not in values}
+        if shardings:
+            restored = zip(specs, restore(shardings), strict=True)
+            values = {spec.path: value for spec, value in restored} | values
+        return [_words(values[spec.path]) for spec, _ in wanted]
+
+    def restore(shardings: Mapping[str, Any]) -> list[Any]:
+        def arguments(spec: ArraySpec) -> Any:
+            sharding = shardings.get(spec.path)
+            on_host = api.RestoreArgs(restore_type=np.ndarray)
+            return api.ArrayRestoreArgs(sharding=sharding) if sharding else on_host
+
+        items = [0 if x.path in shardings else api.PLACEHOLDER for x in specs]
+        request = api.args.PyTreeRestore(
+            item=treedef.unflatten(items), restore_args=jax.tree.map(arguments, tree)
+        )
+        with damage_told(path), undisturbed():
+            return treedef.flatten_up_to(handler.restore(path, args=request))
+
+    return Source(str(path), specs, read)
+
+
+def _spec(keys: Any, entry: Any) -> ArraySpec:
+    """Returns the spec of a leaf from Orbax's metadata, which may be a text."""
+    path = "/".join(map(_paths.key_name, keys))
+    dtype = np.dtype(getattr(entry, "dtype", object))
+    if type(entry).__name__ == "ScalarMetadata":
+        return ArraySpec(path, (), type(np.zeros((), dtype).item()))
+    return ArraySpec(path, tuple(getattr(entry, "shape", ())), dtype)
+
+
+def _words(array: Any) -> Any:
+    is_key = isinstance(array, jax.Array) and _jax.is_extended(array.dtype)
+    return jax.random.key_data(array) if is_key else array
 
 
 @contextlib.contextmanager
@@ -226,10 +318,9 @@ def reason(error: BaseException) -> str:
     return f"{name} {text.rstrip('.')}".strip()
 
 
-def quiet() -> ModuleType:
-    """Returns Orbax's v1 API, which keeps what goes well to itself."""
+def quiet(name: str) -> ModuleType:
+    """Returns a module of Orbax, which keeps what goes well to itself."""
     logging.getLogger("absl").addFilter(_is_news)  # adding it again does nothing
-    name = "orbax.checkpoint.experimental.v1"
     return require(name, extra="checkpoint", purpose="Checkpointing")
 
 
@@ -242,57 +333,8 @@ def _is_news(record: logging.LogRecord) -> bool:
     return is_ours or "orbax" not in record.pathname
 
 
-def _context(ocp: ModuleType) -> Any:
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    saving = context.array.saving
-    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # With both off, Orbax writes the host copies of shards that JAX keeps. By default
-    # it copies to pinned memory on GPUs, and has each replica write a slice, which
-    # needs a program for each shape and only pays if several hosts write.
-    # `test_a_save_compiles_no_program` notices the second.
-    saving.enable_pinned_host_transfer = False
-    saving.use_replica_parallel = jax.process_count() > 1
-    return context
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suspends the caller's active mesh and transfer guards.
-
-    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
-    JAX would refuse programs on the arrays of the state.
-    """
+    """Suspends the caller's transfer guards, and a mesh, which may be another one."""
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield
-
-
-# The end of the process: saves that run, or whose error nobody has raised, each with
-# what waits for its end. A forked child does not have their threads.
-unfinished: dict[object, Callable[[], None]] = {}
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=unfinished.clear)
-
-
-@functools.cache
-def finish_at_exit() -> None:
-    """Has the interpreter finish `unfinished` saves before it shuts thread pools down.
-
-    At exit Python first shuts down the pools that Orbax writes with, and then waits for
-    threads: a running save would hang for minutes, and be lost. Functions registered so
-    run in reverse order, so ours runs before that of `concurrent.futures`. The API is
-    private (in Python 3.9 to 3.14); without it
-    `test_a_process_that_ends_finishes_its_save` fails.
-    """
-    assert concurrent.futures.thread  # its import registers its function first
-    threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
-
-
-def _finish_all() -> None:
-    for finish in list(unfinished.values()):
-        try:
-            finish()
-        except KeyboardInterrupt:  # which would abort the process here
-            logger.warning("a save is finished first; Ctrl-C again gives it up")
-            finish()

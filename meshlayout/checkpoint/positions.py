@@ -1,11 +1,10 @@
 """The positions of the processes' input iterators in a checkpoint, as JSON.
 
-There is one position per process, or a single one if all are equal. Then the number of
-processes may change between a save and a restore.
+There is one per process, or a single one if all are equal: then another number of
+processes may restore it.
 """
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,10 +12,7 @@ import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.errors import CheckpointError, DataError
-
-
-logger = logging.getLogger("meshlayout.checkpoint")
+from meshlayout.errors import CheckpointError
 
 
 @runtime_checkable
@@ -49,9 +45,8 @@ def position_of(data: object) -> Any:
     if data is None:
         return None
     if not isinstance(data, Continues):
-        what = _checks.shown(data)
-        msg = f"data= must be an iterator, such as iter(dataset), got {what}."
-        raise CheckpointError(msg)
+        msg = "data= must be an iterator, such as iter(dataset), got"
+        raise CheckpointError(f"{msg} {_checks.shown(data)}.")
     return as_json(data.get_state(), "data.get_state()")
 
 
@@ -61,15 +56,9 @@ def move_to_position(data: Any, positions: Sequence[Any] | None) -> None:
         raise CheckpointError("the step was saved without data=: restore it without.")
     if len(positions) not in (1, jax.process_count()):
         count = f"{len(positions)} processes"
-        msg = (
-            f"the data were at other positions on each of {count}: restore on {count}."
-        )
-        raise CheckpointError(msg)
+        msg = f"the data were at other positions on each of {count}: restore on"
+        raise CheckpointError(f"{msg} {count}.")
+    # A source of ours that cannot seek reads and drops the rows before its position.
+    can_skip = "skip" in inspect.signature(data.set_state).parameters
     state = positions[jax.process_index() % len(positions)]
-    try:
-        data.set_state(state)
-    except DataError:
-        if "skip" not in inspect.signature(data.set_state).parameters:
-            raise
-        data.set_state(state, skip=True)
-        logger.info("the data cannot seek: batches up to its position are dropped")
+    data.set_state(state, **({"skip": True} if can_skip else {}))

@@ -183,9 +183,9 @@ class Channel:
         texts = [x.text for x in come if isinstance(x, _Problem)]
         return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
-    def leave(self, turn: str) -> None:
+    def leave(self, turn: int) -> None:
         """Releases processes that wait for this one in an exchange, by its number."""
-        self._send(int(turn), LEFT)
+        self._send(turn, LEFT)
 
     def _send(self, turn: int, value: Any) -> int:
         """Sends a value, and returns its length in bytes."""

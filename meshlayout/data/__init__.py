@@ -4,7 +4,6 @@ from meshlayout.data.dataset import (
     DistributedDataset as DistributedDataset,
     distribute_dataset as distribute_dataset,
 )
-from meshlayout.data.from_tfds import from_tfds as from_tfds
 from meshlayout.data.iterator import DataIterator as DataIterator
 from meshlayout.data.per_replica import (
     InputContext as InputContext,
@@ -21,3 +20,4 @@ from meshlayout.data.protocols import (
 )
 from meshlayout.data.report import PipelineReport as PipelineReport
 from meshlayout.data.sequences import pack_sequences as pack_sequences
+from meshlayout.data.tfds import from_tfds as from_tfds

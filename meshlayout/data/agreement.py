@@ -8,17 +8,19 @@ collectives: so before each batch, the processes tell each other whether they ha
 and an error or an end on one of them ends the loops of all at the same step.
 """
 
+import functools
 import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
 
 from meshlayout._annotations import PyTree
 from meshlayout.cluster.channel import LEFT, Channel
+from meshlayout.cluster.watch import PeerError
 from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.placement import processes_of
 from meshlayout.data.protocols import JSON, RandomAccessSource
@@ -51,23 +53,21 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         here, processes = jax.process_index(), processes_of(mesh)
         # A process without devices in the mesh loads no rows.
-        self._processes = processes if here in processes else [here]
-        self.has_others = len(self._processes) > 1
-        number = next(_counts[tuple(self._processes)])
-        self._name = f"data/{'-'.join(map(str, self._processes))}/{number}"
-        self.channel = self._channel_of(self._name)
-        self._iterations = itertools.count()
-
-    def _channel_of(self, name: str) -> Channel:
-        return Channel(
-            name,
-            self._processes,
+        group = processes if here in processes else [here]
+        self.has_others = len(group) > 1
+        number = next(_counts[tuple(group)])
+        self._name = f"data/{'-'.join(map(str, group))}/{number}"
+        self._channel_of = functools.partial(
+            Channel,
+            processes=group,
             what="the same dataset",
             hint="All of them make the same datasets in the same order, and iterate "
             "over them alike.",
             warn_after_s=60,
             error=DataError,
         )
+        self.channel = self._channel_of(self._name)
+        self._iterations = itertools.count()
 
     def exchange(self, facts: dict[str, JSON], own: T) -> dict[int, T]:
         """Returns each process's `own`; raises DataError if facts differ."""
@@ -92,7 +92,11 @@ class Agreement:
 
 
 class Turns:
-    """The exchanges of one iteration: before each batch, who has it."""
+    """The exchanges of one iteration: before each batch, who has it.
+
+    The end of a `with` block tells the other processes of an error inside, or that this
+    one has left its loop.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._turn, self._is_over = channel, 0, False
@@ -108,7 +112,7 @@ class Turns:
                 raise DataError(
                     f"process {left[0]} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
-                )
+                ) from PeerError(left[0])
             (first, (_, expected)), *others = values.items()
             for process, (_, other) in others:
                 if other != expected:
@@ -123,17 +127,16 @@ class Turns:
         self._turn += 1
         return {process: value for process, (value, _) in values.items()}
 
-    def fail(self, error: BaseException) -> None:
-        """Reports an error to the other processes, once they reach this step."""
-        if not self._is_over:
-            self._is_over = True
-            self._channel.fail(error)
+    def __enter__(self) -> Self:
+        return self
 
-    def leave(self, *, ended: bool = False) -> None:
-        """Releases processes that wait for this one; nobody does where all `ended`."""
-        if not self._is_over and not ended:
-            self._channel.leave(str(self._turn))
-        self._is_over = True
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._is_over or error is None:
+            return
+        if isinstance(error, Exception):
+            self._channel.fail(error)
+        else:
+            self._channel.leave(self._turn)
 
 
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:

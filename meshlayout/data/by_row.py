@@ -8,7 +8,6 @@ and repeat others.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,11 +29,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class HostBatch:
-    """This process's rows of one batch, in JAX's order of leaves, before placing.
-
-    `count` of them are real, and `after` is the position after the batch. Other
-    processes, with sources of their own, may have padding where this one has none.
-    """
+    """This process's rows of a batch, of which `count` are real, in JAX's order."""
 
     leaves: list[np.ndarray]
     count: int
@@ -123,12 +118,10 @@ class RowReader:
             if len(places) and places[-1] >= num_rows:
                 # Padding repeats the last row, which is read once.
                 places = np.append(places[places < num_rows - 1], num_rows - 1)
-        start_s = time.perf_counter()
         leaves = self._rows(position.epoch, places)
         if count < size:
             rows = np.minimum(np.arange(len(self._cut.own)), len(places) - 1)
             leaves = [leaf[rows] for leaf in leaves]
-        self._cut.clock.read_s += time.perf_counter() - start_s
         self._cut.clock.rows += len(places)
         epoch = position.epoch + passed
         return HostBatch(

@@ -7,8 +7,8 @@ has to decode all rows anyway, and then keeps its own rows of it.
 
 import itertools
 import json
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -33,11 +33,7 @@ from meshlayout.errors import DataError
 
 
 class StreamPass:
-    """One pass over a stream.
-
-    The first element decides about all (its shapes, and whether it is a batch), and a
-    generator yields it only once: it is looked at, remembered, and yielded again.
-    """
+    """One pass over a stream, whose first element is looked at, and yielded later."""
 
     def __init__(self, source: StreamSource, epoch: int) -> None:
         stream = source.open(epoch)
@@ -114,30 +110,65 @@ class StreamReader:
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the batch after a position, or None at the epoch's end."""
-        start_s = time.perf_counter()
+        cut = self._cut
         if self._pass is None or self._pass.epoch != position.epoch:
             self._seek(position)
-        batch = self._next_batch(position)
-        self._cut.clock.read_s += time.perf_counter() - start_s
-        if (
-            batch is None
-            or batch.count == self._cut.size
-            or self._cut.remainder != "drop"
-        ):
-            return batch
-        if not position.batch:
-            raise DataError(no_rows(position.epoch, batch.count))
-        self._cut.clock.warn(f"Dropped the last {rows_text(batch.count)} of an epoch.")
-        return None
+        out, filled, epoch, row = self._empty(), 0, position.epoch, position.row
+        stream: Any = self._pass
+        while filled < cut.size:
+            count = self._add(stream, out, filled)
+            filled, row = filled + count, row + count
+            if count:
+                continue
+            self._check_length(epoch, row)
+            if not filled:
+                return None
+            if cut.remainder != "repeat":
+                break
+            # The batch runs on into the next epoch.
+            epoch, row = epoch + 1, 0
+            stream = self._open(epoch)
+        cut.clock.rows += filled
+        if filled < cut.size and cut.remainder == "drop":
+            if not position.batch:
+                raise DataError(no_rows(epoch, filled))
+            cut.clock.warn(f"Dropped the last {rows_text(filled)} of an epoch.")
+            return None
+        leaves = []
+        for spec, array in zip(cut.spec.leaves, out, strict=True):
+            array[filled:] = array[filled - 1]  # padding repeats the last row
+            is_all = len(cut.own) == cut.size
+            leaves.append(spec.converted(array if is_all else array[cut.own]))
+        after = position._replace(
+            epoch=epoch,
+            batch=0 if epoch != position.epoch else position.batch + 1,
+            row=row,
+            # In the middle of the source's batch, a resumed stream reads it again, and
+            # the rows that were used are skipped.
+            source=self._before if self._left else stream.position(),
+            offset=self._used if self._left else 0,
+        )
+        return HostBatch(leaves, filled, after)
+
+    def _check_length(self, epoch: int, num_rows: int) -> None:
+        """Checks the rows of an epoch that has ended."""
+        if not num_rows:
+            raise DataError(no_rows(epoch))
+        said = self._cut.source.num_rows
+        if said not in (None, num_rows):
+            self._cut.clock.warn(
+                f"The source says that an epoch has {rows_text(said)}, and epoch "
+                f"{epoch + 1} has {num_rows}."
+            )
 
     def _open(self, epoch: int) -> StreamPass:
         """Returns the pass of an epoch at its start."""
         first, self._first = self._first, None
         self.close()
-        self._pass = (
-            first if first and not epoch else StreamPass(self._cut.source, epoch)
-        )
-        return self._pass
+        if first is None or epoch:
+            first = StreamPass(self._cut.source, epoch)
+        self._pass = first
+        return first
 
     def _seek(self, position: Position) -> None:
         """Moves the stream; if it has no position, by reading and dropping rows."""
@@ -159,42 +190,6 @@ class StreamReader:
         return [
             aligned_empty((self._cut.size, *leaf.shape), leaf.dtype) for leaf in leaves
         ]
-
-    def _next_batch(self, position: Position) -> HostBatch | None:
-        """Returns the next batch, whatever its length."""
-        out, filled, epoch, row = self._empty(), 0, position.epoch, position.row
-        stream = self._pass
-        assert stream is not None
-        while filled < self._cut.size:
-            count = self._add(stream, out, filled)
-            filled, row = filled + count, row + count
-            if count:
-                continue
-            if not row:
-                raise DataError(no_rows(epoch))
-            if not filled:
-                return None
-            if self._cut.remainder != "repeat":
-                break
-            # The batch runs on into the next epoch.
-            epoch, row = epoch + 1, 0
-            stream = self._open(epoch)
-        leaves = []
-        for spec, array in zip(self._cut.spec.leaves, out, strict=True):
-            array[filled:] = array[filled - 1]  # padding repeats the last row
-            is_all = len(self._cut.own) == self._cut.size
-            leaves.append(spec.converted(array if is_all else array[self._cut.own]))
-        self._cut.clock.rows += filled
-        after = position._replace(
-            epoch=epoch,
-            batch=0 if epoch != position.epoch else position.batch + 1,
-            row=row,
-            # In the middle of the source's batch, a resumed stream reads it again, and
-            # the rows that were used are skipped.
-            source=self._before if self._left else stream.position(),
-            offset=self._used if self._left else 0,
-        )
-        return HostBatch(leaves, filled, after)
 
     def _add(self, stream: StreamPass, out: list[np.ndarray], start: int) -> int:
         """Copies rows of the stream into `out[start:]`; returns how many, if any."""
@@ -225,12 +220,13 @@ class StreamReader:
             range(start, self._cut.size), stream.rest(), strict=False
         ):
             for i, leaf in enumerate(flatten(example)):
+                value = leaf
                 if type(leaf) is not kinds[i]:
                     spec, shape, dtype = leaves[i]
                     value = as_array(spec.path, leaf)
                     if value.shape != shape or value.dtype != dtype:
                         spec.check(value)
-                    kinds[i] = type(leaf) if isinstance(leaf, NUMBERS) else None
-                    leaf = value
-                out[i][row] = leaf
+                    if value is not leaf and isinstance(leaf, NUMBERS):
+                        kinds[i] = type(leaf)
+                out[i][row] = value
         return row + 1 - start

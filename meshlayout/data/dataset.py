@@ -9,38 +9,15 @@ have taken, so that several loops over it can run at once.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters import (
-    arrays,
-    grain,
-    hugging_face,
-    tensorflow,
-    torch,
-)
-from meshlayout.data.examples import looks_batched
 from meshlayout.data.iterator import DataIterator
-from meshlayout.data.placement import LayoutOrMesh, batch_layout
-from meshlayout.data.plan import Assemble, BatchSizeOf, DataPlan
+from meshlayout.data.placement import LayoutOrMesh
+from meshlayout.data.plan import DataPlan
 from meshlayout.data.position import Position
-from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
-
-
-# By the top-level package of an object's class or of one of its bases, so that no
-# framework has to be imported to recognize its objects. An adapter returns None for an
-# object of its package that it does not support.
-_ADAPTERS: dict[str, Callable[..., Source | None]] = {
-    "grain": grain.adapt,
-    "tensorflow": tensorflow.adapt,
-    "tensorflow_datasets": tensorflow.adapt,
-    "torch": torch.adapt,
-    "datasets": hugging_face.adapt,
-}
 
 
 def distribute_dataset(
@@ -124,66 +101,8 @@ def distribute_dataset(
     """
     options = dict(locals())
     del options["source"], options["layout_or_mesh"], options["batched"]
-    return DistributedDataset(
-        make_plan(source, layout_or_mesh, options, batched=batched)
-    )
-
-
-def make_plan(
-    source: Any,
-    layout_or_mesh: LayoutOrMesh,
-    options: Mapping[str, Any],
-    *,
-    batched: bool | None = None,
-    batch_size_of: BatchSizeOf | None = None,
-    assemble: Assemble | None = None,
-    is_made: bool = True,
-    clock: PipelineReport | None = None,
-    close: Callable[[], None] = lambda: None,
-) -> DataPlan:
-    """Returns the plan of a dataset, given options by name.
-
-    Without `global_batch_size`, `batch_size_of` returns it, given the rows of the
-    source's first batch (None if it yields examples), and a function that tells whether
-    that batch is all there is. A source that is not `is_made` is a function that makes
-    it, whose elements are batches where they could be either. `close` closes it.
-    """
-    clock = clock or PipelineReport()
-
-    def open_source() -> Source:
-        data = source if is_made else source()
-        if batched is None and batch_size_of and isinstance(data, list) and data:
-            return as_source(data, batched=looks_batched(data[0]))
-        return as_source(data, batched=batched)
-
-    return DataPlan(
-        open_source,
-        batch_layout(layout_or_mesh, clock.warn),
-        options,
-        clock,
-        batch_size_of=batch_size_of,
-        assemble=assemble,
-        close=close,
-    )
-
-
-def as_source(obj: object, *, batched: bool | None = None) -> Source:
-    """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
-    batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
-    is_source = isinstance(obj, (RandomAccessSource, StreamSource))
-    source: Any = obj if is_source else None
-    packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
-    class_names = {kind.__name__ for kind in type(obj).__mro__}
-    for package in dict.fromkeys(packages):
-        if source is None and package in _ADAPTERS:
-            source = _ADAPTERS[package](obj, class_names, batched=batched)
-    source = arrays.adapt(obj, batched=batched) if source is None else source
-    yields = getattr(source, "batched", False)  # one with random access has rows
-    if batched not in (None, yields):
-        what = {False: "single examples", True: "batches"}.get(yields, "what it says")
-        kind = _checks.type_text(obj)
-        raise DataError(f"{kind} yields {what}: leave out batched={batched}.")
-    return source
+    plan = DataPlan(lambda: source, layout_or_mesh, options, batched=batched)
+    return DistributedDataset(plan)
 
 
 class DistributedDataset:

@@ -7,7 +7,7 @@ then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,25 +205,24 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
     return treedef.unflatten(leaves), sizes.pop()[0]
 
 
-def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
+def stack(examples: Sequence[PyTree]) -> Any:
     """Stacks examples of one structure, whose leaves agree in shape and dtype.
 
-    Strings become an array of objects, and Python numbers have the `dtypes` by path.
+    Strings become an array of objects.
     """
     named, treedef = named_leaves(examples[0])
     flat = [treedef.flatten_up_to(example) for example in examples]
     columns = zip([path for path, _ in named], zip(*flat, strict=True), strict=True)
-    dtypes = dtypes or {}
-    return treedef.unflatten(_stacked(path, x, dtypes.get(path)) for path, x in columns)
+    return treedef.unflatten(_stacked(path, column) for path, column in columns)
 
 
-def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
+def _stacked(path: str, column: Sequence[Leaf]) -> np.ndarray:
     if isinstance(column[0], (str, bytes)):
         strings = np.empty(len(column), object)
         strings[:] = column
         return strings
     if isinstance(column[0], NUMBERS) and len(set(map(type, column))) == 1:
-        return np.array(column, dtype)
+        return np.array(column)
     arrays = [as_array(path, leaf) for leaf in column]
     spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
     for array in arrays:

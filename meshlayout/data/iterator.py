@@ -205,13 +205,15 @@ def _host_batches(
 ) -> Generator[HostBatch, None, None]:
     """Yields the batches after a position, which all processes have."""
     options, reader = plan.options, plan.new_reader()
-    turns = plan.agreement.new_turns() if plan.agreement and plan.is_stream else None
+    turns = plan.agreement.new_turns() if plan.is_stream else None
     # An iteration that started in an epoch's middle ends at the same row.
     last_row = position.first_row if options.remainder == "repeat" else 0
     last = position.first_epoch + (options.epochs or 0), last_row
-    try:
+    with contextlib.closing(reader), turns or contextlib.nullcontext():
         while options.epochs is None or (position.epoch, position.row) < last:
+            start_s = time.perf_counter()
             batch = reader.read(position)
+            plan.clock.read_s += time.perf_counter() - start_s
             if batch is not None:
                 plan.check_padding(batch.count, plan.size)
             if turns is not None:
@@ -223,17 +225,6 @@ def _host_batches(
                 position = position._replace(
                     epoch=position.epoch + 1, batch=0, row=0, source=None, offset=0
                 )
-        if turns is not None:
-            turns.leave(ended=True)
-    except Exception as error:
-        # The others raise it too, once they have reached this step.
-        if turns is not None:
-            turns.fail(error)
-        raise
-    finally:
-        reader.close()
-        if turns is not None:
-            turns.leave()
 
 
 def _agreed(

@@ -33,14 +33,7 @@ _LARGEST = 2**31 - 1
 
 
 class PackedRows(grain.IterDataset):
-    """Packed rows: a Grain dataset, and a `StreamSource` of single examples.
-
-    `encode` encodes a text, and None takes its bytes; `recipe` has the other arguments
-    of `pack_sequences`.
-    """
-
-    batched = False
-    num_rows = None  # not known before they are packed
+    """Packed rows. `recipe` has the arguments of `pack_sequences` that are numbers."""
 
     def __init__(self, documents: Any, encode: Any, recipe: dict[str, Any]) -> None:
         super().__init__()
@@ -57,13 +50,6 @@ class PackedRows(grain.IterDataset):
 
     def __iter__(self) -> "PackedIterator":
         return PackedIterator(self)
-
-    def open(self, epoch: int) -> iterables.IteratorStream:
-        """Starts a pass; all of them have the same rows, if the documents do."""
-        del epoch
-        rows = iter(self)
-        # An iterator with `set_state` is taken for one that can seek.
-        return iterables.IteratorStream(rows if self.can_seek else (x for x in rows))
 
     def packed(self) -> Any:
         """Starts a pass of Grain's over rows of columns."""
@@ -137,8 +123,9 @@ class PackedIterator(grain.DatasetIterator):
         return {**arrays, "weight": weight.astype(np.float32)}
 
     def get_state(self) -> JSON:
-        """Returns the position after the last row."""
-        return {"packed": self._recipe, "rows": self._state}
+        """Returns the position after the last row; None if it cannot be set."""
+        state = {"packed": self._recipe, "rows": self._state}
+        return state if self._dataset.can_seek else None
 
     def set_state(self, state: JSON) -> None:
         """Moves to a position; raises DataError if it is not one of these rows."""

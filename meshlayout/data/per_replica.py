@@ -11,7 +11,7 @@ from typing import Any
 
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
-from meshlayout.data.dataset import DistributedDataset, make_plan
+from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
@@ -71,8 +71,9 @@ def distribute_datasets_from_function(
         fn: Called once with an `InputContext`; returns any source that
             `distribute_dataset` takes.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
-        batched: Whether the elements of an iterable are batches; None takes elements
-            that could be either as batches, as tf.distribute does.
+        batched: Whether the elements of an iterable are batches. Without
+            `global_batch_size`, None takes elements that could be either as batches,
+            as tf.distribute does.
         **options: Those of `distribute_dataset` but `per_process`. Without
             `global_batch_size`, it is the size of the first batch of the source times
             the number of replicas.
@@ -112,7 +113,7 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by the function, called with {context}."):
             return fn(context)
 
-    def batch_size_of(rows: int | None, _: Callable[[], bool]) -> int:
+    def batch_size_of(rows: int | None, _: object) -> int:
         if rows is None:
             raise DataError(
                 "the function returned a source of single rows, which does not say the "
@@ -121,12 +122,11 @@ def make_plan_from_function(
             )
         return rows * num_row_shards(batch_layout(layout_or_mesh))
 
-    return make_plan(
+    return DataPlan(
         make_source,
         layout_or_mesh,
         {**options, "per_process": True},  # what a function makes is this process's own
         batched=batched,
         batch_size_of=batch_size_of,
         assemble=assemble,
-        is_made=False,
     )

@@ -149,14 +149,6 @@ def input_pipeline(layout: Layout) -> tuple[int, int]:
     return len(groups), groups.index(rows[here])
 
 
-def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
-    """Returns this process's rows, which with `per_process` it alone must fill."""
-    per_replica_batch_size(size, layout)
-    if per_process:
-        input_pipeline(layout)
-    return process_rows(layout, size)
-
-
 def processes_of(mesh: Mesh) -> list[int]:
     """Returns the processes that have devices in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
@@ -178,7 +170,6 @@ class Placement:
     ) -> None:
         self._treedef, self._weights_index = spec.treedef, weights_index
         self._num_own = len(own)
-        self.has_weights = weights_index is not None
         # By leaf, what makes a global array of its shards, and the slices of this
         # process's rows that they are; None for a leaf that stays on the host.
         self._shards: list[tuple[Callable[..., jax.Array] | None, list[Any]]] = []

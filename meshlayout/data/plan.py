@@ -19,15 +19,31 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
+from meshlayout.data.adapters import as_source
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
 from meshlayout.data.by_row import HostBatch, RowReader
 from meshlayout.data.by_stream import StreamPass, StreamReader
-from meshlayout.data.examples import Division, as_batch, describe, no_rows, rows_text
-from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
-from meshlayout.data.protocols import JSON, RandomAccessSource, Source
+from meshlayout.data.examples import (
+    Division,
+    as_batch,
+    describe,
+    looks_batched,
+    no_rows,
+    rows_text,
+)
+from meshlayout.data.placement import (
+    LayoutOrMesh,
+    Placement,
+    batch_layout,
+    find_weights,
+    input_pipeline,
+    padding_hint,
+    per_replica_batch_size,
+    process_rows,
+)
+from meshlayout.data.protocols import JSON, RandomAccessSource
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
-from meshlayout.layout import Layout
 
 
 Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
@@ -61,10 +77,8 @@ class DataOptions:
     strings: str = "error"
 
     @classmethod
-    def of(cls, options: "Mapping[str, Any] | DataOptions") -> "DataOptions":
+    def of(cls, options: Mapping[str, Any]) -> "DataOptions":
         """Returns a user's options, of which one may be misspelled."""
-        if isinstance(options, DataOptions):
-            return options
         for name in options:
             known = tuple(cls.__dataclass_fields__)
             _checks.choice("an option of a dataset", name, known, error=DataError)
@@ -73,14 +87,11 @@ class DataOptions:
     def __post_init__(self) -> None:
         # NumPy's integers become Python's: JSON, which positions are saved as, takes no
         # others.
-        for name, at_least in (
-            ("global_batch_size", 1),
-            ("epochs", 1),
-            ("prefetch", 0),
-        ):
+        at_least = {"global_batch_size": 1, "epochs": 1, "prefetch": 0}
+        for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None or name == "prefetch":
-                value = _checks.count(name, value, at_least=at_least, error=DataError)
+                value = _checks.count(name, value, at_least=least, error=DataError)
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "shuffle", checked_seed(self.shuffle))
         if not isinstance(self.weights, (str, int, type(None))):
@@ -103,69 +114,76 @@ class DataOptions:
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
-    Without a `global_batch_size`, `batch_size_of` returns it, given the rows of the
-    source's first batch (None if it yields examples), and a function that tells whether
-    that batch is all there is. `assemble` makes a batch of the source's tree on the
-    mesh and float32 weights, which are None if no process has padding in the batch;
-    without it, batches carry weights in the tree. `close` releases the source.
+    Args:
+        open_source: Returns the user's object, which `close` releases.
+        layout_or_mesh: As for `distribute_dataset`.
+        options: Those of `distribute_dataset`, by name.
+        batched: As for `distribute_dataset`.
+        batch_size_of: Infers `global_batch_size` from the rows of the first batch (None
+            of a source of examples), and from a function that tells whether that batch
+            is all there is. Elements that could be either are then batches.
+        assemble: Makes a batch of the source's tree on the mesh, and of weights, which
+            are None if no process has padding. By default, the tree has the weights.
+        clock: The report of the dataset.
+        close: Releases the source.
 
-    A batch has `size` rows of the source, of which this process keeps its `own`. A
-    saved position fits datasets with the same `identity`.
+    Attributes:
+        size: Rows of the source in a batch, of which this process keeps its `own`.
+        identity: What is the same of datasets that a saved position fits.
     """
 
     def __init__(
         self,
-        open_source: Callable[[], Source],
-        layout: Layout,
-        options: Mapping[str, Any] | DataOptions,
-        clock: PipelineReport,
+        open_source: Callable[[], Any],
+        layout_or_mesh: LayoutOrMesh,
+        options: Mapping[str, Any],
         *,
+        batched: bool | None = None,
         batch_size_of: BatchSizeOf | None = None,
         assemble: Assemble | None = None,
+        clock: PipelineReport | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.clock, self._assemble, self.close = clock, assemble, close
-        agreement = Agreement(layout.mesh) if jax.process_count() > 1 else None
-        agreement = agreement if agreement and agreement.has_others else None
-        self.agreement = agreement
-        with (
-            agreement.channel.failure_told() if agreement else contextlib.nullcontext()
-        ):
-            options = DataOptions.of(options)
-            self._source = source = open_source()
-            self.is_stream = not isinstance(source, RandomAccessSource)
-            # A stream's first pass, whose first element a generator yields only once.
-            self._first: StreamPass | None = None
-            rows, block = self._look(options, prefers_batches=batch_size_of is not None)
-            if options.global_batch_size is None and batch_size_of is not None:
-                size = batch_size_of(block, lambda: _is_only_batch(source))
-                options = replace(options, global_batch_size=size)
-            size: Any = options.global_batch_size
-            own = local_rows(layout, size, per_process=options.per_process)
-            self.options, self.own, self.size = options, own, size
-            if options.per_process:
+        self.clock, self.close = clock or PipelineReport(), close
+        self._assemble = assemble
+        layout = batch_layout(layout_or_mesh, self.clock.warn)
+        self.agreement = agreement = Agreement(layout.mesh)
+        with agreement.channel.failure_told():
+            self.options = DataOptions.of(options)
+            infers_size = batch_size_of and self.options.global_batch_size is None
+            data = open_source()
+            if infers_size and batched is None and isinstance(data, list) and data:
+                batched = looks_batched(data[0])
+            self._source = source = as_source(data, batched=batched)
+            rows, block = self._look(source, prefers_batches=bool(infers_size))
+            if batch_size_of and infers_size:
+                inferred = batch_size_of(block, lambda: _is_only_batch(source))
+                self.options = replace(self.options, global_batch_size=inferred)
+            size: Any = self.options.global_batch_size
+            per_replica_batch_size(size, layout)  # which must divide
+            self.size, self.own = size, process_rows(layout, size)
+            own, per_process = self.own, self.options.per_process
+            if per_process:
+                input_pipeline(layout)  # which may not be possible
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, options.strings)
+            self._spec = spec = describe(rows, self.options.strings)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
-            facts = self._facts(rows) if agreement else {}
-            self.padding_hint, key = padding_hint(rows), options.weights
+            facts = self._facts(rows) if agreement.has_others else {}
+            self.padding_hint, key = padding_hint(rows), self.options.weights
             if assemble is not None:
                 # Beside the source's own tree, so that any tree has a place.
                 treedef = jax.tree_util.treedef_tuple([spec.treedef])
                 rows, spec, key = (rows,), replace(spec, treedef=treedef), 1
             # Nothing but padding needs weights that the source does not have.
-            is_padded = options.remainder == "pad"
+            is_padded = self.options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
             self._placement = Placement(spec, index, layout, size, own)
-        self.has_weights = self._placement.has_weights
+        self.has_weights = index is not None
         batch_spec = self._placement.element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
-        lengths = {jax.process_index(): (self._num_rows, self.size)}
-        if agreement:
-            lengths = agreement.exchange(facts, (self._num_rows, self.size))
-        self._set_lengths(lengths)
+        self._set_lengths(agreement.exchange(facts, (self._num_rows, self.size)))
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -173,23 +191,23 @@ class DataPlan:
             "source": "stream" if self.is_stream else "rows",
             "num_rows": None if self.is_stream else self._num_rows,
             "global_batch_size": size,
-            "remainder": options.remainder,
-            "shuffle": options.shuffle,
-            "process": process if options.per_process else None,
+            "remainder": self.options.remainder,
+            "shuffle": self.options.shuffle,
+            "process": process if per_process else None,
             "block": block,
         }
 
-    def _look(
-        self, options: DataOptions, *, prefers_batches: bool
-    ) -> tuple[PyTree, int | None]:
+    def _look(self, source: Any, *, prefers_batches: bool) -> tuple[PyTree, int | None]:
         """Returns the first rows, and how many make the first batch of a stream."""
-        source: Any = self._source
+        self.is_stream = not isinstance(source, RandomAccessSource)
+        # A stream's first pass, whose first element a generator yields only once.
+        self._first: StreamPass | None = None
         if not self.is_stream:
             self._num_rows: int | None = len(source)
             if not self._num_rows:
                 raise DataError(no_rows(0))
             return as_batch(source.read_rows(np.zeros(1, np.int64), 0))[0], None
-        if options.shuffle is not None or options.strings == "host":
+        if self.options.shuffle is not None or self.options.strings == "host":
             raise DataError(
                 "shuffle= and strings='host' are for sources with random access, and "
                 "this one is read in order: shuffle it, and make numbers of strings, "
@@ -197,7 +215,7 @@ class DataPlan:
             )
         # The numbers of rows that processes read in streams of their own may differ;
         # they agree in every step instead.
-        self._num_rows = None if options.per_process else source.num_rows
+        self._num_rows = None if self.options.per_process else source.num_rows
         self._first = StreamPass(source, 0)
         how = {"batched": source.batched, "prefers_batches": prefers_batches}
         return self._first.look(**how)
@@ -218,7 +236,7 @@ class DataPlan:
     def _set_lengths(self, lengths: dict[int, tuple[int | None, int]]) -> None:
         """Counts batches, given the rows and the rows per batch of each process.
 
-        Refuses now what is known not to fit at the end of an epoch, hours later.
+        What does not fit at the end of an epoch, hours later, is refused now.
         """
         remainder, epochs = self.options.remainder, self.options.epochs
         # Batches of an epoch, if known and unless epochs run together; and those that

@@ -24,16 +24,14 @@ from meshlayout.distribute.parameter_server import (
     PerWorkerDataset as PerWorkerDataset,
     RemoteValue as RemoteValue,
 )
-from meshlayout.distribute.strategies import (
+from meshlayout.distribute.strategy import (
     ClusterResolver as ClusterResolver,
     MirroredStrategy as MirroredStrategy,
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     OneDeviceStrategy as OneDeviceStrategy,
-    TPUStrategy as TPUStrategy,
-)
-from meshlayout.distribute.strategy import (
     Strategy as Strategy,
     StrategyExtended as StrategyExtended,
+    TPUStrategy as TPUStrategy,
     get_strategy as get_strategy,
     has_strategy as has_strategy,
 )

@@ -5,22 +5,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
 from meshlayout._patches import SharedPatches
-from meshlayout.distribute.strategies import local_mesh
-from meshlayout.distribute.strategy import Strategy
+from meshlayout.distribute.strategy import MirroredStrategy, whole
 from meshlayout.distribute.variables import current
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 
 
-class CentralStorageStrategy(Strategy):
+class CentralStorageStrategy(MirroredStrategy):
     """Variables in the memory of the host, and a replica on each of its devices.
 
     Use this if several models take turns on the devices. Each program moves what it
@@ -47,7 +44,7 @@ class CentralStorageStrategy(Strategy):
     """
 
     def __init__(self, devices: Iterable[Any] | None = None) -> None:
-        super().__init__(local_mesh(devices, "CentralStorageStrategy"))
+        super().__init__(devices)
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
         if is_old or (kinds and "pinned_host" not in kinds):
@@ -63,26 +60,14 @@ class CentralStorageStrategy(Strategy):
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: in the memory of the host."""
 
-        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-            del path
+        def rule(_: str, shape: tuple[int, ...], dtype: Any) -> Layout:
             return self._layout(shape, dtype)
 
         return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
-        if not shape or _jax.is_extended(dtype):
-            return super()._layout(shape, dtype)
-        return Layout([None] * len(shape), self.mesh, memory_kind="pinned_host")
-
-    def _place(self, x: Leaf) -> Any:
-        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-            return super()._place(x)
-        x = jnp.asarray(x)
-        layout = self._layout(x.shape, x.dtype)
-        is_here = x.sharding.is_equivalent_to(layout.sharding, x.ndim)
-        if is_here and _jax.is_on_host(x) == (layout.memory_kind is not None):
-            return x
-        return _jax.put(x, layout.sharding, may_alias=False)
+        is_on_device = not shape or _jax.is_extended(dtype)
+        return whole(self.mesh, len(shape), None if is_on_device else "pinned_host")
 
     def _entered(self, variable: "nnx.Variable[Any]", value: Leaf) -> Any:
         """Moves a Variable's value to the device at the beginning of a program."""

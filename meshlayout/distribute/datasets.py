@@ -8,8 +8,7 @@ does on all processes, since a mask is part of the program that takes the batch.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ import numpy as np
 
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.data import DistributedDataset, InputContext
-from meshlayout.data.dataset import make_plan
-from meshlayout.data.per_replica import make_plan_from_function
+from meshlayout.data import DistributedDataset
 from meshlayout.data.plan import DataPlan
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
@@ -39,23 +36,33 @@ class ReplicaDataset(DistributedDataset):
     plain array on a strategy of one replica.
     """
 
-    def __init__(self, plan: DataPlan, num_replicas: int) -> None:
-        super().__init__(plan)
-        self._num_replicas = num_replicas
+    def __init__(
+        self,
+        make: Callable[..., DataPlan],
+        source: Any,
+        mesh: Mesh,
+        options: dict[str, Any],
+        **how: Any,
+    ) -> None:
+        how["batched"] = options.pop("batched", None)
+        how["assemble"] = functools.partial(_assembled, mesh)
+        options = dict(weights=None, **options)  # which a user cannot give
+        super().__init__(make(source, mesh.layout(REPLICA_AXIS, ...), options, **how))
+        self._num_replicas = mesh.size
 
     @property
     def element_spec(self) -> PyTree:
         """The shape and dtype of every leaf of one replica's part of a full batch."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (leaf.shape[0] // self._num_replicas, *leaf.shape[1:]), leaf.dtype
-            ),
-            super().element_spec,
-        )
+
+        def own(leaf: Leaf) -> Any:
+            rows = leaf.shape[0] // self._num_replicas
+            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree.map(own, super().element_spec)
 
 
 def distribute_dataset(
-    source: object, mesh: Mesh, *, batched: bool | None = None, **options: Any
+    source: object, mesh: Mesh, options: dict[str, Any]
 ) -> ReplicaDataset:
     """Distributes a source over replicas; see `Strategy.distribute_dataset`."""
     if isinstance(source, DistributedDataset) and source.weights is not None:
@@ -66,33 +73,8 @@ def distribute_dataset(
         )
         raise StrategyError(msg)
     is_own = bool(options.get("per_process"))
-    plan = make_plan(
-        source,
-        mesh.layout(REPLICA_AXIS, ...),
-        {"weights": None, **options},
-        batched=batched,
-        batch_size_of=functools.partial(_batch_size, mesh.size, is_own=is_own),
-        assemble=functools.partial(_assembled, mesh),
-    )
-    return ReplicaDataset(plan, mesh.size)
-
-
-def distribute_datasets_from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    mesh: Mesh,
-    *,
-    batched: bool | None = None,
-    **options: Any,
-) -> ReplicaDataset:
-    """See `Strategy.distribute_datasets_from_function`."""
-    plan = make_plan_from_function(
-        dataset_fn,
-        mesh.layout(REPLICA_AXIS, ...),
-        {"weights": None, **options},
-        batched=batched,
-        assemble=functools.partial(_assembled, mesh),
-    )
-    return ReplicaDataset(plan, mesh.size)
+    size = functools.partial(_batch_size, mesh.size, is_own=is_own)
+    return ReplicaDataset(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 
 
 def _batch_size(
@@ -118,65 +100,49 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
     A short batch that divides among the replicas is divided, and then has no padding.
     On several processes, threads would send rows between them, in any order: a hang.
     """
-    rows = None
+    rows, real = None, mask
     if mask is not None and mask.is_fully_addressable:
         count = int(np.sum(mask))
-        rows = None if count % mesh.size else count
+        rows, real = (None, mask) if count % mesh.size else (count, None)
 
     def as_value(leaf: Leaf) -> Any:
         if not isinstance(leaf, jax.Array):  # strings, which stay on the host
-            return leaf if mask is None else leaf[_local_mask(mask)]
+            parts = [] if mask is None else [x.data for x in sorted_shards(mask)]
+            return leaf[np.concatenate(parts) > 0] if parts else leaf
         # A source that yields batches on devices may have laid them out differently.
-        expected = replica_layout(mesh, leaf.ndim).sharding
-        own = jax.device_put(leaf if rows is None else leaf[:rows], expected)
-        if mesh.size == 1:
-            return own
-        own_mask = mask if rows is None else None
-        return PerReplica(own, own_mask, num_replicas=mesh.size)
+        own = jax.device_put(leaf[:rows], replica_layout(mesh, leaf.ndim).sharding)
+        return own if mesh.size == 1 else PerReplica(own, real, num_replicas=mesh.size)
 
     return jax.tree.map(as_value, tree)
 
 
-def _local_mask(mask: jax.Array) -> np.ndarray:
-    """Returns which of this process's rows are real."""
-    return np.concatenate([np.asarray(x.data) for x in sorted_shards(mask)]) > 0
-
-
-# Values.
-
-
-@dataclass(frozen=True)
-class ValueContext:
+class ValueContext(NamedTuple):
     """For which replica a value is asked for.
-
-    Attributes:
-        replica_id_in_sync_group: The index of the replica, from 0.
-        num_replicas_in_sync: The number of replicas.
 
     Example:
         >>> ValueContext(1, 2)
         ValueContext(replica_id_in_sync_group=1, num_replicas_in_sync=2)
     """
 
-    replica_id_in_sync_group: int = 0
+    replica_id_in_sync_group: int = 0  # from 0
     num_replicas_in_sync: int = 1
 
 
-def distribute_values_from_function(
+def values_from_function(
     value_fn: Callable[[ValueContext], PyTree], mesh: Mesh
 ) -> PyTree:
     """Makes a value of each replica; see `Strategy.distribute_values_from_function`."""
+    where = "a value of value_fn"
+
+    def array(leaf: Leaf) -> jax.Array:
+        host = leaf if isinstance(leaf, jax.Array) else host_array(leaf, where)
+        return jnp.asarray(host)
+
     trees = [
-        jax.tree.map(_array, value_fn(ValueContext(replica, mesh.size)))
+        jax.tree.map(array, value_fn(ValueContext(replica, mesh.size)))
         for replica, device in enumerate(mesh.devices.flat)
         if device.process_index == jax.process_index()
     ]
     if mesh.size == 1:
         return jax.device_put(trees[0], mesh.layout(...).sharding)
     return jax.tree.map(lambda *values: per_replica(values, mesh), *trees)
-
-
-def _array(leaf: Leaf) -> jax.Array:
-    if isinstance(leaf, jax.Array):
-        return leaf
-    return jnp.asarray(host_array(leaf, "a value of value_fn"))

@@ -1,34 +1,41 @@
-"""`Strategy`: a mesh, a layout map, and a way to call a function on each replica.
+"""Strategies: a mesh, a layout map, and a way to call a function on each replica.
 
 Replicas are the devices of a mesh with one axis, which also shards batches. Whatever is
-made in a strategy's scope is whole on each of them. Everything else is the library's:
-data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
+made in a strategy's scope is whole on each of them. The strategies here differ in their
+devices: one, those of this process, of all processes, or of a TPU slice in the order of
+its network.
 """
 
 import contextlib
 import functools
+import json
+import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._axes import parse_devices
 from meshlayout._default_mesh import default_mesh
-from meshlayout._patches import SharedPatches
+from meshlayout.cluster import initialize, process_count, process_index
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
 from meshlayout.data import InputContext
-from meshlayout.distribute import datasets, reduction
-from meshlayout.distribute.arguments import Arguments, is_on
+from meshlayout.data.per_replica import make_plan_from_function
+from meshlayout.distribute import datasets, values
+from meshlayout.distribute.arguments import Arguments
 from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
 from meshlayout.distribute.program_cache import ProgramCache
-from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, per_replica
+from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
-from meshlayout.errors import StrategyError
+from meshlayout.errors import LayoutWarning, StrategyError, stack_level
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -105,12 +112,10 @@ class Strategy:
     def scope(self) -> Iterator["Strategy"]:
         """Makes this the current strategy; what is made inside is mirrored.
 
-        Make models, optimizers and metrics in it: NNX objects, single Variables and the
-        variables of Linen's `init`. Each replica then has a copy of the same values. In
-        it, `get_replica_context()` is None, and the strategy's mesh is the default one.
-
-        Raises:
-            StrategyError: If a strategy's scope is open already.
+        Make models and optimizers in it, of NNX and by Linen's `init`: each replica
+        then has a copy of the same values. Metrics and single Variables get theirs when
+        they are used first. In it, `get_replica_context()` is None, and the strategy's
+        mesh is the default one. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
             msg = (
@@ -118,7 +123,7 @@ class Strategy:
                 "run. Scopes cannot be nested: leave the outer one first."
             )
             raise StrategyError(msg)
-        with self.layouts.scope(), _variables, self._inside():
+        with self.layouts.scope(), self._inside():
             yield self
 
     def run(
@@ -154,7 +159,8 @@ class Strategy:
                 the function appends to a list or dict, or ignores padding.
         """
         _check_cross_replica("run", "call the inner function directly")
-        _checks.choice("run: options", options, [None], error=StrategyError)
+        if options is not None:  # asked first, since calls should cost nothing
+            _checks.choice("run: options", options, [None], error=StrategyError)
         if not isinstance(args, (tuple, list)):
             msg = (
                 f"run: args must be a tuple of fn's arguments, got "
@@ -201,20 +207,19 @@ class Strategy:
     ) -> ReplicaDataset:
         """Divides the batches of a source among the replicas.
 
-        Iterating yields trees of the source's structure whose leaves are `PerReplica`,
-        or plain arrays with one replica. On one process, a short batch is divided
-        evenly if its rows divide among the replicas. Otherwise some replicas have fewer
-        rows than others, or none, and each leaf then says so.
+        Iterating yields trees of the source's structure. On one process, a short batch
+        is divided evenly if its rows divide among the replicas. Otherwise some replicas
+        have fewer rows than others, or none, and each leaf then says so.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
                 like any other key.
             global_batch_size: Rows of a batch, on all replicas together; None for a
                 source of batches, which keep their size: that of the first one.
-            **options: Other options of `ml.distribute_dataset`.
+            **options: Other options of `ml.distribute_dataset`, but `weights`.
         """
         options["global_batch_size"] = global_batch_size
-        return datasets.distribute_dataset(dataset, self.mesh, **options)
+        return datasets.distribute_dataset(dataset, self.mesh, options)
 
     def distribute_datasets_from_function(
         self,
@@ -224,19 +229,16 @@ class Strategy:
     ) -> ReplicaDataset:
         """Feeds the replicas from sources that a function makes on each process.
 
-        Use this to say yourself what each process reads. Of a source of batches of the
-        per-replica size, each replica of the process gets one in every step.
-
         Args:
             dataset_fn: Called once with an `InputContext`, which says which part of the
                 input to make; returns any source that `ml.distribute_dataset` takes.
+                Each replica gets one of its batches, of the per-replica size.
             global_batch_size: Rows of a batch, on all replicas together, into which
                 batches are cut anew; None to keep them.
             **options: As for `distribute_dataset`.
         """
         options["global_batch_size"] = global_batch_size
-        make = datasets.distribute_datasets_from_function
-        return make(dataset_fn, self.mesh, **options)
+        return ReplicaDataset(make_plan_from_function, dataset_fn, self.mesh, options)
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
@@ -247,7 +249,7 @@ class Strategy:
             value_fn: Called with a `ValueContext` for each replica of this process;
                 returns a tree of arrays, which may differ in their numbers of rows.
         """
-        return datasets.distribute_values_from_function(value_fn, self.mesh)
+        return datasets.values_from_function(value_fn, self.mesh)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
@@ -256,32 +258,29 @@ class Strategy:
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: What `run` returned, or a tree of that. A plain array stands for one
-                equal value on each replica.
+            value: What `run` returned, or a tree of that. A plain array or number
+                stands for one equal value on each replica: SUM counts it for each.
             axis: A dim of each replica's value to combine along as well, as 0 for
                 examples, by whose number a mean is divided. None: over replicas alone.
-
-        Raises:
-            StrategyError: If the value is not on the replicas, or shapes differ.
         """
         _check_cross_replica("reduce", "use get_replica_context().all_reduce")
-        op, value = ReduceOp(reduce_op), self._stored(value)
-        return reduction.reduce_tree(op, value, axis, self.mesh)
+        stored, op = self._stored(value), ReduceOp(reduce_op)
+        return values.on_each(values.reduce, stored, self.mesh, op=op, axis=axis)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dim, without padding."""
         _check_cross_replica("gather", "use get_replica_context().all_gather")
-        return reduction.gather_tree(self._stored(value), axis, self.mesh)
+        return values.on_each(values.gather, self._stored(value), self.mesh, axis=axis)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, also of a Variable."""
-        return reduction.local_results(self._stored(value), self.mesh)
+        return values.local_results(self._stored(value), self.mesh)
 
     # Where variables are.
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         """Returns how a variable is stored: whole on each replica."""
-        return self.mesh.layout(...).with_rank(len(shape))
+        return whole(self.mesh, len(shape), None)
 
     def _placed(self, variable: "nnx.Variable[Any]") -> Any:
         """Returns the value of a Variable where this strategy keeps it."""
@@ -289,32 +288,30 @@ class Strategy:
 
         def place(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
+                values.check_replicas(x, self.mesh, "a variable of each replica's own")
+            if isinstance(x, PerReplica | Tracer):
                 return x
-            copies = [x] * len(self.mesh.local_devices)
-            return per_replica(copies, self.mesh) if is_own else self._place(x)
-
-        return jax.tree.map(
-            place, raw_value(variable), is_leaf=lambda x: isinstance(x, PerReplica)
-        )
-
-    def _place(self, x: Leaf) -> Any:
-        """Returns an array of a variable where this strategy keeps it."""
-        if isinstance(x, jax.ShapeDtypeStruct):
+            if is_own:
+                return values.per_replica([x] * len(self.mesh.local_devices), self.mesh)
+            x = x if hasattr(x, "dtype") else jnp.asarray(x)
             sharding = self._layout(x.shape, x.dtype).sharding
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if is_on(x, self.mesh.jax_mesh):
-            return x
-        x = jnp.asarray(x)
-        return _jax.put(x, self._layout(x.shape, x.dtype).sharding, may_alias=False)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            if _jax.is_committed(x) and x.sharding.is_equivalent_to(sharding, x.ndim):
+                return x
+            return _jax.put(jnp.asarray(x), sharding, may_alias=False)
+
+        return jax.tree.map(place, raw_value(variable), is_leaf=values.is_per_replica)
 
     def _entered(self, variable: "nnx.Variable[Any]", value: Leaf) -> Any:
         """Returns a Variable's value as a program computes with it."""
         return value
 
     def _stored(self, value: PyTree) -> PyTree:
-        """Returns a value, which as a Variable is first put where this keeps it."""
+        """Returns a value; that of a Variable is first put where this keeps it."""
         if isinstance(value, nnx.Variable):
             set_raw_value(value, self._placed(value))
+            value = raw_value(value)
         return value
 
     def __repr__(self) -> str:
@@ -322,25 +319,16 @@ class Strategy:
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
 
 
+@functools.lru_cache(maxsize=1024)
+def whole(mesh: Mesh, rank: int, memory_kind: str | None) -> Layout:
+    """Returns the layout of what is whole on each replica, in a kind of memory."""
+    return Layout([None] * rank, mesh, memory_kind=memory_kind)
+
+
 def _check_cross_replica(name: str, instead: str) -> None:
     if _current.get() is not None and not in_cross_replica_context():
         msg = f"{name} was called in a function that runs on each replica: {instead}."
         raise StrategyError(msg)
-
-
-# `LayoutMap.scope` does not know bare Variables and NNX metrics, which are not modules.
-# If Flax makes Variables in another way, they stay on one device until the first run;
-# tests/test_strategies_hard_use.py notices.
-def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
-    def mirrored_init(self: nnx.Variable[Any], *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if (strategy := _current.get()) is not None and not _jax.is_tracing():
-            strategy._stored(self)
-
-    return mirrored_init
-
-
-_variables = SharedPatches((nnx.Variable, "__init__", _mirroring))
 
 
 class StrategyExtended:
@@ -359,7 +347,9 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: PyTree, destinations: Any
     ) -> PyTree:
-        """Reduces over replicas, onto a device, or to where an array or Variable is."""
+        """Reduces over replicas, onto a device, or to where a Variable or array is."""
+        if isinstance(destinations, str):
+            (destinations,) = _devices([destinations])
         place = getattr(destinations, "sharding", destinations)
         return jax.device_put(self._strategy.reduce(reduce_op, value, None), place)
 
@@ -368,24 +358,6 @@ class StrategyExtended:
     ) -> list[PyTree]:
         """Reduces pairs of a value and its destination, as `reduce_to` does each."""
         return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
-
-
-class DefaultStrategy(Strategy):
-    """What is current outside of any scope: one replica, and nothing is changed."""
-
-    def __init__(self) -> None:
-        devices = jax.local_devices()[:1]
-        super().__init__(create_mesh({REPLICA_AXIS: 1}, devices=devices))
-
-    def scope(self) -> Any:
-        """Changes nothing."""
-        return contextlib.nullcontext(self)
-
-    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
-        return fn(*args, **kwargs)
-
-
-_default_strategy = functools.cache(DefaultStrategy)
 
 
 def get_strategy() -> Strategy:
@@ -406,3 +378,98 @@ def has_strategy() -> bool:
         False
     """
     return _current.get() is not None
+
+
+# Strategies that keep a copy of all variables on each replica.
+
+
+class MirroredStrategy(Strategy):
+    """Copies of the variables on several devices of this process, trained in step.
+
+    Use this on one machine with several GPUs or virtual CPU devices.
+
+    Args:
+        devices: Objects, or text such as `"GPU:0"`; None for all of this process.
+    """
+
+    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+        chosen = jax.local_devices() if devices is None else _devices(devices)
+        super().__init__(create_mesh({REPLICA_AXIS: -1}, devices=chosen))
+
+
+class OneDeviceStrategy(MirroredStrategy):
+    """Everything on one device: values are plain arrays.
+
+    Args:
+        device: An object, or text such as `"GPU:0"`.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__([device])
+
+
+class DefaultStrategy(OneDeviceStrategy):
+    """What is current outside of any scope: one replica, and nothing is changed."""
+
+    def scope(self) -> Any:
+        """Changes nothing."""
+        return contextlib.nullcontext(self)
+
+    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
+        return fn(*args, **kwargs)
+
+
+_default_strategy = functools.cache(lambda: DefaultStrategy(jax.local_devices()[0]))
+
+
+class ClusterResolver(NamedTuple):
+    """Which process of a cluster this is; a strategy's `cluster_resolver`."""
+
+    task_type: str  # "worker", or "chief" if TF_CONFIG says so
+    task_id: int  # among the tasks of this type
+    process_index: int  # among all processes
+    num_workers: int  # that is, processes
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Copies of the variables on all devices of all processes, trained in step.
+
+    Make it first in the program, on every process: it calls `ml.initialize()`, which
+    finds the other processes by `TF_CONFIG` and the like.
+    """
+
+    def __init__(self) -> None:
+        initialize()
+        super().__init__(create_mesh({REPLICA_AXIS: -1}))
+        task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
+        kind, index = task.get("type", "worker"), process_index()
+        number = int(task.get("index", index))
+        self.cluster_resolver = ClusterResolver(kind, number, index, process_count())
+
+
+class TPUStrategy(Strategy):
+    """Copies of the variables on the chips of a TPU slice, trained in step.
+
+    Replicas are in the order of its network. On a slice of several hosts, call
+    `ml.initialize()` first. Without TPUs, it warns and takes the devices there are.
+    """
+
+    def __init__(self) -> None:
+        mesh = create_mesh({REPLICA_AXIS: -1})
+        if mesh.platform != "tpu":
+            warnings.warn(
+                f"TPUStrategy: there are no TPUs here. It runs on {mesh.size} "
+                f"{mesh.platform.upper()} devices instead.",
+                LayoutWarning,
+                stacklevel=stack_level(),
+            )
+        super().__init__(mesh)
+
+
+def _devices(devices: Any) -> list[Any]:
+    """Returns devices from objects and texts, as TensorFlow's `"/device:GPU:0"`."""
+
+    def name(x: Any) -> Any:
+        return x.rpartition("/")[2].removeprefix("device:") if isinstance(x, str) else x
+
+    return parse_devices(devices if isinstance(devices, str) else [*map(name, devices)])

@@ -1,13 +1,13 @@
 """`PerReplica`: one value for each replica, held as one array on the mesh.
 
 The replicas' values are the shards of one global array, which is what a batch is
-already: nothing is copied when a batch becomes one value per replica, or when values
-of rows become an array again. Values with fewer rows than others are padded to the
-same shape, and a mask says which rows are real.
+already. Values with fewer rows than others are padded to the same shape, and a mask
+says which rows are real. What `run` returns where replicas agree is a plain array,
+whole on every device: it stands for one equal value per replica.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from numpy.lib.array_utils import normalize_axis_index
 
-from meshlayout import _batches
-from meshlayout._annotations import Leaf
-from meshlayout.collectives import DistributedValues
+from meshlayout import _batches, _checks
+from meshlayout._annotations import Leaf, PyTree
+from meshlayout.arrays import to_numpy
+from meshlayout.collectives import DistributedValues, ReduceOp
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -72,11 +74,6 @@ class PerReplica(DistributedValues):
         return () if self.is_scalar else (rows // self.num_replicas, *rest)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        return self.array.dtype
-
-    @property
     def values(self) -> tuple[jax.Array, ...]:
         """The values of this process's replicas, in order, without padding.
 
@@ -100,8 +97,7 @@ class PerReplica(DistributedValues):
 
     def _local_parts(self, array: jax.Array) -> list[jax.Array]:
         """Returns the rows of each of this process's replicas, on their devices."""
-        shards = [] if isinstance(array, Tracer) else sorted_shards(array)
-        rows = array.shape[0] // self.num_replicas
+        shards, rows = sorted_shards(array), array.shape[0] // self.num_replicas
         if shards and all(shard.data.shape[0] == rows for shard in shards):
             return [shard.data for shard in shards]
         return list(jnp.split(jnp.asarray(array), self.num_replicas))
@@ -127,21 +123,18 @@ class PerReplica(DistributedValues):
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
     def __repr__(self) -> str:
-        array = self.array
-        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-            return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
-        first = 0  # the index of this process's first replica
-        if not array.is_fully_addressable:
-            start = sorted_shards(array)[0].index[0].start or 0
-            first = start * self.num_replicas // array.shape[0]
-        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
+        if not isinstance(self.array, jax.Array) or isinstance(self.array, Tracer):
+            return f"PerReplica({self.array!r}, num_replicas={self.num_replicas})"
+        lines = (f"  {index}: {value!r}" for index, value in enumerate(self.values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
 def sorted_shards(array: jax.Array) -> list[Any]:
     """Returns the shards of this process in the order of their rows."""
-    shards = getattr(array, "addressable_shards", ())  # on the host, there are none
-    return sorted(shards, key=lambda shard: shard.index[0].start or 0)
+    # Arrays of NumPy and traced ones have none.
+    is_placed = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    shards = array.addressable_shards if is_placed else ()
+    return sorted(shards, key=lambda shard: [x.start or 0 for x in shard.index])
 
 
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
@@ -164,17 +157,15 @@ def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
 
     They may differ in their numbers of rows alone; shorter ones are padded.
     """
-    arrays, mask = [jnp.asarray(value) for value in values], None
-    is_scalar = not arrays[0].ndim
-    arrays = [x[None] if is_scalar else x for x in arrays]
-    counts = [len(x) for x in arrays]
+    arrays, mask = list(map(jnp.atleast_1d, values)), None
+    counts = list(map(len, arrays))
     rows = max(counts)
     if min(counts) < rows:
         masks = [jnp.float32(np.arange(rows) < count) for count in counts]
         mask = _joined(masks, mesh)
         arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
-    array, count = _joined(arrays, mesh), mesh.size
-    return PerReplica(array, mask, num_replicas=count, is_scalar=is_scalar)
+    is_scalar, array = not jnp.ndim(values[0]), _joined(arrays, mesh)
+    return PerReplica(array, mask, num_replicas=mesh.size, is_scalar=is_scalar)
 
 
 def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
@@ -183,3 +174,103 @@ def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     sharding = replica_layout(mesh, len(shape)).sharding
     placed = list(map(jax.device_put, parts, mesh.local_devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+# From values of replicas to arrays that are whole on every device.
+
+_UNEVEN = "the replicas' values have different shapes, as in a short last batch"
+
+
+def reduce(value: PerReplica, op: ReduceOp, axis: int | None) -> jax.Array:
+    """Combines the values of all replicas; see `Strategy.reduce`."""
+    dim = None if axis is None else normalize_axis_index(axis, len(value.shape))
+    if value.mask is not None and dim != 0:
+        msg = f"reduce: {_UNEVEN}: give axis=0 to reduce over rows."
+        raise StrategyError(msg)
+    return _reduce(value, op=op, axis=dim)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "axis"))
+def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
+    x = value.array.reshape(value.num_replicas, *value.shape)
+    axes, mask = 0 if axis is None else (0, axis + 1), value.mask
+    combine, is_real = getattr(jnp, op.value.lower()), None
+    if mask is not None:
+        is_real = mask.reshape(*x.shape[:2], *[1] * (x.ndim - 2)) > 0
+        # Padding may hold NaN; a copy of a real row changes no maximum.
+        x = jnp.where(is_real, x, value.array[jnp.argmax(mask)])
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return combine(x, axes, where=is_real)
+    extreme = combine(x, axes)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        # An all-reduce between devices may drop a NaN, which jnp.max does not.
+        extreme = jnp.where(jnp.isnan(x).any(axes), jnp.nan, extreme)
+    return extreme
+
+
+def gather(value: PerReplica, axis: int) -> jax.Array:
+    """Concatenates the values of all replicas; see `Strategy.gather`."""
+    dim = normalize_axis_index(axis, len(value.shape))
+    if value.mask is None:
+        parts = jnp.split(value.array, value.num_replicas) if dim else [value.array]
+        return jnp.concatenate(parts, axis=dim)
+    if dim or isinstance(value.array, Tracer):
+        msg = f"gather: {_UNEVEN}: gather along axis=0, outside of jit."
+        raise StrategyError(msg)
+    return jnp.take(value.array, np.flatnonzero(to_numpy(value.mask)), axis=0)
+
+
+def on_each(
+    function: Callable[..., jax.Array], value: PyTree, mesh: Mesh, **how: Any
+) -> PyTree:
+    """Calls a function with each value; the results are whole on every device."""
+
+    def call(leaf: Leaf) -> jax.Array:
+        x = function(_as_per_replica(leaf, mesh, function.__name__), **how)
+        if isinstance(x, Tracer):
+            return x
+        x = jax.device_put(x, mesh.layout(...).with_rank(x.ndim).sharding)
+        # Virtual CPU devices share threads: collectives that queue up can block each
+        # other.
+        return jax.block_until_ready(x) if mesh.platform == "cpu" else x
+
+    return jax.tree.map(call, value, is_leaf=is_per_replica)
+
+
+def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
+    """Returns the values of this process's replicas; see `Strategy.local_results`."""
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+
+    def parts(leaf: Leaf) -> Sequence[Any]:
+        if isinstance(leaf, PerReplica):
+            check_replicas(leaf, mesh, "local_results")
+            return leaf.values
+        copies = {shard.device: shard.data for shard in sorted_shards(leaf)}
+        return [copies.get(device, leaf) for device in mesh.local_devices]
+
+    columns = list(map(parts, leaves))
+    rows = [[x[i] for x in columns] for i in range(len(mesh.local_devices))]
+    return tuple(map(treedef.unflatten, rows))
+
+
+def _as_per_replica(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
+    """Returns a value of replicas: of a plain one, an equal value for each."""
+    if isinstance(leaf, PerReplica):
+        check_replicas(leaf, mesh, where)
+        return leaf
+    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
+        msg = (
+            f"{where} takes values of replicas, and plain ones, which stand for an "
+            f"equal value on each; got {_checks.shown(leaf)} that is sharded. Compute "
+            "with it as with any array."
+        )
+        raise StrategyError(msg)
+    x = jnp.asarray(leaf)
+    copies = jnp.concatenate([x if x.ndim else x[None]] * mesh.size)
+    return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)
+
+
+def is_per_replica(leaf: object) -> bool:
+    """Returns whether a leaf of a tree is a value of replicas."""
+    return isinstance(leaf, PerReplica)

@@ -251,24 +251,17 @@ class TrainerInput:
         Raises:
             DataError: If another process has failed, or its data ended.
         """
-        try:
+        with turns:
             while True:
-                try:
-                    batch = next(batches, _END)
-                    rows = None if batch is _END else num_examples(batch)
-                except Exception as error:
-                    turns.fail(error)
-                    raise
+                batch = next(batches, _END)
+                rows = None if batch is _END else num_examples(batch)
                 num_rows = turns.take(rows, f"batch {count + 1}")
                 if len(set(num_rows.values())) > 1:
                     raise DataError(self._unlike(count + 1, num_rows))
                 if batch is _END:
-                    turns.leave(ended=True)
                     return
                 count += 1
                 yield batch
-        finally:
-            turns.leave()
 
     def _unlike(self, number: int, num_rows: Mapping[int, int | None]) -> str:
         listed = ", ".join(

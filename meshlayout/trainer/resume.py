@@ -14,9 +14,9 @@ import jax
 
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.match import Request
+from meshlayout.checkpoint.load import Request
+from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.checkpoint.positions import Continues, move_to_position
-from meshlayout.checkpoint.step import SavedStep
 from meshlayout.errors import CheckpointError
 from meshlayout.trainer.passes import Input
 

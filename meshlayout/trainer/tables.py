@@ -16,7 +16,8 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_layout
 from meshlayout.data.adapters.arrays import array_rows, is_columns
-from meshlayout.data.dataset import DistributedDataset, make_plan
+from meshlayout.data.dataset import DistributedDataset
+from meshlayout.data.plan import DataPlan
 from meshlayout.errors import DataError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -73,7 +74,7 @@ def batches_from(
                 "weights": None,
                 "shuffle": shuffle,
             }
-            plan = make_plan(rows, layout, options, assemble=TableBatch)
+            plan = DataPlan(lambda: rows, layout, options, assemble=TableBatch)
             return DistributedDataset(plan)
     except DataError as error:
         msg = (

@@ -93,19 +93,18 @@ def array_rows(tree: PyTree) -> Rows:
     return Rows(next(iter(sizes))[0], read)
 
 
-def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
+def item_rows(items: Any) -> Rows:
     """Returns an indexable object of examples as a source.
 
-    `dtypes` are those of Python's numbers, by path. The datasets of PyTorch and TFDS
-    have `__getitems__` for several indices at once.
+    PyTorch's datasets may have `__getitems__` for several indices at once.
     """
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
         numbers = indices.tolist()
         if hasattr(items, "__getitems__"):
-            return stack(items.__getitems__(numbers), dtypes)
-        return stack([items[number] for number in numbers], dtypes)
+            return stack(items.__getitems__(numbers))
+        return stack([items[number] for number in numbers])
 
     return Rows(len(items), read)
 

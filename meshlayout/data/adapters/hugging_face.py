@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlayout._annotations import PyTree
@@ -45,17 +46,21 @@ def _dataset_rows(dataset: Any) -> Rows:
             dataset.with_format(None, columns=texts),
         ]
 
-    def column(values: Any, name: str) -> PyTree:
+    def column(values: Any, name: str, rows: list[int]) -> PyTree:
+        if isinstance(values, np.ndarray) and _has_nan(values):
+            # It may be None in the "numpy" format, also next to integers.
+            values = dataset.with_format(None, columns=[name])[rows][name]
+        if _has_objects(values):
+            examples = [_arrays(value, features[name], name) for value in values]
+            return stack([{name: example} for example in examples])[name]
         is_array = isinstance(values, np.ndarray)
-        if isinstance(values, list) or (is_array and values.dtype.hasobject):
-            rows = [{name: _arrays(value, features[name], name)} for value in values]
-            return stack(rows)[name]
         return _arrays(values, features[name], name) if is_array else values
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        columns = [item for view in views for item in view[indices.tolist()].items()]
-        return as_batch({name: column(values, name) for name, values in columns})[0]
+        rows = indices.tolist()
+        columns = [item for view in views for item in view[rows].items()]
+        return as_batch({name: column(x, name, rows) for name, x in columns})[0]
 
     return Rows(len(dataset), read)
 
@@ -117,14 +122,10 @@ def _arrays(node: Any, feature: Any, path: str) -> PyTree:
             name: _arrays(inner, features.get(name), f"{path}/{name}".lstrip("/"))
             for name, inner in node.items()
         }
-    dtype, kinds = _dtype(feature), set()
-    if isinstance(node, np.ndarray) and node.dtype != object:
-        # In the "numpy" format, integers next to None are floats.
-        is_missing = node.dtype.kind == "f" and dtype is not None and dtype.kind in "iu"
-        kinds = {type(None)} if is_missing else set()
-    elif isinstance(node, (list, np.ndarray)) or node is None:
+    kinds = set()
+    if node is None or _has_objects(node):
         kinds = set(map(type, np.asarray(node, object).flat))
-    elif not isinstance(node, (bool, int, float)):
+    elif not isinstance(node, (bool, int, float, np.ndarray)):
         return node  # a string or an image
     problem = ""
     if type(None) in kinds:
@@ -138,7 +139,20 @@ def _arrays(node: Any, feature: Any, path: str) -> PyTree:
         raise DataError(f"{leaf_text(path)} {problem} {fix}")
     if kinds and kinds <= {str, bytes}:  # NumPy's own strings lose trailing nulls
         return np.asarray(node, object)
-    return np.asarray(node, dtype)[()]
+    return np.asarray(node, _dtype(feature))[()]
+
+
+def _has_objects(node: Any) -> bool:
+    is_array = isinstance(node, np.ndarray)
+    return isinstance(node, list) or (is_array and node.dtype.hasobject)
+
+
+def _has_nan(values: np.ndarray) -> bool:
+    leaves = jax.tree.leaves(values.tolist() if values.dtype == object else values)
+    kinds = [np.asarray(leaf).dtype.kind for leaf in leaves]
+    return any(
+        np.isnan(x).any() for x, kind in zip(leaves, kinds, strict=True) if kind == "f"
+    )
 
 
 def _dtype(feature: Any) -> np.dtype | None:

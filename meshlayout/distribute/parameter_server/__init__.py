@@ -2,9 +2,7 @@
 
 from meshlayout.distribute.parameter_server.coordinator import (
     ClusterCoordinator as ClusterCoordinator,
+    ParameterServerStrategy as ParameterServerStrategy,
     PerWorkerDataset as PerWorkerDataset,
     RemoteValue as RemoteValue,
-)
-from meshlayout.distribute.parameter_server.strategy import (
-    ParameterServerStrategy as ParameterServerStrategy,
 )

@@ -1,4 +1,4 @@
-"""`ClusterCoordinator`: schedules functions on workers, and keeps training going.
+"""`ParameterServerStrategy`, and the `ClusterCoordinator` that trains with it.
 
 One thread per worker takes closures from a queue, has the worker run them, and then has
 the servers apply what they change. A worker that dies has changed nothing: its closure
@@ -13,24 +13,63 @@ import itertools
 import pickle
 import queue
 import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
-from meshlayout import _checks
-from meshlayout._annotations import PyTree
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.distribute.parameter_server import servers, workers
-from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
+from meshlayout.distribute.parameter_server import actors
+from meshlayout.distribute.strategy import OneDeviceStrategy
+from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
+from meshlayout.layout_map.optimizer_slots import find_slots
 
 
 # A closure that was running on so many workers when they died is the likely reason.
 _MOST_LOST = 5
+
+
+class ParameterServerStrategy(OneDeviceStrategy):
+    """Variables on parameter servers, and workers that train without waiting.
+
+    Use this where workers differ in speed or come and go. Schedule training steps
+    through a `ClusterCoordinator`. Workers and servers are actors of the Ray that
+    `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
+
+    Args:
+        num_workers: The number of workers.
+        num_servers: The number of parameter servers; variables go to them in turn.
+        worker_options: Options of a worker's Ray actor, such as `{"num_gpus": 1}`.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_servers: int = 1,
+        *,
+        worker_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        context: Any = {"where": type(self).__name__, "error": StrategyError}
+        self.num_workers = _checks.count("num_workers", num_workers, **context)
+        self.num_servers = _checks.count("num_servers", num_servers, **context)
+        actors.ray_module()  # refuses, if it is not installed
+        self._worker_options = dict(worker_options or {})
+        super().__init__(jax.local_devices()[0])  # where the coordinator's objects are
+        self._coordinator: ClusterCoordinator | None = None
+
+    def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
+        msg = "run was called on the coordinator: call it in a scheduled function."
+        raise StrategyError(msg)
+
+    def __reduce__(self) -> Any:
+        return actors.WorkerStrategy, ()
 
 
 class RemoteValue(Future[PyTree]):
@@ -59,7 +98,7 @@ class PerWorkerDataset:
         raise StrategyError(msg)
 
     def __reduce__(self) -> Any:
-        return workers.on_worker, ("iterator", self._number)
+        return actors.iterator, (self._number,)
 
 
 class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
@@ -82,25 +121,20 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         checkpointer: Checkpointer | None = None,
     ) -> None:
         if strategy._coordinator is not None and not strategy._coordinator._store.ended:
-            msg = f"{strategy!r} has a ClusterCoordinator: call shutdown() on that one."
+            msg = "the strategy has a ClusterCoordinator: call shutdown() on that one."
             raise StrategyError(msg)
-        self.strategy, self._ray = strategy, workers.ray_module()
+        self.strategy, self._ray = strategy, actors.ray_module()
         strategy._coordinator = self
-        if not self._ray.is_initialized():
-            with warnings.catch_warnings():
-                # The fork is followed by exec at once, which is harmless.
-                warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
-                self._ray.init(include_dashboard=False)
         # Equal bytes are put once, and so workers know them.
-        self._put = functools.lru_cache(workers.MOST_FUNCTIONS)(self._ray.put)
-        options, count = strategy._server_options, strategy.num_servers
-        actor = self._ray.remote(servers.ParameterServer).options(**options)
-        self._servers = [actor.remote() for _ in range(count)]
-        self._store = servers.VariableStore(self._ray, self._servers, checkpointer)
+        self._put = functools.lru_cache(actors.MOST_FUNCTIONS)(self._ray.put)
+        on_cpu = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+        start = self._ray.remote(actors.ParameterServer).options(runtime_env=on_cpu)
+        self._servers = [start.remote() for _ in range(strategy.num_servers)]
+        self._store = VariableStore(self._ray, self._servers, checkpointer)
         self._workers: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._queue = queue.Queue[tuple[workers.Closure, RemoteValue] | None]()
+        self._queue = queue.Queue[tuple[actors.Closure, RemoteValue] | None]()
         self._failed: BaseException | None = None
         for worker in range(strategy.num_workers):
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
@@ -122,30 +156,12 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                 datasets, and anything that can be pickled.
             kwargs: Its arguments by name.
         """
-        if not callable(fn) or not isinstance(args, (tuple, list)):
-            msg = "schedule takes a function and a tuple of its arguments: args=(x,)."
-            raise StrategyError(msg)
-        if type(fn).__module__.partition(".")[0] in ("jax", "jaxlib", "flax"):
-            # A jitted function could not draw batches, nor push.
-            fn = getattr(fn, "__wrapped__", fn)
-        inputs: list[Any] = []
-
-        def apart(leaf: Any) -> Any:
-            kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
-            if not isinstance(leaf, kinds) or isinstance(leaf, bool):  # mostly a switch
-                return leaf
-            inputs.append(leaf)
-            return workers.ClosureInput(len(inputs) - 1)
-
-        tree = tuple(args), dict(kwargs or {})
-        arguments = jax.tree.map(apart, tree, is_leaf=workers.is_whole)
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        note = f"{name} is sent to a worker: make files and locks in dataset functions."
-        with _checks.noted(note):
-            payload, variables = workers.pickled((fn, arguments), self._store.name)
+        arguments, inputs = actors.apart((tuple(args), dict(kwargs or {})))
+        payload, variables = actors.pickled((fn, arguments), self._store.name)
         self._store.place(variables)
         number, values = next(self._numbers), pickle.dumps(inputs)
-        closure = workers.Closure(name, number, self._put(payload), values, variables)
+        closure = actors.Closure(name, number, self._put(payload), values, variables)
         result = RemoteValue()
         result.set_running_or_notify_cancel()
         self._queue.put((closure, result))
@@ -194,10 +210,8 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                 `dataset_fn()`, by each new worker; returns anything that yields
                 batches. `context.input_pipeline_id` is the worker's number.
         """
-        takes_context = any(
-            x.default is x.empty and x.kind < x.VAR_POSITIONAL
-            for x in inspect.signature(dataset_fn).parameters.values()
-        )
+        parameters = inspect.signature(dataset_fn).parameters.values()
+        takes_context = any(x.default is x.empty for x in parameters)
         put = self._ray.put((dataset_fn, takes_context))
         return PerWorkerDataset(put, self._iterators)
 
@@ -231,14 +245,14 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                     result.set_exception(error)
             self._queue.task_done()
 
-    def _run(self, worker: int, closure: workers.Closure) -> PyTree:
+    def _run(self, worker: int, closure: actors.Closure) -> PyTree:
         store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
             msg = f"{closure.name} was cancelled: another one raised {self._failed!r}."
             raise StrategyError(msg)
         if worker not in self._workers:
-            start = ray.remote(workers.RemoteWorker).options(**strategy._worker_options)
+            start = ray.remote(actors.RemoteWorker).options(**strategy._worker_options)
             self._workers[worker] = start.remote(worker, strategy.num_workers)
         pulled = store.pull(closure.variables)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
@@ -255,3 +269,135 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
             error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
             raise error.cause from None
         return result
+
+
+class VariableStore:
+    """The Variables and optimizers that closures have used, on parameter servers."""
+
+    def __init__(self, ray: Any, servers: Sequence[Any], checkpointer: Any) -> None:
+        self._ray, self._servers, self._checkpointer = ray, servers, checkpointer
+        self._objects: dict[str, Any] = {}  # so that no other gets the id of one
+        self._names: dict[int, str] = {}
+        # One server; for the counters of an optimizer, all of its servers.
+        self._places: dict[str, tuple[int, ...]] = {}
+        # The value that each Variable had when it was last equal to the servers'.
+        self._known: dict[str, Any] = {}
+        self._placed: dict[str, optax.GradientTransformation] = {}  # by optimizer
+        self._lock = threading.RLock()
+        self.ended: StrategyError | None = None  # why the training is over
+
+    def name(self, node: Any) -> str:
+        """Returns the name of a Variable or an optimizer."""
+        with self._lock:
+            new = f"{type(node).__name__}_{len(self._names)}"
+            name = self._names.setdefault(id(node), new)
+            self._objects[name] = node
+            return name
+
+    def place(self, names: Sequence[str]) -> None:
+        """Puts variables on the servers that are not there yet, and sends changes."""
+        with self._lock:
+            for name in names:
+                turn = len(self._places) % len(self._servers)
+                self._places.setdefault(name, (turn,))
+            every, known = {*self._known, *names}, self._known
+            changed = [n for n in every if known.get(n) is not self._value(n)]
+            self._send({name: self._places[name] for name in changed}, {})
+
+    def place_optimizer(self, name: str, params: PyTree) -> None:
+        """Puts the state of an optimizer on the servers of its parameters, once."""
+        optimizer, places = self._objects[name], self._places
+
+        def slot_of(variable: Any) -> Any:  # Optax has masked some: these have none
+            value = _paths.box_value(variable)
+            return self.name(variable) if jax.tree.leaves(value) else value
+
+        with self._lock:
+            if self._placed.get(name) is optimizer.tx:
+                return
+            is_leaf, names = _paths.is_nnx_object, jax.tree.leaves(params)
+            slots = jax.tree.map(slot_of, optimizer.opt_state, is_leaf=is_leaf)
+            values, state = jax.tree.map(self._value, (params, slots))
+            servers = tuple({places[n][0]: None for n in names})
+            parts = [{n for n in names if places[n][0] == server} for server in servers]
+            trees = params, values, state
+            if len(parts) > 1 and any(_mixes(optimizer.tx, *trees, x) for x in parts):
+                msg = (
+                    "the optimizer looks at all parameters at once, as clipping by the "
+                    f"global norm does, and they are on {len(parts)} servers. Use "
+                    "num_servers=1; or clip the gradients before optimizer.update."
+                )
+                raise StrategyError(msg)
+            leaves = (_paths.flatten(tree).leaves for tree in (state, values))
+            pairs = zip(jax.tree.leaves(slots), find_slots(*leaves), strict=True)
+            added = {n: places[names[x.param]] if x else servers for n, x in pairs}
+            step = self.name(optimizer.step)
+            rule = optimizer.tx, (params, slots, step)
+            self._send({**added, step: servers}, {name: rule})
+            self._placed[name] = optimizer.tx
+
+    def _send(self, places: Any, rules: Mapping[str, Any]) -> None:
+        known, answers = {name: self._value(name) for name in places}, {}
+        for server in {server for on in places.values() for server in on}:
+            values = {n: np.asarray(x) for n, x in known.items() if server in places[n]}
+            answers[server] = self._servers[server].place.remote(values, rules)
+        self.wait(answers)
+        self._known |= known
+        self._places |= places
+
+    def read_back(self) -> None:
+        """Gives the Variables on the coordinator the servers' values."""
+        for values in self.wait(self.pull(self._known)):
+            for name, value in values.items():
+                place = getattr(self._known[name], "sharding", None)
+                self._known[name] = jax.device_put(value, place)
+                set_raw_value(self._objects[name], self._known[name])
+
+    def pull(self, names: Iterable[str]) -> dict[int, Any]:
+        """Asks the servers for variables."""
+        by_server: dict[int, list[str]] = {}
+        for name in names:
+            by_server.setdefault(self._places[name][0], []).append(name)
+        return {s: self._servers[s].pull.remote(x) for s, x in by_server.items()}
+
+    def wait(self, answers: Mapping[int, Any]) -> list[Any]:
+        """Waits for the servers' answers; the death of a server ends the training."""
+        results: list[Any] = []
+        for server, answer in answers.items() if self.ended is None else ():
+            try:
+                results.append(self._ray.get(answer))
+            except self._ray.exceptions.RayActorError:
+                saved, last = self._checkpointer, "none"
+                if saved is not None and (step := saved.latest_step()) is not None:
+                    last = f"step {step} in {saved.directory}"
+                self.ended = StrategyError(
+                    f"parameter server {server} of {len(self._servers)} died, and all "
+                    f"updates since the last join. The last checkpoint: {last}. Go on "
+                    "from that or from the last join with another coordinator."
+                )
+        if self.ended is not None:
+            raise self.ended
+        return results
+
+    def _value(self, name: str) -> Any:
+        return _paths.box_value(self._objects[name])
+
+
+def _mixes(tx: Any, names: Any, params: Any, state: Any, part: set[str]) -> bool:
+    """Returns whether the update of one part depends on the gradients of another.
+
+    JAX's batching rules know: the gradients of the others are mapped over an axis.
+    """
+    depends: list[bool] = []
+
+    def update(other: jax.Array) -> jax.Array:
+        def grad(name: str, param: Leaf) -> jax.Array:
+            return jnp.zeros_like(param) + (0 if name in part else other)
+
+        updates, _ = tx.update(jax.tree.map(grad, names, params), state, params)
+        pairs = zip(*map(jax.tree.leaves, (names, updates)), strict=True)
+        depends.extend(_jax.is_mapped(x, "others") for n, x in pairs if n in part)
+        return other
+
+    jax.eval_shape(jax.vmap(update, axis_name="others"), jnp.zeros(1))
+    return any(depends)

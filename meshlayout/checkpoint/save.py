@@ -1,12 +1,15 @@
-"""One step: `Save` writes it in a thread of its own, `SavedStep` is read.
+"""One save, in a thread of its own: Ctrl-C cannot cut it in two.
 
-Ctrl-C cannot cut a save in two. All processes must agree on each outcome, or some would
-wait forever for the others. So each exchange is reached on every path: a process that
-fails sends its error instead of its result, and all of them raise the first one.
+All processes must agree on each outcome, or some would wait forever for the others. So
+each exchange is reached on every path: a process that fails sends its error instead of
+its result, and all of them raise the first one.
 """
 
+import concurrent.futures.thread
 import contextlib
+import functools
 import logging
+import os
 import threading
 import time
 from asyncio import CancelledError
@@ -20,14 +23,14 @@ import jax
 
 from meshlayout import _render
 from meshlayout.checkpoint import directory as steps, orbax
-from meshlayout.checkpoint.load import Source, load
-from meshlayout.checkpoint.match import Request
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.watch import taking_part
-from meshlayout.errors import CheckpointError, DamagedCheckpointError
+from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
+
+_turn = threading.Lock()
 
 # How often a process that waits for Orbax looks whether another one has failed.
 _PEEK_S = 1.0
@@ -37,8 +40,7 @@ _PEEK_S = 1.0
 class Save:
     """One running save, of trees as for `orbax.start_writing`; `after` follows it.
 
-    A Future tells of its end, and whether the thread or an interrupted caller was
-    first. In Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
+    A Future tells of its end: in Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
     """
 
     directory: Path
@@ -52,42 +54,38 @@ class Save:
 
     def start(self) -> None:
         """Returns when the state may be donated."""
-        orbax.finish_at_exit()
-        orbax.unfinished[self] = self._finish
+        _finish_at_exit()
+        name = f"checkpoint-{self.step}"
         try:
-            threading.Thread(target=self._run, name=f"checkpoint-{self.step}").start()
+            _unfinished.add(self)
+            threading.Thread(target=self._run, name=name).start()
             self.copied.wait()
-        except BaseException:  # Ctrl-C, after which the caller may donate the state
-            if not self.end.cancel():
-                self.copied.wait()
+        except BaseException:  # Ctrl-C
+            # Perhaps before the thread began, for which other processes wait.
+            threading.Thread(target=self._run, name=name).start()
+            self.copied.wait()  # the caller may donate the state afterwards
             raise
 
     def error(self) -> BaseException | None:
         """Waits for its end, and returns its error; may be interrupted and repeated."""
-        # If Ctrl-C came before its thread, it never runs.
+        # If Ctrl-C came before `start`, it never runs.
         error = None if self.end.cancel() else self.end.result()
-        orbax.unfinished.pop(self, None)
+        _unfinished.discard(self)
         return error
 
-    def _finish(self) -> None:
-        error = self.error()
-        if error is not None:  # no later call is left to raise it
-            logger.error("%s", error)
-
-    # In the thread.
-
     def _run(self) -> None:
-        if not self.end.set_running_or_notify_cancel():
-            return
-        error: BaseException | None = None
+        with _turn:  # of two threads, the first one saves
+            if self.end.running() or self.end.done():
+                return
+            self.end.set_running_or_notify_cancel()
         try:
             with taking_part():
                 self._write()
-        except BaseException as problem:
-            error = problem
-        self.trees = {}
-        self.end.set_result(error)
-        self.copied.set()
+            self.end.set_result(None)
+        except BaseException as error:
+            self.trees = {}
+            self.end.set_result(error)
+            self.copied.set()
 
     def _write(self) -> None:
         is_remote, channel = steps.is_remote(self.directory), self.channel
@@ -96,8 +94,7 @@ class Save:
         with channel.failure_told(), failures(self.step, self.directory):
             trees, self.trees = self.trees, {}
             nbytes = sum(x.nbytes for tree in trees.values() for x in tree.values())
-            with orbax.undisturbed():
-                response = orbax.start_writing(path, trees, self.facts)
+            response = orbax.start_writing(path, trees, self.facts)
             del trees
             self.copied.set()
             self._await(response)
@@ -105,16 +102,15 @@ class Save:
         parts = channel.exchange(digests).values()
 
         def finish() -> None:
-            if not is_remote:
-                with failures(self.step, self.directory):
-                    steps.seal(path, {k: v for part in parts for k, v in part.items()})
-                    steps.take_name(self.directory, self.step)
+            with failures(self.step, self.directory):
+                if not is_remote:
+                    steps.publish(path, {k: v for x in parts for k, v in x.items()})
+                self.after()
 
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
-        seconds, size = time.perf_counter() - begin_s, _render.bytes_text(nbytes)
-        logger.info("saved step %d: %s in %.2f s", self.step, size, seconds)
-        channel.on_first(self.after)
+        facts = self.step, _render.bytes_text(nbytes), time.perf_counter() - begin_s
+        logger.info("saved step %d: %s in %.2f s", *facts)
 
     def _await(self, response: Any) -> None:
         """Waits for Orbax, which would wait for minutes for a process that failed."""
@@ -146,36 +142,32 @@ def failures(step: int, directory: Path) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """A step that is intact: its number, directory, and the facts saved with it.
+# Saves that run, or whose error nobody has raised; a forked child lacks their threads.
+_unfinished: set[Save] = set()
 
-    `confirm` is called before arrays are read, which no process begins alone.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unfinished.clear)
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has the interpreter finish saves before it shuts thread pools down.
+
+    At exit Python first shuts down the pools that Orbax writes with, and then waits for
+    threads: a running save would hang for minutes, and be lost. Functions registered so
+    run in reverse order, so ours runs before that of `concurrent.futures`. The API is
+    private (Python 3.9 to 3.14); `test_a_process_that_ends_finishes_its_save` notices.
     """
+    assert concurrent.futures.thread  # its import registers its function first
+    threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
-    number: int
-    path: Path
-    facts: Mapping[str, Any]
-    confirm: Callable[[], Any]
 
-    @classmethod
-    def open(
-        cls, number: int, path: Path, confirm: Callable[[], Any], *, verify: bool
-    ) -> "SavedStep":
-        """Opens a step, and compares its files with what was saved."""
-        facts = steps.read_facts(path)
-        steps.check(path, verify=verify)
-        if facts["step"] != number:
-            msg = f"{path} is step {facts['step']}: the directory was renamed."
-            raise DamagedCheckpointError(msg)
-        return cls(number, path, facts, confirm)
-
-    def source(self, tree: str = "state") -> Source:
-        """Returns one of its trees as a source to load from."""
-        leaves = self.facts["items"][tree]
-        return orbax.saved_tree(self.path, tree, leaves, str(self.path), self.confirm)
-
-    def load(self, request: Request, tree: str = "state") -> Any:
-        """Returns one of its trees, restored into `request.like`."""
-        with orbax.undisturbed():
-            return load(self.source(tree), request)
+def _finish_all() -> None:
+    for save in list(_unfinished):
+        try:
+            error = save.error()
+        except KeyboardInterrupt:  # which would abort the process here
+            logger.warning("a save is finished first; Ctrl-C again gives it up")
+            error = save.error()
+        if error is not None:  # no later call is left to raise it
+            logger.error("%s", error)

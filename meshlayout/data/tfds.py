@@ -8,7 +8,7 @@ order, shards, padding and positions work as for any other source.
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import Rows, array_rows
-from meshlayout.data.adapters.tensorflow import feature_dtypes
-from meshlayout.data.dataset import DistributedDataset, make_plan
-from meshlayout.data.examples import describe, named_leaves, stack
-from meshlayout.data.plan import DataOptions
+from meshlayout.data.adapters.tensorflow import TypedExamples
+from meshlayout.data.dataset import DistributedDataset
+from meshlayout.data.examples import describe, stack
+from meshlayout.data.plan import DataOptions, DataPlan
 from meshlayout.data.preparation import find_dataset
 from meshlayout.data.report import PipelineReport
 from meshlayout.data.workers import Workers
@@ -95,7 +95,7 @@ def from_tfds(
     is_random = map is not None and _is_random(map)
     clock, closing = PipelineReport(), contextlib.ExitStack()
 
-    def rows_of(reader: _Reader, decoded: Rows | None = None) -> Rows:
+    def rows_of(num_rows: int, reader: _Reader, decoded: Rows | None = None) -> Rows:
         read: Callable[..., list[PyTree]] = reader
         if num_workers:
             read = workers = Workers(reader, num_workers)
@@ -105,7 +105,7 @@ def from_tfds(
             rows = None if decoded is None else decoded.read_rows(indices, epoch)
             return stack(read((indices, rows), epoch))
 
-        return Rows(len(reader.source), read_rows)
+        return Rows(num_rows, read_rows)
 
     def open_source() -> Rows:
         builder = find_dataset(name, split, data_dir)
@@ -114,8 +114,8 @@ def from_tfds(
         if supervised and keys is None:
             msg = f"{builder.info.full_name} has no supervised keys: choose with map=."
             raise DataError(msg)
-        dtypes, seed = feature_dtypes(builder.info.features), checked.shuffle or 0
-        reader = _Reader(source, keys, dtypes, is_random, seed)
+        examples = TypedExamples(source, builder.info.features)
+        reader = _Reader(examples, keys, is_random, checked.shuffle or 0)
         mapped = replace(reader, map=map)
         row = np.zeros(1, np.int64)
         with _checks.noted("TFDS raised this for the first example."):
@@ -125,20 +125,14 @@ def from_tfds(
         is_kept = _fits(first, builder.info, split) if in_memory is None else in_memory
         if not is_kept:
             clock.note("The split is not kept in memory, but decoded in every epoch.")
-            return rows_of(mapped)
-        decoded = _decoded(rows_of(reader), clock.note)
+            return rows_of(len(source), mapped)
+        decoded = _decoded(rows_of(len(source), reader), clock.note)
         closing.close()  # ends the workers that have decoded
-        return decoded if map is None else rows_of(mapped, decoded)
+        return decoded if map is None else rows_of(len(source), mapped, decoded)
 
-    plan = make_plan(
-        open_source,
-        layout_or_mesh,
-        options,
-        is_made=False,
-        clock=clock,
-        close=closing.close,
+    return DistributedDataset(
+        DataPlan(open_source, layout_or_mesh, options, clock=clock, close=closing.close)
     )
-    return DistributedDataset(plan)
 
 
 def _is_random(function: Callable[..., Any]) -> bool:
@@ -155,14 +149,12 @@ class _Reader:
     """Reads, decodes and maps rows of TFDS's data source, also in a worker process.
 
     `keys` are the features that make up an example, in the form of TFDS's supervised
-    keys, and `dtypes` those of numbers by path, which TFDS returns as Python's. What
-    `map` makes of an example, also by a generator if it `is_random`, depends on seed,
-    epoch and row alone, never on who maps it or on what shares its batch.
+    keys. What `map` makes of an example, also by a generator if it `is_random`, depends
+    on seed, epoch and row alone, never on who maps it or on what shares its batch.
     """
 
-    source: Any
+    read: TypedExamples
     keys: PyTree
-    dtypes: Mapping[str, np.dtype]
     is_random: bool
     seed: int
     map: Callable[..., Any] | None = None
@@ -172,7 +164,9 @@ class _Reader:
         indices, decoded = inputs
         examples: Iterable[PyTree]
         if decoded is None:
-            examples = map(self._typed, self.source.__getitems__(indices.tolist()))
+            examples = self.read(indices)
+            if self.keys is not None:
+                examples = [jax.tree.map(each.get, self.keys) for each in examples]
         else:
             leaves, treedef = jax.tree.flatten(decoded)
             examples = map(treedef.unflatten, zip(*leaves, strict=True))
@@ -185,15 +179,6 @@ class _Reader:
             with _checks.noted(f"This was raised by map= at row {row} of the split."):
                 mapped.append(self.map(example, *rng))
         return mapped
-
-    def _typed(self, example: PyTree) -> PyTree:
-        named, treedef = named_leaves(example)
-        leaves = [
-            self.dtypes[path].type(leaf) if type(leaf) in (bool, int, float) else leaf
-            for path, leaf in named
-        ]
-        typed = treedef.unflatten(leaves)
-        return typed if self.keys is None else jax.tree.map(typed.get, self.keys)
 
 
 def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
