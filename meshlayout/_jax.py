@@ -39,6 +39,7 @@ from jax.sharding import (
 )
 
 from meshlayout._annotations import DType, Equation, Leaf
+from meshlayout._counts import taking_part
 from meshlayout.errors import ClusterError
 
 
@@ -559,14 +560,16 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    with taking_part():
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def from_one_process(
     x: np.ndarray[Any, Any], *, is_source: bool
 ) -> np.ndarray[Any, Any]:
     """Returns the source's array on all processes, all of which call this."""
-    return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
+    with taking_part():
+        return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:

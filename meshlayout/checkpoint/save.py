@@ -22,9 +22,9 @@ from typing import Any
 import jax
 
 from meshlayout import _render
+from meshlayout._counts import taking_part
 from meshlayout.checkpoint import directory as steps, orbax
 from meshlayout.cluster.channel import Channel
-from meshlayout.cluster.watch import taking_part
 from meshlayout.errors import CheckpointError
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from meshlayout import _jax, _render
+from meshlayout._counts import counts
 from meshlayout.cluster import watch
 from meshlayout.errors import ClusterError, MeshLayoutError
 
@@ -102,7 +103,7 @@ class Channel:
         here, what = _jax.process_index(), what or self._what
         if self.processes == [here]:
             return {here: value}
-        watch.counts.meetings += 1
+        counts.meetings += 1
         turn, self._turn = self._turn, self._turn + 1
         is_short = self._send(turn, value) < _SHORT_BYTES
         limit_s = self._timeout_s if timeout_s is None else timeout_s

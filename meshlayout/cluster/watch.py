@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from meshlayout import _jax
+from meshlayout._counts import counts
 
 
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
@@ -56,41 +57,6 @@ _ECHO = re.compile(
 
 class PeerError(Exception):
     """The cause of an error for which another process, its argument, is to blame."""
-
-
-class Counts:
-    """What this process has begun.
-
-    A process that has begun more steps than another one had when its program ended
-    waits for that one. Whoever waits in a meeting knows for whom.
-
-    Attributes:
-        steps: Calls of steps that all processes take part in, by the main thread.
-        others: What else all take part in: see `taking_part`.
-        meetings: Exchanges of some processes.
-    """
-
-    __slots__ = ("meetings", "others", "steps")
-
-    def __init__(self) -> None:
-        self.steps = self.others = self.meetings = 0
-
-
-counts = Counts()
-_counting = threading.Lock()
-
-
-@contextlib.contextmanager
-def taking_part() -> Iterator[None]:
-    """Counts what is inside as something that all processes must take part in."""
-    with _counting:
-        counts.others += 1
-    try:
-        yield
-    except SystemExit:  # it ends the program instead
-        with _counting:
-            counts.others -= 1
-        raise
 
 
 class _Failure(NamedTuple):
@@ -133,6 +99,7 @@ class _Watch:
 
     def __init__(self, heartbeat_s: float, step_timeout_s: float | None) -> None:
         state = _jax.coordination_state()
+        counts.steps = counts.others = counts.meetings = 0
         self._client, self._index = state.client, state.process_id
         self._size, self._pid = state.num_processes, os.getpid()
         self._pause_s = max(_PAUSE_S, self._size / 500)  # process 0 answers all

@@ -28,8 +28,8 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
+from meshlayout._counts import counts
 from meshlayout.cluster.programs import new_program, program_facts
-from meshlayout.cluster.watch import counts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.call_errors import (

@@ -21,7 +21,7 @@ from meshlayout._batches import (
     num_examples,
     without_nan_padding,
 )
-from meshlayout.cluster.watch import counts
+from meshlayout._counts import counts
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.collection import set_flat
