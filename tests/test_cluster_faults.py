@@ -94,7 +94,7 @@ def check(ends, victim, fault):
             assert "the leader task was preempted/died" in end.output
             continue
         (said,) = said_by(end)
-        assert said.startswith(f"meshlayout: process {victim} ("), end
+        assert said.startswith(f"meshlayout: process {victim} "), end
         assert SAID.get(fault, " is lost: it ") in said, end
 
 
@@ -201,7 +201,8 @@ def lives(ends):
     """Looks before, during and after a program, in which a cell of a notebook fails."""
 
     def look():
-        names = sorted(t.name for t in threading.enumerate() if t.daemon)
+        names = sorted(t.name for t in threading.enumerate())
+        names = [name for name in names if name.startswith("meshlayout")]
         return [names, sys.excepthook is sys.__excepthook__]
 
     before = look()

@@ -118,8 +118,13 @@ class _Watch:
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
         self._shutdown, state.shutdown = state.shutdown, self.leave
         atexit.register(self._note_devices)  # before JAX's handler, which ends them
-        targets = (self._read, self._ask)
-        self._threads = [threading.Thread(target=t, daemon=True) for t in targets]
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in (
+                (self._read, "meshlayout-read"),
+                (self._ask, "meshlayout-ask"),
+            )
+        ]
         for thread in self._threads:
             thread.start()
 
