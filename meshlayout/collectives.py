@@ -10,6 +10,7 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class DistributedValues:
     """The values of all replicas, which are not one array: the base of `PerReplica`."""
 
 
+@dataclass(eq=False)
 class ReplicaContext:
     """What a function knows that runs on one replica; see `get_replica_context`.
 
@@ -57,18 +59,11 @@ class ReplicaContext:
         mask_was_read: Whether the function, or the library for it, has asked for it.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        axis_name: str | None,
-        num_replicas_in_sync: int,
-        mask: jax.Array | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.axis_name = axis_name
-        self.num_replicas_in_sync = num_replicas_in_sync
-        self.mask = mask
-        self.mask_was_read = False
+    strategy: Any
+    axis_name: str | None
+    num_replicas_in_sync: int
+    mask: jax.Array | None = None
+    mask_was_read: bool = False
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -100,10 +95,8 @@ class ReplicaContext:
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: A tree of arrays and numbers, of equal shapes on all replicas.
-
-        Returns:
-            The same tree of arrays, of the dtypes of `jnp.sum`, `jnp.mean` and so on.
+            value: A tree of arrays and numbers, of equal shapes on all replicas. The
+                dtypes of the result are those of `jnp.sum`, `jnp.mean` and so on.
 
         Example:
             >>> import meshlayout as ml
@@ -116,12 +109,7 @@ class ReplicaContext:
         return jax.tree.map(lambda x: self.combine(op, x), value, is_leaf=_is_of_all)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenates the replicas' arrays along a dim; all replicas get the result.
-
-        Args:
-            value: A tree of arrays, of equal shapes on all replicas.
-            axis: The dim to concatenate along.
-        """
+        """Concatenates the replicas' arrays, of equal shapes; all get the result."""
 
         def gather(leaf: Leaf) -> jax.Array:
             x, name = jnp.asarray(leaf), self.axis_name
@@ -144,12 +132,9 @@ def _is_of_all(leaf: object) -> bool:
     return isinstance(leaf, DistributedValues)
 
 
-# Code outside of a strategy runs as a single replica.
+# Code outside of a strategy runs as a single replica; None is cross-replica context.
 _alone = ReplicaContext(None, None, 1)
-# The context of a replica; None in cross-replica context.
-current_context: ContextVar[ReplicaContext | None] = ContextVar(
-    "replica", default=_alone
-)
+current_context = ContextVar[ReplicaContext | None]("replica", default=_alone)
 
 
 @contextlib.contextmanager

@@ -117,27 +117,6 @@ def test_a_grain_dataset_gives_every_example_once(mesh, make):
     assert len(values(data)) == len(expected)
 
 
-@pytest.mark.parametrize("batch_size", [None, 5])
-def test_a_data_loader_gives_what_it_gives_by_itself(mesh, batch_size):
-    loader = grain.DataLoader(
-        data_source=records(40),
-        sampler=grain.samplers.IndexSampler(
-            40,
-            shuffle=True,
-            seed=5,
-            num_epochs=1,
-            shard_options=grain.sharding.NoSharding(),
-        ),
-        operations=[grain.transforms.Batch(batch_size)] if batch_size else [],
-        worker_count=0,
-    )
-    expected = [int(y) for element in loader for y in np.atleast_1d(element["y"])]
-    options = {"batched": True} if batch_size else {}
-    data = distribute_dataset(loader, mesh, global_batch_size=16, **options)
-    assert values(data) == expected
-    assert sorted(expected) == squares(range(40))
-
-
 def run_python(program):
     run = [sys.executable, "-c", program]
     return subprocess.check_output(run, text=True, timeout=60).strip()
@@ -180,26 +159,6 @@ def test_a_tfds_data_source_gives_every_example_decoded_in_its_own_dtypes(mesh, 
     assert sorted(found) == list(range(NUM_ROWS))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {},
-            "leaf 'name' holds strings, which devices do not take. Leave it out, or "
-            "keep it on the host with strings='host'.",
-        ),
-        (
-            {"batched": True},
-            "an ArrayRecordDataSource yields single examples: leave out batched=True.",
-        ),
-    ],
-)
-def test_what_a_tfds_data_source_is_not_is_an_error(mesh, source, options, message):
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(source, mesh, global_batch_size=32, **options)
-    assert str(error.value) == message
-
-
 # Frameworks that are not installed: classes with the public methods that are used
 
 
@@ -233,53 +192,3 @@ def test_a_dict_of_splits_asks_for_one_of_them(mesh):
         "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
         "dataset['train']."
     )
-
-
-class HuggingFaceMembers:
-    features = None
-
-    def __init__(self, elements):
-        self.elements, self.row = elements, 0
-
-    def __iter__(self):
-        while self.row < len(self.elements):
-            self.row += 1
-            yield self.elements[self.row - 1]
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def load_state_dict(self, state):
-        self.row = 0 if state is None else state["row"]
-
-    def state_dict(self):
-        return {"row": self.row}
-
-
-def hugging_face_stream(elements):
-    return stand_in("datasets", "IterableDataset", (HuggingFaceMembers,))(elements)
-
-
-def test_a_hugging_face_stream_gives_its_examples_and_batches(mesh):
-    examples = [{"y": row, "x": [row, row + 1]} for row in range(20)]
-    data = distribute_dataset(hugging_face_stream(examples), mesh, global_batch_size=8)
-    assert values(data) == list(range(20))
-    assert values(data, "x") == [[row, row + 1] for row in range(20)]
-    source = hugging_face_stream(
-        [{"y": list(range(row, row + 5))} for row in range(0, 20, 5)]
-    )
-    with pytest.raises(ml.errors.DataError, match="may be examples or batches"):
-        distribute_dataset(source, mesh, global_batch_size=8)
-    data = distribute_dataset(source, mesh, global_batch_size=8, batched=True)
-    assert values(data) == list(range(20))
-
-
-def test_a_hugging_face_stream_is_trusted_with_its_place_where_it_is_known(mesh):
-    plain = type("ArrowExamplesIterable", (), {})()
-    shuffled = type("BufferShuffledExamplesIterable", (), {"ex_iterable": plain})()
-    for steps, is_trusted in ((plain, True), (shuffled, False), (None, False)):
-        source = hugging_face_stream([{"y": row} for row in range(20)])
-        source._ex_iterable = steps
-        it = iter(distribute_dataset(source, mesh, global_batch_size=8))
-        next(it)
-        assert (it.get_state()["source"] is not None) == is_trusted

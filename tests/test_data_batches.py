@@ -357,6 +357,7 @@ WRONG_COLUMNS = {
     "leaf 'y' is a set, which is not an array, number or": {"x": A, "y": {1, 2}},
     "leaf '1' is an object, which is not an array, number or": (A, object()),
     "leaf 'y': a list cannot be converted": {"x": A, "y": [[1.0], [1.0, 2.0]] * 4},
+    "leaf 'y' is a list, which is not an array": {"x": A, "y": [1, None] * 4},
     "leaf 'y' holds strings, which": {"x": A, "y": Series(list("abcdefgh"))},
     "leaf 'x' float32[8] and leaf 'y' float64[]: the first": {"x": A, "y": 3.0},
     "leaf 'x' float32[8] and leaf 'y' int64[2]: the first": {"x": A, "y": [1, 2]},

@@ -52,12 +52,6 @@ def check(data, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-AMBIGUOUS = (
-    "the elements of the source may be examples or batches: all their arrays have the "
-    "same first dim. Say batched=False for examples, or batched=True for batches."
-)
-
-
 # tf.data
 
 
@@ -74,36 +68,6 @@ def test_a_tf_dataset_gives_every_example_batched_or_not(mesh, tf, batch_size):
     assert data.element_spec["image"].dtype == np.uint8
     for _ in range(2):
         check(data, ALL)
-
-
-TF_STEPS = {
-    "flat_map": lambda tf, d: d.batch(6).flat_map(tf.data.Dataset.from_tensor_slices),
-    "unbatch": lambda tf, d: d.batch(6).unbatch(),
-    "some batches": lambda tf, d: d.batch(6).filter(lambda b: b["x"][0, 0] > 0),
-    "without the last": lambda tf, d: d.batch(3, drop_remainder=True),
-    "twice": lambda tf, d: d.batch(6).repeat(2),
-    "means": lambda tf, d: d.batch(5).map(lambda b: {"x": tf.reduce_mean(b["x"], 0)}),
-}
-TF_ROWS = {
-    "some batches": X[6:],
-    "without the last": X[:18],
-    "twice": np.concatenate([X, X]),
-    "means": X.reshape(4, 5, 2).mean(1),
-}
-
-
-@pytest.mark.parametrize("name", TF_STEPS)
-def test_steps_of_a_tf_dataset_are_what_batched_says(mesh, tf, name):
-    dataset = TF_STEPS[name](tf, tf.data.Dataset.from_tensor_slices({"x": X}))
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert str(error.value) == AMBIGUOUS
-    batched = name in ("some batches", "without the last", "twice")
-    data = distribute_dataset(dataset, mesh, global_batch_size=8, batched=batched)
-    check(data, {"x": TF_ROWS.get(name, X)})
-    if batched:
-        with pytest.raises(TypeError, match="does not know how many batches"):
-            len(data)
 
 
 def test_pairs_of_a_tf_dataset_stay_tuples_in_their_dtypes(mesh, tf):
@@ -237,29 +201,6 @@ def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
         assert half.dtype == jnp.float16
         np.testing.assert_array_equal(half, X[:8])
         np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
-
-
-def test_a_batch_sampler_of_the_users_knows_its_rows_and_its_epoch(mesh, torch):
-    class ByEpoch(torch.utils.data.SequentialSampler):
-        epoch = 0
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter(range(self.epoch, self.epoch + 11))
-
-        def __len__(self):
-            return 11
-
-    samplers = torch.utils.data
-    batches = samplers.BatchSampler(ByEpoch(Rows()), batch_size=4, drop_last=True)
-    loader = samplers.DataLoader(Rows(), batch_sampler=batches)
-    data = distribute_dataset(loader, mesh, global_batch_size=4)
-    assert len(data) == 2
-    for epoch in range(2):
-        expected = slice(epoch, epoch + 8)
-        check(data, {key: column[expected] for key, column in ALL.items()})
 
 
 def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
@@ -429,27 +370,6 @@ def test_an_iterable_dataset_of_hugging_face_resumes_exactly(mesh, hf, stop):
     again = data.iterator(epoch=0)
     again.set_state(state)
     assert rows(again)["y"].tolist() == Y[4 * stop :].tolist()
-
-
-def doubled(batch):
-    return {"y": [2 * number for number in batch["y"]]}
-
-
-BATCHED = {
-    "batched": (lambda d: d.batch(3), 1),
-    "batched as arrays": (lambda d: d.with_format("numpy").batch(3), 1),
-    "mapped after it": (lambda d: d.batch(3).map(lambda batch: batch), 1),
-    "mapped by batches": (lambda d: d.map(doubled, batched=True, batch_size=3), 2),
-}
-
-
-@pytest.mark.parametrize("name", BATCHED)
-def test_an_iterable_dataset_may_be_marked_as_batched(mesh, hf, name):
-    make, factor = BATCHED[name]
-    dataset = make(hf.Dataset.from_dict({"y": list(range(16))}).to_iterable_dataset())
-    options = {"batched": True} if name != "mapped by batches" else {}
-    data = distribute_dataset(dataset, mesh, global_batch_size=8, **options)
-    check(data, {"y": factor * np.arange(16)})
 
 
 def test_an_iterable_dataset_with_a_shuffle_buffer_says_that_it_cannot_seek(mesh, hf):

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import importlib.util
-import io
 import shutil
 import socket
 import time
@@ -278,21 +277,6 @@ def test_emnist_is_read_from_its_archive(tmp_path):
         "train": (b"train images-idx3", b"train labels-idx1"),
         "test": (b"test images-idx3", b"test labels-idx1"),
     }
-
-
-def test_the_original_gzip_header_is_put_back():
-    content = b"images" * 100
-    stripped = io.BytesIO()
-    with gzip.GzipFile("", "wb", 9, stripped, mtime=0) as file:
-        file.write(content)
-    name = "t10k-labels-idx1-ubyte"
-    original = prepare_data.original_gzip(name, stripped.getvalue())
-    assert gzip.decompress(original) == content
-    with gzip.GzipFile(fileobj=io.BytesIO(original)) as file:
-        file.read()
-        assert file.mtime == 1504176627
-    assert original[10 : 10 + len(name) + 1] == name.encode() + b"\0"
-    assert prepare_data.original_gzip(name, original) == original
 
 
 def test_a_refused_connection_is_noticed_at_once(tmp_path, monkeypatch):

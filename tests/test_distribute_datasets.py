@@ -84,7 +84,8 @@ def test_fewer_examples_than_replicas_leave_replicas_without_rows():
     strategy = mirrored(8)
     three = np.arange(1.0, 4, dtype=np.float32)
     for source in (three, [three], lambda: iter([three])):
-        (x,) = strategy.distribute_dataset(source, 8 if source is three else None)
+        batched = None if source is three else True
+        (x,) = strategy.distribute_dataset(source, 8, batched=batched)
         assert parts_of(strategy, x) == [[1], [2], [3], [], [], [], [], []]
         assert float(strategy.reduce("MEAN", x, axis=0)) == 2
 
@@ -135,7 +136,7 @@ def test_a_dataset_says_what_it_yields():
     data = mirrored(4).distribute_dataset(source, 8)
     assert (len(data), data.global_batch_size) == (2, 8)
     found = [(x.shape, x.dtype) for x in jax.tree.leaves(data.element_spec)]
-    assert found == [((2, 3), np.float32), ((2,), np.uint8)]
+    assert found == [((8, 3), np.float32), ((8,), np.uint8)]
 
 
 def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):

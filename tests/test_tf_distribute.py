@@ -35,6 +35,7 @@ class Here:
         return nnx.Variable(np.float32(value), aggregation=kind)
 
     def write(self, variable, how, value):
+        value = value.astype("float32")  # flax 0.11 would make it an integer
         variable[...] = value if how == "assign" else variable[...] + value
 
     def read(self, variable):

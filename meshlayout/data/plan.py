@@ -114,22 +114,12 @@ class DataOptions:
 class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
-    Args:
-        open_source: Returns the user's object, which `close` releases.
-        layout_or_mesh: As for `distribute_dataset`.
-        options: Those of `distribute_dataset`, by name.
-        batched: As for `distribute_dataset`.
-        batch_size_of: Infers `global_batch_size` from the rows of the first batch (None
-            of a source of examples), and from a function that tells whether that batch
-            is all there is. Elements that could be either are then batches.
-        assemble: Makes a batch of the source's tree on the mesh, and of weights, which
-            are None if no process has padding. By default, the tree has the weights.
-        clock: The report of the dataset.
-        close: Releases the source.
-
-    Attributes:
-        size: Rows of the source in a batch, of which this process keeps its `own`.
-        identity: What is the same of datasets that a saved position fits.
+    `open_source` returns the user's object, which `close` releases. `batch_size_of`
+    infers a missing size from the rows of the first batch (None of examples), and from
+    a function that tells whether that batch is all there is. `assemble` makes batches
+    of the source's tree and of weights, None where no process has padding.
+    A batch has `size` rows of the source, of which this process keeps its `own`, and a
+    saved position fits datasets of the same `identity`.
     """
 
     def __init__(

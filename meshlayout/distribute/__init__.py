@@ -14,10 +14,7 @@ from meshlayout.data import InputContext as InputContext
 from meshlayout.distribute.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
 )
-from meshlayout.distribute.datasets import (
-    ReplicaDataset as ReplicaDataset,
-    ValueContext as ValueContext,
-)
+from meshlayout.distribute.datasets import ValueContext as ValueContext
 from meshlayout.distribute.parameter_server import (
     ClusterCoordinator as ClusterCoordinator,
     ParameterServerStrategy as ParameterServerStrategy,

@@ -14,7 +14,6 @@ from meshlayout.distribute.strategy import MirroredStrategy, whole
 from meshlayout.distribute.variables import current
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap
 
 
 class CentralStorageStrategy(MirroredStrategy):
@@ -55,15 +54,6 @@ class CentralStorageStrategy(MirroredStrategy):
             )
             raise StrategyError(msg)
         _reads.__enter__()  # for good: the garbage collector must not wait for a lock
-
-    @property
-    def layouts(self) -> LayoutMap:
-        """The layout map of what is made in the scope: in the memory of the host."""
-
-        def rule(_: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-            return self._layout(shape, dtype)
-
-        return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         is_on_device = not shape or _jax.is_extended(dtype)

@@ -29,41 +29,24 @@ from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
 
-class ReplicaDataset(DistributedDataset):
-    """Batches for a strategy's `run`; made by its `distribute_dataset`.
-
-    Iterating yields trees of the source's structure. Each leaf is a `PerReplica`, or a
-    plain array on a strategy of one replica.
-    """
-
-    def __init__(
-        self,
-        make: Callable[..., DataPlan],
-        source: Any,
-        mesh: Mesh,
-        options: dict[str, Any],
-        **how: Any,
-    ) -> None:
-        how["batched"] = options.pop("batched", None)
-        how["assemble"] = functools.partial(_assembled, mesh)
-        options = dict(weights=None, **options)  # which a user cannot give
-        super().__init__(make(source, mesh.layout(REPLICA_AXIS, ...), options, **how))
-        self._num_replicas = mesh.size
-
-    @property
-    def element_spec(self) -> PyTree:
-        """The shape and dtype of every leaf of one replica's part of a full batch."""
-
-        def own(leaf: Leaf) -> Any:
-            rows = leaf.shape[0] // self._num_replicas
-            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-
-        return jax.tree.map(own, super().element_spec)
+def distributed(
+    plan: Callable[..., DataPlan],
+    source: Callable[..., Any],
+    mesh: Mesh,
+    options: dict[str, Any],
+    **how: Any,
+) -> DistributedDataset:
+    """Returns a dataset of the replicas, with a plan for what a function makes."""
+    how["batched"] = options.pop("batched", None)
+    how["assemble"] = functools.partial(_assembled, mesh)
+    options = dict(weights=None, **options)  # which a user cannot give
+    layout = mesh.layout(REPLICA_AXIS, ...)
+    return DistributedDataset(plan(source, layout, options, **how))
 
 
 def distribute_dataset(
     source: object, mesh: Mesh, options: dict[str, Any]
-) -> ReplicaDataset:
+) -> DistributedDataset:
     """Distributes a source over replicas; see `Strategy.distribute_dataset`."""
     if isinstance(source, DistributedDataset) and source.weights is not None:
         msg = (
@@ -72,26 +55,22 @@ def distribute_dataset(
             "Give the source that it was made of."
         )
         raise StrategyError(msg)
-    is_own = bool(options.get("per_process"))
-    size = functools.partial(_batch_size, mesh.size, is_own=is_own)
-    return ReplicaDataset(DataPlan, lambda: source, mesh, options, batch_size_of=size)
+    size = functools.partial(_batch_size, mesh.size, options.get("per_process"))
+    return distributed(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 
 
-def _batch_size(
-    replicas: int, rows: int | None, is_only: Callable[[], bool], *, is_own: bool
-) -> int:
+def _batch_size(replicas: int, is_own: object, rows: int | None, _: object) -> int:
     """Returns the rows of a global batch, for a source whose first one has `rows`."""
-    up = -(-(rows or 0) // replicas) * replicas
-    if rows is None or is_own or (rows % replicas and not is_only()):
+    if not rows or is_own or rows % replicas:
         what = "is of single examples" if rows is None else f"has {rows} rows"
         msg = (
             f"the first element of the source {what}, which does not say how many rows "
             f"a batch of all {replicas} replicas has. Give global_batch_size=, such as "
-            f"{up or replicas}: batches are then cut anew, and a short last one is "
-            "padded."
+            f"{-(-(rows or 1) // replicas) * replicas}: batches are then cut anew, and "
+            "a short last one is padded."
         )
         raise StrategyError(msg)
-    return up
+    return rows
 
 
 def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
@@ -117,12 +96,7 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
 
 
 class ValueContext(NamedTuple):
-    """For which replica a value is asked for.
-
-    Example:
-        >>> ValueContext(1, 2)
-        ValueContext(replica_id_in_sync_group=1, num_replicas_in_sync=2)
-    """
+    """For which replica a value is asked for."""
 
     replica_id_in_sync_group: int = 0  # from 0
     num_replicas_in_sync: int = 1

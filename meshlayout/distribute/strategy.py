@@ -1,9 +1,7 @@
 """Strategies: a mesh, a layout map, and a way to call a function on each replica.
 
 Replicas are the devices of a mesh with one axis, which also shards batches. Whatever is
-made in a strategy's scope is whole on each of them. The strategies here differ in their
-devices: one, those of this process, of all processes, or of a TPU slice in the order of
-its network.
+made in a strategy's scope is whole on each of them. Strategies differ in their devices.
 """
 
 import contextlib
@@ -27,11 +25,11 @@ from meshlayout._axes import parse_devices
 from meshlayout._default_mesh import default_mesh
 from meshlayout.cluster import initialize, process_count, process_index
 from meshlayout.collectives import ReduceOp, entered, in_cross_replica_context
-from meshlayout.data import InputContext
+from meshlayout.data import DistributedDataset, InputContext
 from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.distribute import datasets, values
 from meshlayout.distribute.arguments import Arguments
-from meshlayout.distribute.datasets import ReplicaDataset, ValueContext
+from meshlayout.distribute.datasets import ValueContext
 from meshlayout.distribute.program_cache import ProgramCache
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
@@ -106,7 +104,8 @@ class Strategy:
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: whole on every replica."""
-        return LayoutMap(self.mesh, unused="ignore")
+        rule = lambda path, shape, dtype: self._layout(shape, dtype)  # noqa: E731
+        return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     @contextlib.contextmanager
     def scope(self) -> Iterator["Strategy"]:
@@ -204,12 +203,13 @@ class Strategy:
 
     def distribute_dataset(
         self, dataset: object, global_batch_size: int | None = None, **options: Any
-    ) -> ReplicaDataset:
+    ) -> DistributedDataset:
         """Divides the batches of a source among the replicas.
 
-        Iterating yields trees of the source's structure. On one process, a short batch
-        is divided evenly if its rows divide among the replicas. Otherwise some replicas
-        have fewer rows than others, or none, and each leaf then says so.
+        Iterating yields trees of the source's structure, whose leaves are `PerReplica`,
+        or plain arrays with one replica. On one process, a short batch whose rows
+        divide among the replicas is divided evenly. Otherwise some replicas have fewer
+        rows than others, or none, and each leaf then says so.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
@@ -226,7 +226,7 @@ class Strategy:
         dataset_fn: Callable[[InputContext], Any],
         global_batch_size: int | None = None,
         **options: Any,
-    ) -> ReplicaDataset:
+    ) -> DistributedDataset:
         """Feeds the replicas from sources that a function makes on each process.
 
         Args:
@@ -238,16 +238,16 @@ class Strategy:
             **options: As for `distribute_dataset`.
         """
         options["global_batch_size"] = global_batch_size
-        return ReplicaDataset(make_plan_from_function, dataset_fn, self.mesh, options)
+        plan = make_plan_from_function
+        return datasets.distributed(plan, dataset_fn, self.mesh, options)
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:
-        """Makes a value of each replica, for `run`, `reduce` and the like.
+        """Makes a value of each replica, a tree of arrays, for `run` and the like.
 
-        Args:
-            value_fn: Called with a `ValueContext` for each replica of this process;
-                returns a tree of arrays, which may differ in their numbers of rows.
+        The function is called with a `ValueContext` for each replica of this process.
+        What it returns may differ in numbers of rows.
         """
         return datasets.values_from_function(value_fn, self.mesh)
 
@@ -335,8 +335,8 @@ class StrategyExtended:
     """Extra methods for library authors; get it as `strategy.extended`.
 
     Attributes:
-        worker_devices: The devices that compute: those of all replicas, in order.
-        parameter_devices: Those that hold variables, also if in their host's memory.
+        worker_devices: The devices of all replicas, in order.
+        parameter_devices: The same: they hold variables, also in their host's memory.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -75,11 +75,7 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The values of this process's replicas, in order, without padding.
-
-        Raises:
-            StrategyError: If rows are padded and this is inside a compiled function.
-        """
+        """The values of this process's replicas, in order, without padding."""
         parts = self._local_parts(self.array)
         if self.is_scalar:
             return tuple(part[0] for part in parts)
@@ -181,21 +177,17 @@ def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 _UNEVEN = "the replicas' values have different shapes, as in a short last batch"
 
 
-def reduce(value: PerReplica, op: ReduceOp, axis: int | None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("op", "axis"))
+def reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     """Combines the values of all replicas; see `Strategy.reduce`."""
     dim = None if axis is None else normalize_axis_index(axis, len(value.shape))
-    if value.mask is not None and dim != 0:
-        msg = f"reduce: {_UNEVEN}: give axis=0 to reduce over rows."
-        raise StrategyError(msg)
-    return _reduce(value, op=op, axis=dim)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "axis"))
-def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
-    x = value.array.reshape(value.num_replicas, *value.shape)
-    axes, mask = 0 if axis is None else (0, axis + 1), value.mask
-    combine, is_real = getattr(jnp, op.value.lower()), None
+    x, mask = value.array.reshape(value.num_replicas, *value.shape), value.mask
+    axes, is_real = 0 if dim is None else (0, dim + 1), None
+    combine = getattr(jnp, op.value.lower())
     if mask is not None:
+        if dim != 0:
+            msg = f"reduce: {_UNEVEN}: give axis=0 to reduce over rows."
+            raise StrategyError(msg)
         is_real = mask.reshape(*x.shape[:2], *[1] * (x.ndim - 2)) > 0
         # Padding may hold NaN; a copy of a real row changes no maximum.
         x = jnp.where(is_real, x, value.array[jnp.argmax(mask)])
@@ -224,9 +216,12 @@ def on_each(
     function: Callable[..., jax.Array], value: PyTree, mesh: Mesh, **how: Any
 ) -> PyTree:
     """Calls a function with each value; the results are whole on every device."""
+    where = function.__name__
 
     def call(leaf: Leaf) -> jax.Array:
-        x = function(_as_per_replica(leaf, mesh, function.__name__), **how)
+        own = leaf if isinstance(leaf, PerReplica) else _copies(leaf, mesh, where)
+        check_replicas(own, mesh, where)
+        x = function(own, **how)
         if isinstance(x, Tracer):
             return x
         x = jax.device_put(x, mesh.layout(...).with_rank(x.ndim).sharding)
@@ -253,11 +248,8 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
     return tuple(map(treedef.unflatten, rows))
 
 
-def _as_per_replica(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
-    """Returns a value of replicas: of a plain one, an equal value for each."""
-    if isinstance(leaf, PerReplica):
-        check_replicas(leaf, mesh, where)
-        return leaf
+def _copies(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
+    """Returns an equal value for each replica, of a plain one."""
     is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
         msg = (
@@ -267,7 +259,7 @@ def _as_per_replica(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
         )
         raise StrategyError(msg)
     x = jnp.asarray(leaf)
-    copies = jnp.concatenate([x if x.ndim else x[None]] * mesh.size)
+    copies = jnp.concatenate([jnp.atleast_1d(x)] * mesh.size)
     return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
@@ -286,7 +286,7 @@ class LayoutSignature:
             StateStructure.of(leaves, treedef) if is_state else None,
             state_layouts,
             jax.tree.structure(rest),
-            layouts_of(rest, whole),
+            tuple(map(_plainly_replicated, layouts_of(rest, whole))),
             whole,
         )
 
@@ -481,6 +481,14 @@ def _has_convolutions(jaxpr: Any) -> bool:
 def layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
     """Returns the layouts of arrays; for those that have none, `whole`."""
     return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
+
+
+def _plainly_replicated(sharding: Any) -> Any:
+    """Returns `P()` for `P(None)`, which JAX makes of it, and compares as another."""
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec):
+        return sharding
+    kind = sharding.memory_kind
+    return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

@@ -128,7 +128,11 @@ def _is_frame(obj: Any) -> bool:
 
 
 def _is_column_list(node: Any) -> bool:
-    """Returns whether a list holds numbers, or lists of them, and so is an array."""
+    """Returns whether a list holds numbers, or lists of them, and so is an array.
+
+    A None among them is no tree without leaves, but a wrong entry, named later.
+    """
     if not isinstance(node, list) or not node:
         return False
-    return all(isinstance(item, _SINGLE) or _is_column_list(item) for item in node)
+    single = (*_SINGLE, type(None))
+    return all(isinstance(item, single) or _is_column_list(item) for item in node)
