@@ -249,7 +249,7 @@ def _on_host(leaf: Leaf, where: str) -> Any:
     return leaf
 
 
-def _stacked(*leaves: Any) -> Any:
+def _stacked(*leaves: Leaf) -> Any:
     first = leaves[0]
     if isinstance(first, (str, bytes)) or (
         isinstance(first, int) and any(abs(leaf) >= 2**63 for leaf in leaves)
@@ -259,7 +259,7 @@ def _stacked(*leaves: Any) -> Any:
     return np.stack([np.asarray(leaf) for leaf in leaves])
 
 
-def _type_text(leaf: Any) -> str:
+def _type_text(leaf: Leaf) -> str:
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return _checks.type_text(leaf)
     if leaf.dtype.kind in "US":  # their length may differ
@@ -268,7 +268,7 @@ def _type_text(leaf: Any) -> str:
     return _render.array_text(leaf.dtype, leaf.shape)
 
 
-def value_text(leaf: Any) -> str:
+def value_text(leaf: Leaf) -> str:
     """Returns a text that is the same for two leaves if they have the same bits."""
     if not isinstance(leaf, (np.ndarray, np.generic)):
         # Python refuses to write huge integers as decimals.
@@ -288,7 +288,7 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST_TEXT]}... (digest {digest(text.encode())})"
 
 
-def digest(content: Any) -> str:
+def digest(content: bytes | np.ndarray[Any, Any]) -> str:
     """Returns a digest that is the same in all processes.
 
     Example:

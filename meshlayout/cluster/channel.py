@@ -78,7 +78,7 @@ class Channel:
 
     def exchange(
         self,
-        value: Any,
+        value: object,
         *,
         what: str | None = None,
         timeout_s: float | None = None,
@@ -188,7 +188,7 @@ class Channel:
         """Releases processes that wait for this one in an exchange, by its number."""
         self._send(turn, LEFT)
 
-    def _send(self, turn: int, value: Any) -> int:
+    def _send(self, turn: int, value: object) -> int:
         """Sends a value, and returns its length in bytes."""
         client, content = _jax.coordination_client(), pickle.dumps(value)
         key = self._key(turn, _jax.process_index())

@@ -136,7 +136,7 @@ def _agreed(first: _Found, second: _Found) -> _Found:
     return {**first, **second}
 
 
-def _checked(name: str, value: Any, source: str) -> Any:
+def _checked(name: str, value: object, source: str) -> Any:
     """Returns a value as it is used, if it is one."""
     where: dict[str, Any] = {"where": "initialize", "error": ClusterError}
     if name in (COUNT, INDEX):
