@@ -218,7 +218,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             rest: The second argument of that call.
             arrays: The third argument, which alone is checked.
         """
-        program, now = self.program, activity.now
+        program = self.program
         ids = {*map(id, arrays)}
         if (
             program is None
@@ -229,12 +229,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
             or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
         ):
             return self(state, rest, arrays)  # type: ignore[call-arg]
-        now.name, now.moves = self._name, now.moves + 1
-        now.steps += program.is_shared
+        counts.steps += program.is_shared
         try:
             result = program.jitted((), state, ((rest, arrays), {}))
         except Exception:
-            now.steps -= program.is_shared
+            counts.steps -= program.is_shared
             if any(map(is_deleted, jax.tree.leaves(state))):  # it has run
                 raise
             return self(state, rest, arrays)  # type: ignore[call-arg]
