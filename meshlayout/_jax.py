@@ -27,7 +27,6 @@ from jax._src import (
 )
 from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
-from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import (
     AbstractMesh,
@@ -38,6 +37,7 @@ from jax.sharding import (
 )
 
 from meshlayout._annotations import DType, Equation, Leaf
+from meshlayout._counts import taking_part
 from meshlayout.errors import ClusterError
 
 
@@ -537,7 +537,8 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    with taking_part():
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
@@ -624,12 +625,12 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def coordinator_address() -> str:
-    """Returns the address at which process 0 listens, empty without other processes.
+def coordination_state() -> Any:
+    """Returns what `jax.distributed` holds; its `shutdown` may be replaced.
 
     JAX has no public API for it; tests/test_cluster_faults.py notices.
     """
-    return distributed.global_state.coordinator_address or ""
+    return distributed.global_state
 
 
 def process_index() -> int:
@@ -646,12 +647,13 @@ def process_count() -> int:
 
 
 def has_backend() -> bool:
-    """Returns whether JAX has started its devices, without starting them.
+    """Returns whether JAX has started its devices, without starting them."""
+    return bool(xla_bridge.backends_are_initialized())
 
-    JAX refuses to change an option once they have started, and has no public way to
-    ask. tests/test_startup.py notices.
-    """
-    return xla_bridge.backends_are_initialized()
+
+def is_starting_devices() -> bool:
+    """Returns whether a thread starts JAX's devices now, or has begun to."""
+    return xla_bridge._backend_lock.locked()
 
 
 def launcher_devices() -> int | None:
@@ -731,15 +733,18 @@ def start_processes(
     process_id: int,
     local_device_ids: tuple[int, ...] | None,
     coordinator_bind_address: str,
+    heartbeat_timeout_s: float,
 ) -> None:
     """Starts JAX's coordination service and connects to it, all processes together.
 
-    Its heartbeats end a process without a message, so they come too late on purpose.
-    All processes are there already, so JAX need not wait for them for five minutes.
+    A process that is lost does not abort the others: `cluster.watch` ends them. All are
+    there already, so JAX need not wait for them for five minutes.
 
     Raises:
         RuntimeError: If process 0 cannot listen at its address.
     """
+    jax.config.update("jax_enable_recoverability", True)  # noqa: FBT003
+    jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
     jax.distributed.initialize(
         coordinator_address,
         num_processes,
@@ -748,13 +753,8 @@ def start_processes(
         cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator_bind_address,
         initialization_timeout=60,
-        heartbeat_timeout_seconds=24 * 60 * 60,
+        heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s),
     )
-
-
-def ignore_proxies() -> None:
-    """Turns off JAX's warning about proxies in the environment."""
-    jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
 
 
 def restrict_devices(ids: tuple[int, ...]) -> None:

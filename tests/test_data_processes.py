@@ -428,7 +428,7 @@ def _keys_left(mesh):
     counts = []
     for _ in range(3):
         list(data)
-        keys = [key for key, _ in client.key_value_dir_get_bytes("meshlayout/heads")]
+        keys = [key for key, _ in client.key_value_dir_get_bytes("meshlayout/data")]
         counts.append(sum(key.endswith(f"/{jax.process_index()}") for key in keys))
     return counts
 

@@ -1,18 +1,17 @@
 """Programs of JAX under the launcher: killed or told to end, they go on as if not."""
 
-import signal
 import textwrap
-import time
 
 import pytest
 
-from tests.launches import Launcher
 from tests.resuming_runs import STEPS, result_of, rows_of
+from tests.test_launcher import Launch
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 OPTIONS = ("-n", 2, "--devices-per-process", 2)
+CPU = {"JAX_PLATFORMS": "cpu"}
 
 # Process `victim` kills itself after a step of the first run. The other one may be a step
 # behind, or in the save.
@@ -79,12 +78,6 @@ ml.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    with Launcher() as started:
-        yield started
-
-
 def program(folder, text):
     path = folder / "train.py"
     path.write_text(textwrap.dedent(text))
@@ -92,34 +85,31 @@ def program(folder, text):
 
 
 @pytest.fixture(scope="module")
-def whole_runs(launcher, tmp_path_factory):
+def whole_runs(tmp_path_factory):
     """The folders of runs that are left alone, by program."""
     folders = {}
     for text in (TRAINER, LOOP):
         folder = folders[text] = tmp_path_factory.mktemp("whole")
         path = program(folder, text)
-        run = launcher.run(folder, *OPTIONS, path, folder, -1, 0, "SIGKILL")
+        run = Launch(folder, *OPTIONS, path, folder, -1, 0, "SIGKILL", **CPU)
         assert run.wait() == 0, run.err
     return folders
 
 
-def steps_in(launch):
-    words = [line.split() for line in launch.out.splitlines()]
+def steps_in(run):
+    words = [line.split() for line in run.out.splitlines()]
     return [int(line[2]) for line in words if line[1] == "step"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_fit_goes_on_from_its_checkpoint(
-    victim, launcher, whole_runs, tmp_path
-):
+def test_a_killed_fit_goes_on_from_its_checkpoint(victim, whole_runs, tmp_path):
     path = program(tmp_path, TRAINER)
     arguments = [path, tmp_path, victim, 7, "SIGKILL"]
-    launch = launcher.run(tmp_path, *OPTIONS, "--max-restarts", 1, *arguments)
-    assert launch.wait() == 0, launch.err
-    assert f"process {victim} (pid " in launch.err
-    assert "was killed by SIGKILL, before any other." in launch.err
-    assert "launch: starting again (1 of 1)." in launch.err
-    steps = steps_in(launch)
+    run = Launch(tmp_path, *OPTIONS, "--max-restarts", 1, *arguments, **CPU)
+    assert run.wait() == 0, run.err
+    assert f"process {victim} was killed by SIGKILL, which ended" in run.err
+    assert "launch: starting again (1 of 1)." in run.err
+    steps = steps_in(run)
     start = next(n for n, step in enumerate(steps[1:], 1) if step <= steps[n - 1])
     assert 1 < steps[start] <= 8  # not from the beginning
     assert steps[-1] == STEPS
@@ -127,119 +117,44 @@ def test_a_killed_fit_goes_on_from_its_checkpoint(
     assert rows_of(tmp_path) == rows_of(whole_runs[TRAINER])
 
 
-def test_a_killed_loop_goes_on_from_its_checkpoint(launcher, whole_runs, tmp_path):
+def test_a_killed_loop_goes_on_from_its_checkpoint(whole_runs, tmp_path):
     path = program(tmp_path, LOOP)
-    arguments = [path, tmp_path, 1, 7]
-    launch = launcher.run(tmp_path, *OPTIONS, "--max-restarts", 1, *arguments)
-    assert launch.wait() == 0, launch.err
-    assert "launch: starting again (1 of 1)." in launch.err
-    assert steps_in(launch).count(2) == 2  # each process once: then not from the start
+    run = Launch(tmp_path, *OPTIONS, "--max-restarts", 1, path, tmp_path, 1, 7, **CPU)
+    assert run.wait() == 0, run.err
+    assert "launch: starting again (1 of 1)." in run.err
+    assert steps_in(run).count(2) == 2  # each process once: then not from the start
     assert result_of(tmp_path) == result_of(whole_runs[LOOP])
 
 
-def test_sigterm_to_the_launcher_saves_and_ends_with_75(launcher, whole_runs, tmp_path):
+def test_sigterm_to_the_launcher_saves_and_ends_with_75(whole_runs, tmp_path):
     path = program(tmp_path, TRAINER)
     arguments = [*OPTIONS, "--max-restarts", 3, path, tmp_path, 5, 0, "SIGTERM"]
-    launch = launcher.start(tmp_path, *arguments)
-    launch.wait_for("step 3")
-    launch.kill(signal.SIGTERM)
-    assert launch.wait() == 75, launch.err
-    assert "starting again" not in launch.err
-    assert "Traceback" not in launch.err
-    last = steps_in(launch)[-1]
+    run = Launch(tmp_path, *arguments, **CPU)
+    run.wait_for("step 3")
+    run.process.terminate()
+    assert run.wait() == 75, run.err
+    assert "starting again" not in run.err
+    assert "Traceback" not in run.err
+    last = steps_in(run)[-1]
     assert last < STEPS
-    launch = launcher.run(tmp_path, *arguments)
-    assert launch.wait() == 0, launch.err
-    assert steps_in(launch)[0] == last + 1
+    run = Launch(tmp_path, *arguments, **CPU)
+    assert run.wait() == 0, run.err
+    assert steps_in(run)[0] == last + 1
     assert result_of(tmp_path) == result_of(whole_runs[TRAINER])
 
 
-def test_sigterm_to_one_process_starts_the_job_again(launcher, whole_runs, tmp_path):
+def test_sigterm_to_one_process_starts_the_job_again(whole_runs, tmp_path):
     path = program(tmp_path, TRAINER)
     arguments = [path, tmp_path, 1, 4, "SIGTERM"]
-    launch = launcher.run(tmp_path, *OPTIONS, "--max-restarts", 1, *arguments)
-    assert launch.wait() == 0, launch.err
-    assert "launch: starting again (1 of 1)." in launch.err
+    run = Launch(tmp_path, *OPTIONS, "--max-restarts", 1, *arguments, **CPU)
+    assert run.wait() == 0, run.err
+    assert "launch: starting again (1 of 1)." in run.err
     assert result_of(tmp_path) == result_of(whole_runs[TRAINER])
 
 
-def test_a_program_that_does_not_join_the_others_ends_with_the_line_to_add(
-    launcher, tmp_path
-):
+def test_a_program_that_does_not_join_the_others_ends_with_the_line_to_add(tmp_path):
     path = program(tmp_path, "import meshlayout as ml\nml.create_mesh()\n")
-    launch = launcher.run(tmp_path, "-n", 2, path)
-    assert launch.wait() == 1
-    *_, last = launch.err.splitlines()
+    run = Launch(tmp_path, "-n", 2, path, **CPU)
+    assert run.wait() == 1
+    *_, last = run.err.splitlines()
     assert "Add ml.initialize() at the top of the program" in last
-
-
-FAULT = """
-import os, signal, sys, time
-import jax, numpy as np
-import meshlayout as ml
-
-ml.initialize()
-mesh = ml.create_mesh()
-x = ml.relayout(np.ones((6, 4), "float32"), mesh.layout("batch", ...))
-total = jax.jit(lambda x: x.sum())
-for step in range(1000):
-    float(total(x))
-    time.sleep(0.02)
-    if step == 50 and ml.cluster.process_index() == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
-"""
-
-
-@pytest.mark.parametrize(
-    ("victim", "name", "status"),
-    [
-        (0, "SIGKILL", 137),
-        (1, "SIGKILL", 137),
-        (0, "SIGSTOP", 147),
-        (2, "SIGSTOP", 147),
-    ],
-)
-def test_the_others_name_the_process_that_the_launcher_saw_fail(
-    victim, name, status, launcher, tmp_path
-):
-    path = program(tmp_path, FAULT)
-    launch = launcher.run(tmp_path, "-n", 3, path, victim, name)
-    assert launch.wait() == status
-    for index in {0, 1, 2} - {victim}:
-        own = [x for x in launch.err.splitlines() if x.startswith(f"[{index}] ")]
-        at = next(n for n, x in enumerate(own) if f"meshlayout: process {victim} " in x)
-        assert own[at + 1].startswith(f"[{index}]   It was last doing: ")
-    *_, last = launch.err.splitlines()
-    assert "It was last doing: " in last
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_that_looks_like_a_lost_connection_ends_all_soon(
-    victim, launcher, tmp_path
-):
-    text = FAULT.replace(
-        "os.kill(os.getpid(), signal.Signals[sys.argv[2]])",
-        "print('failing', flush=True); raise ConnectionRefusedError('no label server')",
-    )
-    launch = launcher.start(tmp_path, "-n", 2, program(tmp_path, text), victim)
-    launch.wait_for("failing")
-    start_s = time.monotonic()
-    assert launch.wait() == 1
-    # Two seconds and what a busy machine takes; a lost process is silent for six.
-    assert time.monotonic() - start_s < 5
-    other = [x for x in launch.err.splitlines() if x.startswith(f"[{1 - victim}] ")]
-    assert any(
-        f"meshlayout: process {victim} (" in line
-        and "failed: ConnectionRefusedError: no label server" in line
-        for line in other
-    )
-    assert launch.err.endswith(f"[{victim}] ConnectionRefusedError: no label server\n")
-
-
-def test_a_process_that_leaves_with_status_0_is_named(launcher, tmp_path):
-    text = FAULT.replace(
-        "os.kill(os.getpid(), signal.Signals[sys.argv[2]])", "os._exit(0)"
-    )
-    launch = launcher.run(tmp_path, "-n", 2, program(tmp_path, text), 1)
-    assert launch.wait() == 1
-    assert "[0] meshlayout: process 1 (" in launch.err

@@ -157,12 +157,18 @@ def _in_own_memory(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding, may_alias=False)
 
 
+# What `check_same` has compared.
+_compared: set[tuple[Any, ...]] = set()
+
+
 def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
     """Checks that what goes to devices of all processes is the same on all of them.
 
-    Otherwise each process would place its own value, and the array would be another one
-    on each. JAX compares, too (`device_put` of a host array): it gathers the values of
-    all processes on all devices, takes NaN for a difference, and names no process.
+    Arrays of the same name, shape, dtype and mesh are compared once, as programs are:
+    in a loop, this costs nothing after the first step. Otherwise each process would
+    place its own value, and the array would be another one on each. JAX compares, too
+    (`device_put` of a host array): it gathers the values of all processes on all
+    devices, takes NaN for a difference, and names no process.
 
     Args:
         named: Arrays with their names for messages, and the meshes they go to.
@@ -174,8 +180,10 @@ def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
         return
     values: dict[str, Any] = {}
     for where, x, mesh in named:
-        if not can_compare(mesh) or _jax.is_staged(x):
+        key = str(where), np.shape(x), getattr(x, "dtype", type(x)), mesh
+        if not can_compare(mesh) or _jax.is_staged(x) or key in _compared:
             continue
+        _compared.add(key)
         if _is_of_this_process(x):
             values[str(where)] = x
         elif isinstance(x, jax.Array) and x.sharding.device_set != {*mesh.devices.flat}:

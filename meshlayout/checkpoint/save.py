@@ -22,8 +22,8 @@ from typing import Any
 import jax
 
 from meshlayout import _render
+from meshlayout._counts import taking_part
 from meshlayout.checkpoint import directory as steps, orbax
-from meshlayout.cluster import activity
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 
@@ -79,7 +79,7 @@ class Save:
                 return
             self.end.set_running_or_notify_cancel()
         try:
-            with activity.during(f"saving step {self.step} in {self.directory}"):
+            with taking_part():
                 self._write()
             self.end.set_result(None)
         except BaseException as error:
@@ -109,7 +109,6 @@ class Save:
 
         # The others wait for what process 0 does, so that all list the same steps.
         channel.on_first(finish)
-        activity.now.checkpoint = f"step {self.step} in {self.directory}"
         facts = self.step, _render.bytes_text(nbytes), time.perf_counter() - begin_s
         logger.info("saved step %d: %s in %.2f s", *facts)
 

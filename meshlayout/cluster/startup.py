@@ -14,21 +14,16 @@ import jax
 
 from meshlayout import _checks, _jax
 from meshlayout.cluster import rendezvous, watch
-from meshlayout.cluster.channel import Channel
-from meshlayout.cluster.settings import Settings, find_settings
+from meshlayout.cluster.environment import Settings, find_settings
 from meshlayout.errors import ClusterError
 
 
 _log = logging.getLogger(__name__)
 
-# gRPC's variable for the hosts that it asks no proxy for.
-_DIRECT = "no_grpc_proxy"
+_DIRECT = "no_grpc_proxy"  # the hosts that gRPC asks no proxy for
 
-# What `initialize` was given, from its call until `shutdown`; on several processes also
-# where they meet to leave.
+# What `initialize` was given, from its call until `shutdown`.
 _running: Settings | None = None
-_timeouts: dict[str, float] = {}
-_leaving: Channel | None = None
 
 
 def initialize(
@@ -39,7 +34,7 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     coordinator_bind_address: str | None = None,
     timeout_s: float = 300.0,
-    heartbeat_timeout_s: float | None = None,
+    heartbeat_timeout_s: float = 6.0,
     step_timeout_s: float | None = None,
 ) -> None:
     """Makes this process part of a program of several, wherever it was started.
@@ -47,15 +42,15 @@ def initialize(
     Use this as the first call of a program, instead of `jax.distributed.initialize`:
     the same on a laptop, Colab, a GPU host, a TPU pod slice or under SLURM. On one
     process it does nothing. Otherwise it waits for all processes, and then
-    `jax.devices()` are those of all of them.
+    `jax.devices()` are those of all of them. If one of them fails later, all others
+    name it and end; docs/scaling.md says after how long.
 
-    What is not given as an argument comes from the first of these that says it: JAX's
-    variables (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID,
-    JAX_COORDINATOR_BIND_ADDRESS, JAX_LOCAL_DEVICE_IDS), TF_CONFIG (chief and workers),
-    DTENSOR_JOBS with DTENSOR_CLIENT_ID, KERAS_DISTRIBUTION_JOB_ADDRESSES with
-    KERAS_DISTRIBUTION_NUM_PROCESSES and KERAS_DISTRIBUTION_PROCESS_ID, and JAX's own
-    detection of SLURM, Open MPI, Kubernetes and Google Cloud TPU. The choice is logged
-    at level info. A second call with the same settings does nothing.
+    What is not given as an argument comes from JAX's variables
+    (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID,
+    JAX_COORDINATOR_BIND_ADDRESS, JAX_LOCAL_DEVICE_IDS), from TF_CONFIG (chief and
+    workers), or from JAX's own detection of SLURM, Open MPI, Kubernetes and Google
+    Cloud TPU. The choice is logged at level info. A second call with the same settings
+    does nothing.
 
     Args:
         coordinator_address: The host of process 0 and a free port on it, as
@@ -67,21 +62,11 @@ def initialize(
         coordinator_bind_address: The address and port at which process 0 listens, if
             it is not the coordinator's: `"0.0.0.0:1234"` for all interfaces.
         timeout_s: How long to wait for the other processes.
-        heartbeat_timeout_s: After how many seconds of silence a process counts as
-            lost; None for 6. A process is silent when it is killed, stopped or cut off,
-            but also while a single call of C code holds Python's lock (the GIL), as
-            pickling a very large object does: raise this if such a call takes longer
-            than about 5 seconds. Compiling, collectives, file access and most of NumPy
-            do not hold the lock.
-        step_timeout_s: After how many seconds without progress in any process the
-            program counts as stuck; None for never. Progress is a call of a step, a
-            batch, the beginning and the end of a save, a restore or a barrier; a step
-            that compiles makes progress as long as that lasts. So this must exceed the
-            longest of these, and also the longest that all processes compute in Python
-            between them, as for plots or an evaluation without steps. It counts from
-            the first step until the first process ends its program. The process with
-            the fewest calls of steps is named; among equals one that does not wait for
-            others, and then the one that has been idle for longest.
+        heartbeat_timeout_s: After how many seconds without a heartbeat of JAX a process
+            counts as killed, stopped or cut off.
+        step_timeout_s: After how many seconds in which no process has begun a step or a
+            meeting the program counts as stuck; None for never. It must exceed the
+            longest that all compile, save or compute in Python between two of these.
 
     Raises:
         ClusterError: If a setting is malformed or missing, or sources contradict each
@@ -93,16 +78,7 @@ def initialize(
         >>> initialize()  # on one process, it does nothing
         >>> shutdown()
     """
-    global _running, _leaving
-    timeout_s = _seconds("timeout_s", timeout_s)
-    timeouts = {
-        name: _seconds(name, value)
-        for name, value in (
-            ("heartbeat_timeout_s", heartbeat_timeout_s),
-            ("step_timeout_s", step_timeout_s),
-        )
-        if value is not None
-    }
+    global _running
     arguments = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -110,51 +86,45 @@ def initialize(
         "local_device_ids": local_device_ids,
         "coordinator_bind_address": coordinator_bind_address,
     }
-    settings = find_settings(
-        arguments,
-        os.environ,
-        functools.partial(_jax.detect_cluster, timeout_s=timeout_s),
-    )
+    timeouts = {
+        "timeout_s": timeout_s,
+        "heartbeat_timeout_s": heartbeat_timeout_s,
+        "step_timeout_s": 1.0 if step_timeout_s is None else step_timeout_s,
+    }
+    for name, value in timeouts.items():
+        # Sockets and locks take no more than nine billion seconds.
+        _checks.number(
+            name, value, above=0, at_most=1e9, where="initialize", error=ClusterError
+        )
+    detect = functools.partial(_jax.detect_cluster, timeout_s=timeout_s)
+    settings = find_settings(arguments, os.environ, detect)
     if _running is not None:
-        _check_same(settings, timeouts, _running)
+        if settings.source and settings != _running:
+            msg = f"initialize: this program already runs as {_running}, and cannot "
+            raise ClusterError(f"{msg}become {settings}. Call shutdown() before.")
         return
+    if settings.num_processes > 1 or settings.local_device_ids is not None:
+        _check_not_started()
     if settings.num_processes > 1:
-        _check_not_started()
-        _start(settings, timeout_s)
-        watch.start(**timeouts)
-        hint = "All processes must call it, or all end without it."
-        _leaving = Channel("shutdown", what="shutdown()", hint=hint)
+        rendezvous.meet(settings, timeout_s)
+        _start(settings, heartbeat_timeout_s)
+        watch.start(heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
-        _check_not_started()
         _jax.restrict_devices(settings.local_device_ids)
     _running = settings
-    _timeouts.update(timeouts)
-    _log.info("%s%s.", settings, _origin(settings) or "; no cluster was found")
+    _log.info("%s%s.", settings, "" if settings.source else "; no cluster was found")
 
 
-def shutdown(timeout_s: float = 300.0) -> None:
-    """Leaves the program, after all of its processes have come to this call.
+def shutdown() -> None:
+    """Leaves the program; `jax.distributed.shutdown()` does the same.
 
-    Use this as the last call of a program of several processes, so that none ends while
-    another still needs it. On one process it does nothing.
-
-    Args:
-        timeout_s: How long to wait for the other processes.
-
-    Raises:
-        ClusterError: On all processes, if one does not come in time. They stay in the
-            program.
+    A program may also just end: that leaves it, too. Process 0 waits until all others
+    have left. On one process this does nothing.
     """
-    global _running, _leaving
-    timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
-    # Nobody is left to wait for after jax.distributed.shutdown().
-    if _leaving is not None and _jax.coordination_client() is not None:
-        with watch.leaving():
-            _leaving.exchange(None, timeout_s=timeout_s)
-        watch.stop()
-    _leaving = None
+    global _running
+    if _running is not None and _running.num_processes > 1:
+        jax.distributed.shutdown()
     _running = None
-    _timeouts.clear()
 
 
 def process_index() -> int:
@@ -183,38 +153,6 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def _origin(settings: Settings) -> str:
-    return f" (from {settings.source})" if settings.source else ""
-
-
-def _seconds(name: str, value: float, where: str = "initialize") -> float:
-    # Sockets and locks take no more than nine billion seconds.
-    return _checks.number(
-        name, value, above=0, at_most=1e9, where=where, error=ClusterError
-    )
-
-
-def _check_same(
-    settings: Settings, timeouts: dict[str, float], running: Settings
-) -> None:
-    """Refuses a second call with other settings; without any, it means the first's."""
-    if settings.sources and settings != running:
-        msg = (
-            f"initialize: this program already runs as {running}{_origin(running)}, "
-            f"and cannot become {settings}{_origin(settings)}. Call initialize once, "
-            "or shutdown() before other settings."
-        )
-        raise ClusterError(msg)
-    for name, value in timeouts.items():
-        if value != _timeouts.get(name):
-            before = _timeouts.get(name, "the default")
-            msg = (
-                f"initialize: {name} is {before} since the first call, and cannot "
-                f"become {value}. Give it in the first call."
-            )
-            raise ClusterError(msg)
-
-
 def _check_not_started() -> None:
     """Refuses to start when JAX's devices, or its processes, have been started."""
     if jax.distributed.is_initialized():
@@ -232,38 +170,27 @@ def _check_not_started() -> None:
         raise ClusterError(msg)
 
 
-def _start(settings: Settings, timeout_s: float) -> None:
-    address, bind_address = settings.coordinator_address, settings.bind_address
-    assert address is not None
-    assert bind_address is not None
-    rendezvous.meet(settings, timeout_s)
-    _bypass_proxies(address)
+def _start(settings: Settings, heartbeat_timeout_s: float) -> None:
+    # gRPC would ask a proxy in the environment for process 0, and wait for ever where
+    # that cannot reach the cluster's machines. The meeting has just connected directly.
+    host = settings.coordinator_address.rpartition(":")[0].strip("[]")
+    others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
+    os.environ[_DIRECT] = f"{others},{host}" if others else host
+    if settings.process_index:
+        watch.delay_abort()
     try:
         _jax.start_processes(
-            coordinator_address=address,
+            coordinator_address=settings.coordinator_address,
             num_processes=settings.num_processes,
             process_id=settings.process_index,
             local_device_ids=settings.local_device_ids,
-            coordinator_bind_address=bind_address,
+            coordinator_bind_address=settings.bind_address,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
     except RuntimeError as problem:
         msg = (
             f"initialize: process {settings.process_index} could not start JAX's "
-            f"service at {bind_address}: {problem}. If another program has taken the "
-            "port meanwhile, choose another one."
+            f"service at {settings.bind_address}: {problem}. If another program has "
+            "taken the port meanwhile, choose another one."
         )
         raise ClusterError(msg) from problem
-
-
-def _bypass_proxies(address: str) -> None:
-    """Lets gRPC connect to the coordinator itself, as the rendezvous just did.
-
-    It would ask an HTTP proxy named in the environment, and wait for ever where that
-    cannot reach the cluster's machines. JAX only warns of this.
-    """
-    if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
-        return
-    host = address.rpartition(":")[0].strip("[]")
-    others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
-    os.environ[_DIRECT] = f"{others},{host}" if others else host
-    _jax.ignore_proxies()

@@ -1,552 +1,373 @@
-"""Notices that a process of a run has died or hangs, and ends the others naming it.
+"""Ends all processes of a run when one of them fails, and says which one it was.
 
-Without this the others hang in a collective, or end without a name: JAX's own
-heartbeats take 100 seconds, abort inside C++, and do not see a process that is alive
-and stuck. Here every process writes what it does to the key-value store of JAX's
-coordination service, several times a second. Process 0, which holds the store, reads
-all of it and judges; the others read its entry and its verdict, so that many processes
-cost it a few calls each. They judge process 0 themselves: if it is killed, JAX aborts
-them at once (see `crash`); if it is stopped, calls to the store never return, which a
-second thread notices.
+JAX knows who is alive: its heartbeats come from threads of C++, so that a process that
+holds Python's lock for minutes is not lost. By itself JAX would abort the others inside
+C++, or wait for them at exit; with `jax_enable_recoverability` it leaves that to us.
+Here one thread asks JAX who is alive, and another one reads what the processes write
+into the key-value store: "failure" (the first one counts) and "ended", so that a
+process whose program has come to its end is not called lost. Two threads, because the
+question who is alive is only answered once all that are alive have asked it.
 
-Silence is counted in turns of this process's own thread, of which none counts for more
-than four pauses: a process that was itself stopped, or got no CPU, does not find all
-others silent when it wakes up.
-
-The end is `os._exit` after the message, because the main thread may be inside a
-collective, from which no exception can get it out.
+The end is `os._exit` after the message, as the main thread may be inside a collective,
+from which no exception can get it out. Process 0 holds the store, and leaves last.
 """
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import json
-import logging
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from meshlayout import _jax
-from meshlayout.cluster import activity
-from meshlayout.cluster.crash import CrashHooks, summary
-from meshlayout.cluster.failure import (
-    Failure,
-    is_launched,
-    print_now,
-    reported_by_launcher,
+from meshlayout._counts import counts
+
+
+_REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
+_ROOT = "meshlayout/watch/"
+_NAMES = "meshlayout/names/"  # apart, as everybody reads all of `_ROOT` all the time
+_PAUSE_S = 0.5
+_NO_DEVICES = -1  # instead of a number of steps
+_NOBODY = -1  # instead of a process
+_LINGER_S = 3.0  # for the others to read why; most do within two pauses
+_CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
+
+# What JAX says, in exceptions of several classes, because another process is gone; and
+# what `Channel.failure` says.
+_ECHO = re.compile(
+    r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b|\b(Gloo|NCCL)\b"
+    r"|[Cc]onnection (closed|reset|refused)|[Ss]ocket closed|coordination service"
+    r"|has ended its program"
 )
-from meshlayout.cluster.verdicts import (
-    Beat,
-    Peer,
-    doing_text,
-    latest_beats,
-    out_of_step,
-    silent,
-    stuck,
-)
 
 
-_log = logging.getLogger(__name__)
-
-_PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
-
-# Others have to notice within ten seconds, of which a busy machine may take some.
-_HEARTBEAT_S = 6.0
-
-# How often to write and read; less often where so many processes would cost process 0
-# much time, and more often for a short time-out.
-_PAUSE_S = 0.25
-_PAUSE_PER_PROCESS_S = 1 / 500
-
-# How long to wait at least, when activities change faster.
-_GAP_S = 0.1
-
-# How long process 0, and a process that has failed, let the others read why.
-_LINGER_S = 2.0
-
-# How long a process that has failed may take for its own exit handlers.
-_CLEANUP_S = 5.0
+class PeerError(Exception):
+    """The cause of an error for which another process, its argument, is to blame."""
 
 
-def start(
-    *, heartbeat_timeout_s: float | None = None, step_timeout_s: float | None = None
-) -> None:
-    """Starts to watch the processes of a run, after `jax.distributed.initialize`.
+class _Failure(NamedTuple):
+    """Which process failed, how, and the exit status of those that end for it."""
+
+    process: int
+    text: str
+    status: int = 1
+
+
+def start(heartbeat_s: float, step_timeout_s: float | None) -> None:
+    """Starts the watch, after `jax.distributed.initialize`.
 
     Args:
-        heartbeat_timeout_s: As for `initialize`.
-        step_timeout_s: As for `initialize`.
+        heartbeat_s: After how long without a heartbeat a process is lost.
+        step_timeout_s: After how long without a step or a meeting a run is stuck.
     """
     global _watch
-    if _watch is None and _jax.coordination_client() is not None:
-        _watch = Watch(heartbeat_timeout_s or _HEARTBEAT_S, step_timeout_s)
-        _watch.start()
+    _watch = _Watch(heartbeat_s, step_timeout_s)
 
 
-def stop() -> None:
-    """Ends `jax.distributed`, watched until all processes have come, and the watch.
+def end_of(process: int) -> str:
+    """Returns that the program of a process has ended; empty if it has not."""
+    return "" if _watch is None else _watch.end_of(process)
 
-    Does nothing if nothing is watched.
+
+def delay_abort() -> None:
+    """Makes `abort` wait for 6 s; all but process 0 call this before they connect.
+
+    When process 0 is gone, JAX aborts at once. C's own `sleep` as the handler, which
+    gets the number of the signal, leaves time to say so. (faulthandler has its own.)
     """
-    if _watch is not None:
-        _watch.stop()
+    if not faulthandler.is_enabled():
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-@contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Tells the others that this process comes to its end while it waits for theirs.
-
-    It may be on its way out of an exception, and they in a collective with it.
-    """
-    error = sys.exception()
-    if _watch is not None:
-        _watch.leave(error)
-    try:
-        yield
-    except BaseException:
-        if _watch is not None and error is None:
-            _watch.stay()
-        raise
-
-
-def lost(process: int) -> str | None:
-    """Returns a sentence on why a process will not answer any more; None if it may.
-
-    Use this while waiting for a message of that process.
-    """
-    return None if _watch is None else _watch.lost(process)
-
-
-class Watch:
-    """The watch that one process keeps over a run.
-
-    Args:
-        heartbeat_s: After how long a silent process is lost.
-        step_timeout_s: After how long a run without progress is stuck; None for never.
-    """
+class _Watch:
+    """The watch that one process keeps over all; arguments as for `start`."""
 
     def __init__(self, heartbeat_s: float, step_timeout_s: float | None) -> None:
-        self._client = _jax.coordination_client()
-        self._index, self._pid = _jax.process_index(), os.getpid()
+        state = _jax.coordination_state()
+        counts.steps = counts.others = counts.meetings = 0
+        self._client, self._index = state.client, state.process_id
+        self._size, self._pid = state.num_processes, os.getpid()
+        self._pause_s = max(_PAUSE_S, self._size / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
-        pause_s = max(_PAUSE_S, _PAUSE_PER_PROCESS_S * _jax.process_count())
-        self._pause_s = min(pause_s, heartbeat_s / 8)
+        self._moves, self._moved_s = dict[int, int](), time.monotonic()
+        self._ended, self._live = dict[int, int](), {*range(self._size)}
+        self._failure: _Failure | None = None
+        self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
+        self._is_over, self._ending = threading.Event(), threading.Lock()
         self._name = f"process {self._index} ({socket.gethostname()}, pid {self._pid})"
-        self._status, self._note = "running", ""
-        # The latest call of `sys.exit`: its status, and the steps at that time.
-        self._exit = (0, -1)
-        self._number, self._moved_s = 0, time.monotonic()
-        # The beat that is being sent, while calls to the store are under way.
-        self._sending: int | None = None
-        # Process 0 also reads its own beat.
-        judged = (0,) if self._index else range(_jax.process_count())
-        self._peers = {index: Peer() for index in judged}
-        self._failure: Failure | None = None
-        self._failed_s: float | None = None  # when this process failed
-        self._is_aborted = False  # by its own fault
-        self._is_over, self._wake = threading.Event(), activity.now.changed
-        self._ending = threading.Lock()
-        self._hooks = CrashHooks(self)
+        self._client.key_value_set(
+            f"{_NAMES}{self._index}", self._name, allow_overwrite=True
+        )
+        self._first = self._name_of(0)  # as its store ends with it
+        self._hook, sys.excepthook = sys.excepthook, self._on_exception
+        # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
+        self._shutdown, state.shutdown = state.shutdown, self.leave
+        atexit.register(self._note_devices)  # before JAX's handler, which ends them
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
-                (self._run, "meshlayout-watch"),
-                (self._guard, "meshlayout-watch-guard"),
+                (self._read, "meshlayout-read"),
+                (self._ask, "meshlayout-ask"),
             )
         ]
-
-    def start(self) -> None:
-        """Installs the hooks, and starts the threads."""
-        self._hooks.install()
-        # Registered after JAX's, and so called before it waits for all processes.
-        atexit.register(self._at_exit)
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """Ends `jax.distributed` and then the watch."""
-        self.leave()
-        # JAX waits for five minutes only; others may compute for longer.
-        while len(self._ended()) < _jax.process_count():
-            time.sleep(self._pause_s)
-        try:
-            jax.distributed.shutdown()
-        finally:
-            self._is_over.set()
-            self._wake.set()
-            for thread in self._threads:
-                thread.join(self._heartbeat_s)
-            self._close()
+    def end_of(self, process: int) -> str:
+        has_ended = process in self._ended
+        return f"{self._name_of(process)} has ended its program" if has_ended else ""
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others that the program has ended here, perhaps by an exception."""
-        if error is not None:
-            self.note(f"before that, {summary(error)}")
-        if self._status == "running":
-            self._set_status("ended")
-
-    def stay(self) -> None:
-        """Takes back that the program has ended."""
-        self._set_status("running")
-
-    def _close(self) -> None:
+    def leave(self) -> None:
+        """Ends `jax.distributed` here; process 0 first waits for all others."""
         global _watch
-        self._is_over.set()
-        self._hooks.remove()
-        atexit.unregister(self._at_exit)
-        _watch = None
-
-    def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # forked from this process
             return
-        if self._failed_s is None:
+        error = sys.exception()  # in `finally: ml.shutdown()`, it is on its way
+        if isinstance(error, Exception) and self._failure is None:
+            self._failure = self._post(self._failure_of(error))
+        if self._failure is None:
+            self._note_devices()
+            # Without its devices, no other process can start its own.
+            steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
+            self._set(f"ended/{self._index}", steps)
             try:
-                self.stop()
-                return
-            except KeyboardInterrupt:  # perhaps the second one: wait no longer
-                self._failed_s = time.monotonic()
-                text = "was interrupted (Ctrl-C) while it waited for the others to end."
-                self._failure = self._agreed(self._own_failure(text, is_interrupt=True))
-        self._wait_for_others()
-        assert self._failure is not None
-        print_now("")  # what is buffered
-        self._failure.exit()
+                self._wait_for_others()
+            except KeyboardInterrupt as interrupt:
+                self._end(self._post(self._failure_of(interrupt)))
+        if self._failure is not None:
+            self._let_others_read()
+        _jax.coordination_state().shutdown = self._shutdown
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._hook
+        self._is_leaving = True
+        self._shutdown()
+        self._is_over.set()
+        for thread in self._threads:  # Python must not end while they are in C++
+            thread.join(self._heartbeat_s)
+        _watch = None
 
-    def lost(self, process: int) -> str | None:
-        """Returns why a process will not answer any more; None if it may."""
-        if self._failure is not None and self._failure.process == process:
-            line = self._failure.text.partition("\n")[0]
-            return f"{line[0].upper()}{line[1:]}"
-        has_ended = process in self._ended()
-        return f"Process {process} has ended its program." if has_ended else None
+    def _note_devices(self) -> None:
+        self._has_devices |= _jax.has_backend()
 
     def _wait_for_others(self) -> None:
-        """Waits until the other processes know of the failure of this one."""
-        self._set_status("leaving")
-        deadline_s = time.monotonic() + _LINGER_S
-        while time.monotonic() < deadline_s and not self._others_know():
-            time.sleep(self._pause_s / 4)
+        """Waits, on process 0, until all others have ended and left its store."""
+        others = {*range(1, self._size)} if self._index == 0 else set[int]()
+        # One that leaves without "ended" is found by `_read`, which ends this.
+        while self._failure is None and others - {*self._ended}:
+            time.sleep(_PAUSE_S / 5)
+        deadline_s = time.monotonic() + self._heartbeat_s
+        while others & self._live and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S / 5)
 
-    # What the hooks call.
-
-    def fail(self, text: str) -> None:
-        """Tells the others that this process fails; its main thread then ends it.
-
-        Args:
-            text: What happened, to follow the name of the process.
-        """
-        failure = self._own_failure(text)
-        self._failed_s = time.monotonic()
-        self._failure = self._agreed(failure)
-        if self._failure != failure:  # another one failed before
-            print_now(self._message(self._failure))
-
-    def interrupt(self) -> None:
-        """Tells the others that this process was interrupted, as they may be, too."""
-        self._set_status("interrupted")
-
-    def exiting(self, status: int) -> None:
-        """Notes a call of `sys.exit`, which counts if it ends the program."""
-        self._exit = (status, activity.now.steps)
-
-    def note(self, text: str) -> None:
-        """Adds something to what this process is said to have been doing."""
-        self._note = text
-
-    def wait_for_failure(self, *, is_own: bool = False) -> None:
-        """Waits as long as others take to fail visibly, which ends this process."""
-        # The launcher reports at once who has failed; not who left with status 0.
-        is_brief = is_own and is_launched()
-        silence_s = 0.0 if is_brief else self._heartbeat_s
-        deadline_s = time.monotonic() + silence_s + 4 * self._pause_s
-        # If one has ended, that is the reason, and it will not fail.
-        while time.monotonic() < deadline_s and not self._ended():
-            time.sleep(self._pause_s)
-
-    def abort(self) -> None:
-        """Ends this process if it is aborted because of another one."""
-        if self._is_aborted:  # JAX does it once more, as process 0 has left
+    def _on_exception(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._ending.locked():  # the message is out, and this follows from it
+            self._ending.acquire()
+        self._hook(kind, error, trace)
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        if is_interactive or os.getpid() != self._pid:
             return
-        if self._failed_s is not None:  # process 0 has read why, and left
-            (self._failure or self._own_failure("failed.")).exit()
-        if self._failure is not None:
-            self._end(self._failure)
-        if self._index and not _answers(_jax.coordinator_address()):
-            self._end(self._lost_first("is lost: it was killed, or its host is gone"))
-        self._failed_s, self._is_aborted = time.monotonic(), True
-        failure = self._own_failure("is aborted by C code (SIGABRT), which says why.")
-        # In a thread: this process may be too broken to post anything.
-        poster = threading.Thread(target=self._agreed, args=(failure,), daemon=True)
-        poster.start()
-        poster.join(_LINGER_S)
-        print_now(self._message(self._failure or failure))
-        self._wait_for_others()
+        failure = self._post(self._failure_of(error))
+        if failure.process != self._index:
+            self._end(failure)
+        self._failed_s, self._failure = time.monotonic(), failure
+
+    def _failure_of(self, error: BaseException) -> _Failure:
+        """Returns the failure that an exception means, perhaps of another process."""
+        if isinstance(error, KeyboardInterrupt):
+            text = f"{self._name} was interrupted (Ctrl-C)."
+            return _Failure(self._index, text, 128 + signal.SIGINT)
+        chain, cause = [error], error.__cause__ or error.__context__
+        while cause is not None:
+            chain.append(cause)
+            cause = cause.__cause__ or cause.__context__
+        for link in chain:
+            if isinstance(link, PeerError):
+                return _Failure(link.args[0], str(error))
+        is_own = isinstance(error, OSError)  # of a socket of the program
+        if not is_own and any(_ECHO.search(str(link)) for link in chain):
+            # Another process is the cause; if it is lost, `_read` ends this one.
+            deadline_s = time.monotonic() + self._heartbeat_s + 3
+            while time.monotonic() < deadline_s and not self._ended:
+                time.sleep(_PAUSE_S / 5)
+            for process in self._ended:
+                text = f"{self.end_of(process)}, and {self._name} needs it: {error}"
+                return _Failure(process, text)
+        return _Failure(self._index, f"{self._name} failed: {_summary(error)}")
 
     # The threads.
 
-    def _run(self) -> None:
-        """Writes beats, reads those of others, and judges."""
-        while not self._is_over.is_set() and _jax.coordination_client() is not None:
-            start_s = time.monotonic()
-            # JAX raises one of its errors if process 0 has gone, which is silent then.
-            # Whatever else happens must not end this thread.
+    def _ask(self) -> None:
+        """Asks JAX who is alive; JAX answers when all that are have asked."""
+        while not self._is_over.wait(self._pause_s):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
+                self._live = {*self._client.get_live_nodes([*range(self._size)])}
+
+    def _read(self) -> None:
+        """Reads what the others have written, and judges."""
+        answered_s = time.monotonic()
+        while not self._is_over.wait(self._pause_s):
+            live = self._live  # before what is read: "ended" is written before it
             try:
-                self._exchange()
-                self._judge()
+                # This has a time-out; the other one waits for ever for process 0.
+                self._client.blocking_key_value_get(f"{_NAMES}{self._index}", 1000)
+                entries = self._client.key_value_dir_get(_ROOT)
             except jax.errors.JaxRuntimeError:
-                pass
-            except Exception:
-                if not self._is_over.is_set():
-                    _log.exception("the watch over other processes failed, and goes on")
-            # Soon after a change, because it may be the last; but not for every one.
-            self._is_over.wait(min(_GAP_S, self._pause_s))
-            self._wake.wait(max(0.0, self._pause_s - _GAP_S))
-            self._wake.clear()
-            elapsed_s = min(time.monotonic() - start_s, 4 * self._pause_s)
-            for peer in self._peers.values():
-                peer.silent_s += elapsed_s
-                peer.status_s += elapsed_s
-        if not self._is_over.is_set():  # the user called jax.distributed.shutdown
-            self._close()
+                if self._index and not self._is_over.is_set():
+                    self._judge_first(time.monotonic() - answered_s)
+                continue
+            answered_s = time.monotonic()
+            self._judge({k.removeprefix(_ROOT): v for k, v in entries}, live)
 
-    def _guard(self) -> None:
-        """Notes when the activity moves, and calls to the store that do not return."""
-        moves, sending, stuck_s = (-1, -1), None, 0.0
-        last_s = time.monotonic()
-        while not self._is_over.wait(self._pause_s / 2):
-            now_s = time.monotonic()
-            elapsed_s, last_s = min(now_s - last_s, self._pause_s), now_s
-            if moves != (activity.now.moves, activity.now.steps):
-                moves, self._moved_s = (activity.now.moves, activity.now.steps), now_s
-            is_same = sending is not None and sending == self._sending
-            stuck_s = stuck_s + elapsed_s if is_same else 0.0
-            sending = self._sending
-            if self._index and stuck_s > self._heartbeat_s:
-                self._end(
-                    self._lost_first(
-                        f"is lost: it has not answered for {stuck_s:.1f} s, so it was "
-                        "stopped or cut off"
-                    )
-                )
-
-    def _exchange(self) -> None:
-        """Writes this process's beat, and reads what it judges by."""
-        self._number += 1
-        beat = json.dumps(asdict(self._beat()))
-        folder = _BEATS if self._index else _PUBLIC
-        self._sending = self._number
+    def _judge_first(self, silent_s: float) -> None:
+        """Judges process 0, whose store has not answered."""
+        why = f"has not answered for {silent_s:.0f} s, so it was stopped or cut off"
+        host, _, port = _jax.coordination_state().coordinator_address.rpartition(":")
         try:
-            self._client.key_value_set(
-                f"{folder}{self._index}", beat, allow_overwrite=True
-            )
-            entries = self._client.key_value_dir_get(_PUBLIC)
-            if self._index == 0:
-                entries += self._client.key_value_dir_get(_BEATS)
-        finally:
-            self._sending = None
-        for key, text in entries:
-            name = key.rpartition("/")[2]
-            if name == "failure":
-                self._failure = Failure.from_json(text)
-            elif int(name) in self._peers:
-                self._peers[int(name)].hear(Beat(**json.loads(text)))
+            socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
+        except OSError:
+            why = "was killed, or its host is gone"
+            # It may have ended well, just after this process has left the store.
+            silent_s = 2 * silent_s if self._is_leaving else self._heartbeat_s
+        if silent_s >= self._heartbeat_s:
+            text = f"{self._first} is lost: it {why}."
+            self._end(self._failure or _Failure(0, text))
 
-    # Verdicts.
-
-    def _judge(self) -> None:
-        if self._failed_s is not None:
-            assert self._failure is not None
-            if time.monotonic() - self._failed_s > _CLEANUP_S:
-                self._failure.exit()  # its own exit handlers wait for something
+    def _judge(self, entries: dict[str, str], live: set[int]) -> None:
+        moves: dict[int, int] = {}
+        for key, text in entries.items():
+            kind, _, process = key.partition("/")
+            if kind == "moves":
+                moves[int(process)] = int(text)
+            elif kind == "ended":
+                self._ended[int(process)] = int(text)
+        if "failure" in entries:
+            failure = _Failure(*json.loads(entries["failure"]))
+            is_own = failure.process == self._index
+            if self._failure is None and is_own:
+                self._failed_s, self._failure = time.monotonic(), failure
+            # The exit handlers of one that has failed may still do their work.
+            if not is_own or time.monotonic() > self._failed_s + _CLEANUP_S:
+                self._end(failure)
             return
-        failure = self._failure or self._reported()
-        failure = failure or silent(self._peers, self._index, self._heartbeat_s)
-        if failure is None and self._index == 0:
-            failure = out_of_step(self._peers)
-            failure = failure or stuck(self._peers, self._step_timeout_s)
-        if failure is not None:
-            self._failure = self._agreed(failure)
-            self._end(self._failure)
+        for process in sorted({*range(self._size)} - live - {*self._ended}):
+            text = f"{self._name_of(process)} is lost: it was killed, stopped or cut "
+            self._end(self._post(_Failure(process, f"{text}off, or left by os._exit.")))
+        own = counts.steps + counts.others
+        for process, steps in self._ended.items():
+            is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
+            is_ahead = own > max(steps, 0)
+            if (is_ahead or is_starting) and self._index not in self._ended:
+                where = f"in step or save {own}" if is_ahead else "starting devices"
+                text = f"{self.end_of(process)}, and {self._name} is {where}, which "
+                self._end(self._post(_Failure(process, f"{text}needs it.")))
+        if self._step_timeout_s is not None:
+            self._judge_moves(moves, self._step_timeout_s)
 
-    def _reported(self) -> Failure | None:
-        """Returns the failure of a process that the launcher saw, if there is one."""
-        index, fate = reported_by_launcher() or (self._index, "")
-        peer = self._peers.get(index)
-        if index == self._index or peer is None:
-            return None
-        name = f"process {index}" if peer.beat is None else peer.beat.process
-        doing = "" if peer.beat is None else f"\n{doing_text(peer.beat.doing)}"
-        return Failure(index, f"{name} {fate}.{doing}")
+    def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
+        """Ends all if none has begun a step or a meeting for too long."""
+        own = counts.steps + counts.others + counts.meetings
+        self._set(f"moves/{self._index}", own)
+        if moves != self._moves or self._ended:
+            self._moves, self._moved_s = moves, time.monotonic()
+        elif time.monotonic() > self._moved_s + limit_s:
+            last, most = min(moves, key=moves.__getitem__), max(moves.values())
+            where = f"{self._name_of(last)} is behind, in number {moves[last]} of "
+            if moves[last] == most:
+                last, where = (
+                    _NOBODY,
+                    "no process is behind another, all are in number ",
+                )
+            text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
+            self._end(self._post(_Failure(last, f"{text}{where}{most}.")))
 
-    def _lost_first(self, why: str) -> Failure:
-        """Returns the failure of process 0."""
-        beat = self._peers[0].beat
-        name, doing = "process 0", ""
-        if beat is not None:
-            name, doing = beat.process, f"\n{doing_text(beat.doing)}"
-        return Failure(0, f"{name} {why}.{doing}")
+    # What these stand on.
 
-    def _agreed(self, failure: Failure) -> Failure:
+    def _name_of(self, process: int) -> str:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            key = f"{_NAMES}{process}"
+            return str(self._client.blocking_key_value_get(key, 1000))
+        return f"process {process}"
+
+    def _set(self, key: str, value: object) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(
+                f"{_ROOT}{key}", str(value), allow_overwrite=True
+            )
+
+    def _post(self, failure: _Failure) -> _Failure:
         """Posts a failure; returns the one that was posted first, for all to name."""
-        with contextlib.suppress(Exception):
-            self._client.key_value_set(f"{_PUBLIC}failure", failure.to_json())
-            return failure
-        with contextlib.suppress(Exception):
-            for key, text in self._client.key_value_dir_get(_PUBLIC):
-                if key.endswith("/failure"):
-                    return Failure.from_json(text)
+        key = f"{_ROOT}failure"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            try:
+                self._client.key_value_set(key, json.dumps(failure))
+            except jax.errors.JaxRuntimeError:
+                text = self._client.blocking_key_value_get(key, 1000)
+                return _Failure(*json.loads(text))
         return failure
 
-    # The end.
-
-    def _end(self, failure: Failure) -> NoReturn:
-        """Prints the message and ends this process."""
-        if not self._ending.acquire(blocking=False):
-            time.sleep(self._heartbeat_s)  # another thread does it
-            failure.exit()
-        self._failure = failure
-        print_now(self._message(failure))
-        self._status = "leaving"
-        if threading.current_thread() is self._threads[0]:
-            self._let_others_read()
-        failure.exit()
-
     def _let_others_read(self) -> None:
-        """Process 0 holds the store, and must be the last to leave."""
+        """Waits, on process 0, until all others have read why, and left."""
         deadline_s = time.monotonic() + _LINGER_S
-        with contextlib.suppress(Exception):
-            self._exchange()
-            while self._index == 0 and time.monotonic() < deadline_s:
-                if self._others_know():
-                    break
-                time.sleep(self._pause_s / 4)
-                self._exchange()
+        while self._index == 0 and time.monotonic() < deadline_s:
+            if not self._live - {self._index, *self._ended}:
+                break
+            time.sleep(_PAUSE_S / 5)
 
-    def _others_know(self) -> bool:
-        """Returns whether process 0 knows the failure, or on it all that are alive."""
-        return all(
-            peer.beat is None
-            or peer.beat.status == "leaving"
-            or peer.is_silent(self._heartbeat_s / 2)
-            for index, peer in self._peers.items()
-            if index != self._index
-        )
-
-    def _message(self, failure: Failure) -> str:
-        lines = [f"meshlayout: {failure.text}"]
-        if failure.process != self._index:
-            lines.append(f"This is {self._name}, doing: {self._doing() or 'nothing'}.")
-        if activity.now.checkpoint:
-            lines.append(f"The newest checkpoint: {activity.now.checkpoint}.")
-        lines.append("A run needs all of its processes, so all of them end.")
-        return "\n  ".join("\n".join(lines).split("\n")) + "\n"
-
-    # This process.
-
-    def _own_failure(self, text: str, *, is_interrupt: bool = False) -> Failure:
-        text = f"{self._name} {text}\n{doing_text(self._doing())}"
-        return Failure(self._index, text, is_interrupt=is_interrupt)
-
-    def _set_status(self, status: str) -> None:
-        self._status = status
-        self._wake.set()
-
-    def _beat(self) -> Beat:
-        now = activity.now
-        return Beat(
-            number=self._number,
-            process=self._name,
-            doing=self._doing(),
-            steps=now.steps,
-            idle_s=time.monotonic() - self._moved_s,
-            is_waiting=any(waits for _, _, waits in list(now.ongoing.values())),
-            is_compiling=bool(now.compiling),
-            status=self._status,
-            exit_status=self._exit_status(),
-            ended=self._ended(),
-        )
-
-    def _exit_status(self) -> int:
-        """Returns the status by `sys.exit` if the program has ended by that, else 0."""
-        status, steps = self._exit
-        # A program that has gone on since then caught it.
-        return status if self._status == "ended" and steps == activity.now.steps else 0
-
-    def _doing(self) -> str:
-        """Returns a phrase about what this process is doing."""
-        now, now_s = activity.now, time.monotonic()
-        phrases = [
-            f"{name} (for {now_s - start_s:.1f} s)"
-            for name, start_s, _ in list(now.ongoing.values())
-        ]
-        if now.compiling:
-            phrases.append(f"compiling {now.compiling}")
-        elif now.name:
-            calls = f", step call {now.steps}" if now.steps else ""
-            phrases.append(f"{now.name}{calls} ({now_s - self._moved_s:.1f} s ago)")
-        phrases += [text for text in (_user_line(), self._note) if text]
-        return "; ".join(phrases)
-
-    def _ended(self) -> list[int]:
-        """Returns the processes whose programs have ended, as process 0 knows them."""
-        beats = latest_beats(self._peers)
-        if self._index:
-            return beats[0].ended if beats else []
-        return [i for i, b in beats.items() if b.status in ("ended", "interrupted")]
+    def _end(self, failure: _Failure) -> NoReturn:
+        """Prints the message, and ends this process."""
+        self._ending.acquire()  # never released: one thread does it
+        path = os.environ.get(_REPORT)
+        if path and failure.process != _NOBODY:
+            with contextlib.suppress(OSError), Path(path).open("x") as file:
+                file.write(str(failure.process))
+        for stream in (sys.stdout, sys.stderr):  # another thread may hold it
+            _in_time(stream.flush, 0.5)
+        with contextlib.suppress(OSError):
+            os.write(2, f"meshlayout: {failure.text}\n".encode())
+        for worker in multiprocessing.active_children():  # would hold the output open
+            worker.kill()
+        self._let_others_read()
+        if self._index:  # else JAX's service in process 0 takes 5 s to end
+            _in_time(self._shutdown, 1.0)  # if process 0 is gone, it waits
+        os._exit(failure.status)
 
 
-_watch: Watch | None = None
-
-_LIBRARIES = tuple(
-    {
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        str(Path(__file__).parent.parent),
-        "<frozen",
-    }
-)
+_watch: _Watch | None = None
 
 
-# As faulthandler writes a thread and its frames, the innermost first.
-_THREAD = re.compile(r"[Tt]hread 0x([0-9a-f]+)[^\n]*\n((?:  [^\n]*\n)*)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+def _summary(error: BaseException) -> str:
+    """Returns an error in a line, with the line of the program that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in frames)
+    return f"{type(error).__name__}: {error}{place}"
 
 
-def _user_line() -> str:
-    """Returns the line of the user's program that the main thread is in, if any.
-
-    Not by `sys._current_frames`: while a thread walks the frames of another one, that
-    goes on, and Python 3.11 may then read freed memory. faulthandler walks them without
-    letting another thread run.
-    """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    main_thread = threading.main_thread().ident
-    for number, frames in _THREAD.findall(text):
-        if int(number, 16) == main_thread:
-            for filename, line, name in _FRAME.findall(frames):
-                if not filename.startswith(_LIBRARIES):
-                    return f"line {line} of {filename}, in {name}"
-    return ""
-
-
-def _answers(address: str) -> bool:
-    """Returns whether something listens at an address."""
-    host, _, port = address.rpartition(":")
+def _in_time(call: Callable[[], Any], limit_s: float) -> None:
+    """Calls something that may not return, and waits for it for a while."""
+    thread = threading.Thread(target=call, daemon=True)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
-    except OSError:
-        return False
-    return True
+        thread.start()
+    except RuntimeError:  # since 3.12, Python starts none while it ends
+        call()
+    else:
+        thread.join(limit_s)

@@ -20,6 +20,7 @@ import numpy as np
 
 from meshlayout._annotations import PyTree
 from meshlayout.cluster.channel import LEFT, Channel
+from meshlayout.cluster.watch import PeerError
 from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.placement import processes_of
 from meshlayout.data.protocols import JSON, RandomAccessSource
@@ -111,7 +112,7 @@ class Turns:
                 raise DataError(
                     f"process {left[0]} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
-                )
+                ) from PeerError(left[0])
             (first, (_, expected)), *others = values.items()
             for process, (_, other) in others:
                 if other != expected:
@@ -135,7 +136,7 @@ class Turns:
         if isinstance(error, Exception):
             self._channel.fail(error)
         else:
-            self._channel.leave(str(self._turn))
+            self._channel.leave(self._turn)
 
 
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:

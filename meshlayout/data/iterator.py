@@ -21,7 +21,6 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
-from meshlayout.cluster import activity
 from meshlayout.data.agreement import Turns
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import rows_text
@@ -58,8 +57,6 @@ class DataIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        activity.now.name = "next(batch)"
-        activity.now.moves += 1
         start_s = time.perf_counter()
         if self._batches is None:
             self._batches = _Prefetcher(self._plan, self._position)

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.cluster.programs import NewProgram, ProgramFacts
+from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -120,8 +120,8 @@ class StateDescription(Generic[T]):
                 "alone."
             )
             raise StateError(msg)
-        with NewProgram("create", self._mesh.devices.flat) as new:
-            new.compare(lambda: self._facts(inputs))
+        with new_program("create", self._mesh.devices.flat) as compare:
+            compare(lambda: self._facts(inputs))
         results = iter(self._operations().run(inputs))
         leaves: list[Leaf] = []
         for leaf, layout in self._leaves():
@@ -148,7 +148,7 @@ class StateDescription(Generic[T]):
             computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
         )
 
-    def _facts(self, inputs: Sequence[ArrayLike]) -> ProgramFacts:
+    def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
         jaxpr = self._traced.jaxpr
         # Seeds are constants of the program, in it or beside it.
@@ -162,7 +162,7 @@ class StateDescription(Generic[T]):
                 layouts[path] = _abstract(leaf, layout)
                 if not isinstance(leaf, ComputedArray):
                     values[f"the array for {path}"] = leaf
-        return ProgramFacts(layouts | values, str(jaxpr.jaxpr))
+        return program_facts(layouts | values, str(jaxpr.jaxpr), {})
 
     def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
         return zip(self._traced.leaves, self._targets, strict=True)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import (
     Any,
@@ -28,8 +28,8 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
-from meshlayout.cluster import activity
-from meshlayout.cluster.programs import NewProgram, ProgramFacts
+from meshlayout._counts import counts
+from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.call_errors import (
@@ -218,7 +218,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             rest: The second argument of that call.
             arrays: The third argument, which alone is checked.
         """
-        program, now = self.program, activity.now
+        program = self.program
         ids = {*map(id, arrays)}
         if (
             program is None
@@ -229,12 +229,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
             or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
         ):
             return self(state, rest, arrays)  # type: ignore[call-arg]
-        now.name, now.moves = self._name, now.moves + 1
-        now.steps += program.is_shared
+        counts.steps += program.is_shared
         try:
             result = program.jitted((), state, ((rest, arrays), {}))
         except Exception:
-            now.steps -= program.is_shared
+            counts.steps -= program.is_shared
             if any(map(is_deleted, jax.tree.leaves(state))):  # it has run
                 raise
             return self(state, rest, arrays)  # type: ignore[call-arg]
@@ -252,8 +251,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 return self._run(args, kwargs)
         except NameError as error:
             self._ignore_axes_after(error)
-        finally:
-            activity.now.compiling = ""
         return self._call(args, kwargs)
 
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -278,9 +275,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise Retrace
             if program.is_spread and may_be_donated_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
-            now = activity.now  # `activity.begin`, without the time of a call
-            now.name, now.moves = self._name, now.moves + 1
-            now.steps += program.is_shared
+            counts.steps += program.is_shared
             has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
@@ -291,7 +286,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise
             # Nothing has run: find out whether this call needs another program.
             if has_begun and program is not None:
-                activity.now.steps -= program.is_shared
+                counts.steps -= program.is_shared
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed
             result = self._run_traced(program, static, args, kwargs)
@@ -372,12 +367,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if program.signature.has_peers:
                 call = CallSignature(self._names, static, args, kwargs)
                 why = self._change(call, program.seen) or "it was called before"
-                with NewProgram(self._name, program.signature.devices, why) as new:
-                    self._compare(new, program, call, args, kwargs)
+                with new_program(self._name, program.signature.devices, why) as compare:
+                    self._compare(compare, program, call, args, kwargs)
             state = program.flattened(args[0])
             # Only now: while it waits for the others' program, it is behind those that
             # are in this call without a new one.
-            activity.begin(self._name, program.is_shared)
+            counts.steps += program.is_shared
             return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)
@@ -412,16 +407,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
             arguments = (static, args[0], (args[1:], kwargs))
-            new = None
-            if signature.has_peers:
-                why = self._change(call, before)
-                new = NewProgram(self._name, signature.devices, why)
-            with new or contextlib.nullcontext():
+            why = self._change(call, before) if signature.has_peers else ""
+            with new_program(self._name, signature.devices, why) as compare:
                 program = JittedStep.of(
                     self._traced, self._name, signature, call, arguments
                 )
-                if new is not None:
-                    self._compare(new, program, call, args, kwargs)
+                self._compare(compare, program, call, args, kwargs)
             self._programs[signature] = program
         self.program = program
         return program, args, kwargs
@@ -465,7 +456,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _compare(
         self,
-        new: NewProgram,
+        compare: Callable[[Callable[[], Mapping[str, str]]], None],
         program: JittedStep,
         call: CallSignature,
         args: tuple[Any, ...],
@@ -476,7 +467,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if key in program.compared or _jax.is_tracing():
             return
 
-        def facts() -> ProgramFacts:
+        def facts() -> Mapping[str, str]:
             # JAX keeps what is lowered for the call that follows.
             jitted: Any = program.jitted
             state = program.flattened(args[0])
@@ -488,9 +479,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 if isinstance(value, (bool, int, float, str, NoneType))
             }
             arguments = dict(labelled(self._names, args, kwargs))
-            return ProgramFacts(arguments, lowered.as_text(), static, self.own)
+            return program_facts(arguments, lowered.as_text(), static, self.own)
 
-        new.compare(facts)
+        compare(facts)
         program.compared.add(key)
 
     # Inside the trace.
@@ -509,8 +500,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
             raise Retrace
-        if not self._thread.is_quiet:
-            activity.now.compiling = self._name  # until the call ends
         with contextlib.ExitStack() as stack:
             if self._layouts:
                 stack.enter_context(activate(self._layouts))

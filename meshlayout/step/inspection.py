@@ -11,7 +11,6 @@ from jax.sharding import Sharding
 
 from meshlayout import _jax, _paths, _render, hlo
 from meshlayout._annotations import Leaf
-from meshlayout.cluster import activity
 from meshlayout.state import TrainState
 
 
@@ -162,11 +161,7 @@ class StepInspection:
         return _memory_of(compiled, state)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        activity.now.compiling = getattr(self, "__name__", "a step")
-        try:
-            return self.lower(*args, **kwargs).compile()
-        finally:
-            activity.now.compiling = ""
+        return self.lower(*args, **kwargs).compile()
 
 
 def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:

@@ -20,7 +20,7 @@ from meshlayout._batches import (
     num_examples,
     without_nan_padding,
 )
-from meshlayout.cluster import activity
+from meshlayout._counts import counts
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -308,7 +308,6 @@ def repeat_of(
     jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
     is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
-    now = activity.now  # `activity.begin`, without the time of a call
     marked = _batches.marked_weights
     empty = start.leaves
     create, set_attribute = object.__new__, object.__setattr__
@@ -350,8 +349,7 @@ def repeat_of(
             return None
         if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
-        now.name, now.moves = "train_step", now.moves + 1
-        now.steps += is_shared
+        counts.steps += is_shared
         try:
             result = jitted((), arrays, ((batch, sums), nothing))
         except Exception as error:
@@ -363,7 +361,7 @@ def repeat_of(
             may_have_run = is_spread or (is_runtime and not was_used_up)
             if may_have_run and any(x.is_deleted() for x in arrays):
                 raise
-            now.steps -= is_shared
+            counts.steps -= is_shared
             return None  # nothing has run; the call that follows counts, and says why
         if flat is not None:
             flat[2] = False

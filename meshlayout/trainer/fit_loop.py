@@ -218,7 +218,7 @@ def _values_of(metrics: Metrics) -> dict[str, Any]:
     if not is_shared:
         return values
     # A tree's dicts come back in the order of their keys.
-    shared = broadcast(values, name="the metrics")
+    shared = broadcast(values)
     return {name: shared[name] for name in values}
 
 
