@@ -162,10 +162,5 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether this code runs once for all replicas, as in a strategy's scope.
-
-    Example:
-        >>> in_cross_replica_context()
-        False
-    """
+    """Returns whether this code runs once for all replicas, as in a scope."""
     return current_context.get() is None

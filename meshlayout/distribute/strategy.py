@@ -358,12 +358,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Returns whether this code runs in a strategy's scope, or in its `run`.
-
-    Example:
-        >>> has_strategy()
-        False
-    """
+    """Returns whether this code runs in a strategy's scope, or in its `run`."""
     return _current.get() is not None
 
 
