@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 
-# A class, the name of an attribute, and a function from the original to a replacement.
-Patch: TypeAlias = tuple[type, str, Callable[[Any], Any]]
+# An object, mostly a class, the name of an attribute, and a function from the original to a replacement.
+Patch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]
 
 # The number of users inside each patch, and a function that undoes it.
 # A finalizer may leave while this thread enters: the garbage collector runs anywhere.

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout import launch
+from meshlayout import launch as launcher
 from meshlayout.errors import did_you_mean
 from models import gan
 from models.catalog import EXAMPLES, OWN_LAYOUTS
@@ -146,7 +146,7 @@ def launch(options: argparse.Namespace, arguments: list[str] | None) -> int:
         )
     own = sys.argv[1:] if arguments is None else arguments
     how = ["-n", str(count), "--devices-per-process", str(devices // count)]
-    return launch.main([*how, "-m", "models.train", *own, "--processes", "1"])
+    return launcher.main([*how, "-m", "models.train", *own, "--processes", "1"])
 
 
 def step_options(options: argparse.Namespace) -> dict[str, Any]:

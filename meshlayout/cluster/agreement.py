@@ -288,8 +288,8 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST_TEXT]}... (digest {digest(text.encode())})"
 
 
-def digest(content: bytes | np.ndarray[Any, Any]) -> str:
-    """Returns a digest that is the same in all processes.
+def digest(content: Any) -> str:
+    """Returns a digest of bytes or of an array that is the same in all processes.
 
     Example:
         >>> digest(b"abc")

@@ -143,7 +143,7 @@ def _checked(name: str, value: object, source: str) -> Any:
         return _checks.count(source, value, at_least=int(name == COUNT), **where)
     if name == DEVICES:
         is_several = isinstance(value, Sequence) and not isinstance(value, str)
-        ids = value if is_several else [value]
+        ids: Any = value if is_several else [value]
         return tuple(_checks.count(source, i, at_least=0, **where) for i in ids)
     if split_address(value) is None:
         msg = f"initialize: {source} must be a host and a port, such as "

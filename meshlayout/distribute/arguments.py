@@ -75,7 +75,7 @@ class Arguments:
 
     def _add(self, x: Leaf) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        mask, is_own = None, type(x) is PerReplica
+        mask, is_scalar, is_own = None, False, type(x) is PerReplica
         if is_own:
             check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array

@@ -368,9 +368,10 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
     def replacement(*args: Any, **params: Any) -> Any:
         result, trace = bind(sends, *args, **params), current.get()
         axes = params.get("axes", params.get("axis_name", ()))
-        is_ours = trace is not None and str(trace.context.axis_name) in axes
+        if trace is None or str(trace.context.axis_name) not in axes:
+            return result
         # What a loss has sent is sent back for its gradients, which combines nothing.
-        if not is_ours or _jax.is_transposing():
+        if _jax.is_transposing():
             return result
         return trace.mark(mark, result)
 
