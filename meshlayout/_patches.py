@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 
-# An object, mostly a class, the name of an attribute, and a function from the original to a replacement.
+# An object, mostly a class, the name of an attribute, and a function from the original
+# to a replacement.
 Patch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]
 
 # The number of users inside each patch, and a function that undoes it.
