@@ -407,12 +407,16 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
             arguments = (static, args[0], (args[1:], kwargs))
-            why = self._change(call, before) if signature.has_peers else ""
-            with new_program(self._name, signature.devices, why) as compare:
+            new: Any = contextlib.nullcontext()
+            if signature.has_peers:
+                why = self._change(call, before)
+                new = new_program(self._name, signature.devices, why)
+            with new as compare:
                 program = JittedStep.of(
                     self._traced, self._name, signature, call, arguments
                 )
-                self._compare(compare, program, call, args, kwargs)
+                if compare is not None:
+                    self._compare(compare, program, call, args, kwargs)
             self._programs[signature] = program
         self.program = program
         return program, args, kwargs
