@@ -789,8 +789,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (
                 mlp_step,
-                jax.device_put(np.ones(3), jax.devices()[0]),
-                jnp.ones(3),
+                *[jax.device_put(np.ones(3), jax.devices()[0])] * 2,
             ),
             {},
             "the state is on no mesh, and so there is nothing to compare with one device. "

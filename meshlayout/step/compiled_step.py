@@ -247,7 +247,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if ambient is self._no_mesh or ambient.empty:
                 self._no_mesh = ambient  # to ask an abstract mesh takes time
                 return self._run(args, kwargs)
-            with in_own_mesh(args[:1] or kwargs):
+            with in_own_mesh((args, kwargs)):
                 return self._run(args, kwargs)
         except NameError as error:
             self._ignore_axes_after(error)
@@ -315,7 +315,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """
         before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
-            with in_own_mesh(args[:1] or kwargs):
+            with in_own_mesh((args, kwargs)):
                 args, kwargs, static = self._parameters.bind(args, kwargs)
                 rest = (args[1:], kwargs)
                 signature = LayoutSignature.of(self._name, args[0], rest)
