@@ -40,14 +40,9 @@ def is_leaf(value: object) -> bool:
 class Arguments:
     """The arguments of one call of `run`, taken apart.
 
-    Attributes:
-        arrays: The arrays and numbers, those of replicas as one array; and then the
-            mask of real rows, if rows are padded.
-        is_own: Which of the arrays are values of replicas.
-        scalars: The indices of those that are scalars on each replica.
-        objects: The NNX objects.
-        mask: Which rows are real, if rows are padded.
-        signature: What a program depends on, besides the objects.
+    `arrays` are the arrays and numbers, those of replicas (`is_own`) as one array, also
+    of `scalars`; and then the `mask` of real rows, if rows are padded. `objects` are
+    the NNX objects, and `signature` is what a program depends on besides.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class Arguments:
         elif isinstance(x, (np.ndarray, np.generic)):
             x = host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
-            name = next((name for name, y in self._named() if y is x), "of a state")
+            name = next((name for name, y in self.named() if y is x), "of a state")
             msg = (
                 f"run: the argument {name} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
@@ -116,11 +111,8 @@ class Arguments:
         """The name of the function, for messages."""
         return getattr(self._fn, "__name__", type(self._fn).__name__)
 
-    def named_objects(self) -> list[tuple[str, Any]]:
-        """Returns the NNX objects with their names, by the function's parameters."""
-        return [(name, x) for name, x in self._named() if _is_object(type(x))]
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yields values and NNX objects with names, by the function's parameters."""
         args, kwargs = self._call
         call: Any = [*args, kwargs]
         with contextlib.suppress(TypeError, ValueError):  # not all have a signature

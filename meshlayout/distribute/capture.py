@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
@@ -61,7 +61,8 @@ def _attribute(instance: Any, name: str) -> Any:
 class Roots:
     """What a function, and the NNX objects among its arguments, reach by names."""
 
-    def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(self, fn: Any, objects: Iterable[tuple[str, Any]] = ()) -> None:
+        objects = [(name, x) for name, x in objects if is_nnx_object(x)]
         roots = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
         self._names, num_names = {"__call__"}, 0
         while num_names < len(self._names):  # methods are found by names in others

@@ -61,11 +61,7 @@ _phases = itertools.count()
 class ReplicaProgram:
     """A function, compiled for the replicas of a strategy and one signature.
 
-    Args:
-        strategy: The strategy.
-        fn: The function.
-        arguments: Its arguments.
-        gone: Called when an object that the program is for is gone.
+    It is of no use any more once `gone` is called: an object that it is for is gone.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class ReplicaProgram:
     ) -> None:
         self._strategy, self._name = strategy, arguments.name
         self._count = strategy.num_replicas_in_sync
-        self.roots = roots = Roots(fn, arguments.named_objects())
+        self.roots = roots = Roots(fn, arguments.named())
         with roots.refuse_appends(self._name):
             self._examine(fn, arguments)
         nodes, self._nodes = self._nodes, []  # which a program does not keep alive
@@ -379,12 +375,17 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step, is_tracing = self._step.again, _jax.is_tracing()
+        step = self._step.again
         before = itertools.chain(self._state, self._rest)
         now = map(raw_value, itertools.chain(self._changed, self._others))
-        if is_tracing or not all(map(operator.is_, now, before)):
-            if is_tracing:
-                self._check_trace(fn, arguments)
+        if _jax.is_tracing() or not all(map(operator.is_, now, before)):
+            if not all(getattr(x, TRACE).is_valid() for x in self._changed):
+                msg = (
+                    f"{self._name} changes variables from outside of the function that "
+                    "is being compiled. run compiles by itself: call it without jit, "
+                    "or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
             step = self._step
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
@@ -402,18 +403,6 @@ class ReplicaProgram:
             }
             out[index] = PerReplica(out[index], mask, **options)
         return self._treedef.unflatten(out)
-
-    def _check_trace(self, fn: Any, arguments: Arguments) -> None:
-        """Refuses to change variables from outside of the trace under way."""
-        for variable in self._changed:
-            if not getattr(variable, TRACE).is_valid():
-                path = Roots(fn, arguments.named_objects()).path_of(variable)
-                msg = (
-                    f"{self._name} changes the variable {path} from outside of the "
-                    "function that is being compiled. run compiles by itself: call it "
-                    "without jit, or pass the objects through nnx.jit as arguments."
-                )
-                raise StrategyError(msg)
 
 
 def _strong(x: Leaf) -> jax.Array:

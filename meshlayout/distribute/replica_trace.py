@@ -61,12 +61,8 @@ class MarksNeeded(BaseException):
 class ReplicaTrace:
     """What one replica sees and sets in a trace; a context that watches this thread.
 
-    Args:
-        context: The context of the replica.
-        value_of: Returns a traced value of a Variable.
-        path_of: Returns the path of a Variable, for messages.
-        marks: In a first trace with marks, bools that are mapped over their axes.
-        decisions: What the first trace decided, for the second one to repeat.
+    The first trace has `path_of`, for messages, and `marks`, if it begins anew; the
+    second one repeats the first one's `decisions`.
     """
 
     def __init__(
