@@ -70,16 +70,17 @@ class Arguments:
 
     def _add(self, x: Leaf) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        mask, is_own = None, type(x) is PerReplica
+        mask, is_own, is_scalar = None, type(x) is PerReplica, False
         if is_own:
             check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
-                if self.mask is not None and not _are_equal(mask, self.mask):
+                is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
+                is_second = self.mask is not None
+                if is_second and (is_traced or not jnp.array_equal(mask, self.mask)):
                     msg = (
                         "run: two arguments have different rows that are padding, and "
-                        "a replica cannot tell which are meant. Pass values of one "
-                        "batch."
+                        "which are meant is unknown. Pass values of one batch."
                     )
                     raise StrategyError(msg)
                 self.mask = mask
@@ -104,7 +105,7 @@ class Arguments:
         self.arrays.append(x)
         self.is_own.append(is_own)
         kind = getattr(x, "aval", None) or jax.typeof(x)
-        return kind, is_own and (is_scalar, mask is not None)
+        return kind, is_own, is_scalar, mask is not None
 
     @property
     def name(self) -> str:
@@ -128,11 +129,6 @@ class Arguments:
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
-
-
-def _are_equal(mask: jax.Array, other: jax.Array) -> bool:
-    is_traced = isinstance(mask, Tracer) or isinstance(other, Tracer)
-    return not is_traced and bool(jnp.array_equal(mask, other))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -88,8 +88,6 @@ class ReplicaProgram:
         step.__name__ = self._name
         self._step = compile_step(step, on_recompile="ignore")
 
-    # The first trace.
-
     def _examine(self, fn: Any, arguments: Arguments) -> None:
         """Traces the function under `jax.vmap` over the replicas, for what it does.
 
@@ -208,34 +206,27 @@ class ReplicaProgram:
     def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
         """Refuses a state of Linen that is returned with changes that differ.
 
-        NNX objects are changed in place, where that is an error. A state is returned,
-        and a forgotten all-reduce would give each replica one of its own. It is one if
-        a result has the structure of an argument, and something was added to one of its
-        leaves: gradients, to which nothing was added, may differ.
+        It is a state if it has the structure of an argument, and something was added to
+        a leaf of that. Gradients, to which nothing was added, may differ.
         """
         args, kwargs = call
         parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
+        text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         for state, part in itertools.product((*args, *kwargs.values()), parts):
             before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
             after, new_structure = jax.tree.flatten_with_path(part)
-            is_bare = jax.tree_util.treedef_is_leaf(structure)  # numbers are no state
-            if is_bare or structure != new_structure:
-                continue
-            differing = [(key, x) for key, x in after if trace.differs(x)]
+            if jax.tree_util.treedef_is_leaf(structure) or structure != new_structure:
+                continue  # two numbers are no states
+            names = [text(key) for key, x in after if trace.differs(x)]
             ids = {id(x) for x in before if np.ndim(x)}
-            if any(ids & trace.terms_of(x) for _, x in differing):
-                keys = [key for key, _ in differing]
-                text = functools.partial(jax.tree_util.keystr, separator="/")
+            if names and any(ids & trace.terms_of(x) for _, x in after):
                 msg = (
                     f"{self._name} returns a state that came in the same on all "
-                    "replicas, and would leave different values of "
-                    f"{', '.join(text(key, simple=True) for key in keys)} on them. "
-                    "Combine gradients and losses first: "
+                    f"replicas, and would leave different values of {', '.join(names)} "
+                    "on them. Combine gradients and losses first: "
                     "get_replica_context().all_reduce('SUM', grads)."
                 )
                 raise StrategyError(msg)
-
-    # Both traces.
 
     def _traced(
         self,
@@ -267,8 +258,6 @@ class ReplicaProgram:
             trace.check_attributes(self._name)
         return trace, result
 
-    # The second trace.
-
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         if self._count == 1:
             return self._replica(state, rest, arrays)
@@ -293,9 +282,8 @@ class ReplicaProgram:
         values = dict(zip(variables, (*state, *rest), strict=True))
 
         def own_part(x: Leaf) -> Any:
-            if not isinstance(x, PerReplica):
-                return x
-            return x.array[0] if x.is_scalar else x.array
+            is_own = isinstance(x, PerReplica)
+            return x.array[0 if x.is_scalar else ...] if is_own else x
 
         def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
@@ -344,8 +332,6 @@ class ReplicaProgram:
             )
             raise StrategyError(msg)
         return x if shape else x[None]
-
-    # Calls.
 
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
@@ -412,18 +398,15 @@ def _strong(x: Leaf) -> jax.Array:
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
 
-    def array(leaf: Leaf) -> jax.Array:
-        kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-        if not isinstance(leaf, kinds):  # JAX would take a text for the name of a dtype
-            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg)
-        return _strong(leaf)
-
     def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
         return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
 
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
-    return list(map(array, leaves)), treedef
+    for leaf in leaves:  # JAX would take a text for the name of a dtype
+        if not isinstance(leaf, jax.typing.ArrayLike):
+            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
+            raise StrategyError(msg)
+    return list(map(_strong, leaves)), treedef
 
 
 class ProgramCache:

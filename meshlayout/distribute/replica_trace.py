@@ -1,20 +1,18 @@
 """What a replica's function does to Variables and modules, watched while it is traced.
 
-A function reaches its models and optimizers in any way that Python has. So reads and
-writes are watched where all of them pass: at the slot of a Variable's value, exchanged
-for a property while a trace is open. In the thread of that trace, a Variable that was
-made outside has a traced value, and belongs to the trace as Flax sees it; the slot
-itself never changes, so other threads see what they always saw. Attributes of modules
-are put back after a trace.
+Reads and writes are watched where all of them pass: at the slot of a Variable's value,
+exchanged for a property while a trace is open. In the thread of that trace, a Variable
+that was made outside has a traced value, and belongs to the trace as Flax sees it; the
+slot itself never changes, so other threads see what they always saw. Attributes of
+modules are put back after a trace.
 
 As in tf.distribute, optimizers add up the gradients of all replicas, except what the
 function has combined itself, and a Variable says how what replicas write is combined.
-The first trace, under `jax.vmap`, tells which values differ between replicas; not
-whether an equal value has been combined (the gradients of a regularization loss do not
-depend on the batch, and each replica has its part), nor whether it is computed from the
-old value of a Variable. Where that has to be known, the first trace begins anew with
-marks. A mark is an axis of a `vmap` that has no other use: JAX carries it along,
-through every operation and transformation.
+The first trace, under `jax.vmap`, tells which values differ between replicas. Whether
+an equal gradient was combined (that of a regularization loss does not depend on the
+batch, and each replica has its part), and what is computed from a Variable's old value,
+marks tell, with which the first trace begins anew where they are needed. A mark is an
+axis of a `vmap` that has no other use: JAX carries it along through every operation.
 """
 
 import functools
@@ -99,8 +97,6 @@ class ReplicaTrace:
             vars(node).clear()
             vars(node).update(before)
 
-    # Modules.
-
     def meet(self, node: Any) -> None:
         """Notes a module from outside, whose attributes are put back and compared."""
         if id(node) not in self.nodes:
@@ -123,8 +119,6 @@ class ReplicaTrace:
                     "call model.eval() outside."
                 )
                 raise StrategyError(msg)
-
-    # Variables.
 
     def read(self, variable: Variable, _: object = None) -> Any:
         """Returns the value of a Variable in the trace."""
@@ -198,14 +192,9 @@ class ReplicaTrace:
 
         return self._followed(variable, jax.tree.map(own, value))
 
-    # How values become one.
-
-    def differs(self, value: PyTree) -> bool:
-        """Returns whether a value differs between replicas, in a first trace."""
-        return self._has_axis(value, self._axis)
-
-    def _has_axis(self, value: PyTree, axis: str | None) -> bool:
-        leaves = jax.tree.leaves(value)
+    def differs(self, value: PyTree, mark: str | None = None) -> bool:
+        """Returns whether a value differs between replicas, or has a mark."""
+        axis, leaves = mark or self._axis, jax.tree.leaves(value)
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
     def mark(self, mark: str, value: PyTree) -> PyTree:
@@ -215,16 +204,16 @@ class ReplicaTrace:
             return value
 
         def add(x: Leaf) -> Any:
-            if not isinstance(x, Tracer) or _jax.is_extended(x.dtype):
-                return x  # a sum of constants, as the number of replicas, is a number
-            return x + self._marks[mark].astype(x.dtype)
+            # A sum of constants, as the number of replicas, is a number.
+            is_traced = isinstance(x, Tracer)
+            return x + self._marks[mark].astype(x.dtype) if is_traced else x
 
         return jax.tree.map(add, value)
 
     def _is_marked(self, mark: str, value: PyTree) -> bool:
         if mark in self._used and not self._marks:
             raise MarksNeeded
-        return self._has_axis(value, mark)
+        return self.differs(value, mark)
 
     def _is_combined(self, value: PyTree) -> bool:
         return not self.differs(value) and self._is_marked(COMBINED, value)
@@ -364,11 +353,11 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
     def replacement(*args: Any, **params: Any) -> Any:
         result, trace = bind(sends, *args, **params), current.get()
         axes = params.get("axes", params.get("axis_name", ()))
-        is_ours = trace is not None and str(trace.context.axis_name) in axes
         # What a loss has sent is sent back for its gradients, which combines nothing.
-        if not is_ours or _jax.is_transposing():
+        if trace is None or _jax.is_transposing():
             return result
-        return trace.mark(mark, result)
+        is_ours = str(trace.context.axis_name) in axes
+        return trace.mark(mark, result) if is_ours else result
 
     return replacement
 
@@ -400,8 +389,11 @@ patches = SharedPatches(
     (nnx.Pytree, "__getattribute__", _meeting),
     *_set_value,
     (nnx.Optimizer, "update", _summing),
-    *((x, "bind", functools.partial(_marking, COMBINED, x)) for x in _jax.COMBINING),
-    (_jax.SENDING, "bind", functools.partial(_marking, SENT, _jax.SENDING)),
+    *(
+        (cast("type", sends), "bind", functools.partial(_marking, mark, sends))
+        for mark, collectives in ((COMBINED, _jax.COMBINING), (SENT, _jax.SENDING))
+        for sends in collectives
+    ),
     *(
         (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
         for name in ("add", "radd", "sub", "getitem")

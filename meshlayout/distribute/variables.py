@@ -62,9 +62,6 @@ def unwatched() -> Iterator[None]:
         current.reset(token)
 
 
-# Attributes of modules.
-
-
 def frozen(value: Leaf) -> Any:
     """Returns what an attribute is now, to compare while the value is alive."""
     if isinstance(value, (list, tuple)):
