@@ -107,11 +107,6 @@ class Arguments:
         kind = getattr(x, "aval", None) or jax.typeof(x)
         return kind, is_own, is_scalar, mask is not None
 
-    @property
-    def name(self) -> str:
-        """The name of the function, for messages."""
-        return getattr(self._fn, "__name__", type(self._fn).__name__)
-
     def named(self) -> Iterator[tuple[str, Any]]:
         """Yields values and NNX objects with names, by the function's parameters."""
         args, kwargs = self._call

@@ -63,7 +63,8 @@ class Roots:
 
     def __init__(self, fn: Any, objects: Iterable[tuple[str, Any]] = ()) -> None:
         objects = [(name, x) for name, x in objects if is_nnx_object(x)]
-        roots = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        roots = [(self.name, fn), *objects]
         self._names, num_names = {"__call__"}, 0
         while num_names < len(self._names):  # methods are found by names in others
             num_names, seen = len(self._names), set[int]()
@@ -205,5 +206,4 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_users(defined: Any) -> bool:
-    """Returns whether a function or class is the user's."""
     return (defined.__module__ or "").partition(".")[0] not in _LIBRARIES

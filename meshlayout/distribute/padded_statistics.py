@@ -1,9 +1,8 @@
 """Flax's batch statistics and metrics, over all replicas and without padding.
 
 BatchNorm and the metrics of NNX know of no replica context, and would count padding
-without a word. So they are given the mask, while a function is traced. (A BatchNorm
-with an `axis_name` takes the mean of the replicas' means: where these have unequally
-many rows, that is only close to the mean of all.)
+without a word. So they are given the mask, while a function is traced. (With an
+`axis_name`, BatchNorm takes the mean of the replicas' means, of however many rows.)
 """
 
 import contextlib

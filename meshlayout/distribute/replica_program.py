@@ -4,9 +4,8 @@ The function is traced twice. The first trace is under `jax.vmap` over the repli
 whose batching rules know of every operation what differs between them: which Variables
 would, which gradients still have to be added up, which results are the same everywhere.
 The second one is compiled, under `jax.shard_map`, with the Variables that change as the
-state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
-`shard_map`'s own types, which know what differs, refuse scans whose carry starts as a
-constant, as in every recurrent layer.)
+state of a `compile_step`. (Compiled, `vmap` would gather whole batches, and the types
+of `shard_map` refuse scans whose carry starts as a constant, as in recurrent layers.)
 """
 
 import collections
@@ -67,9 +66,9 @@ class ReplicaProgram:
     def __init__(
         self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
     ) -> None:
-        self._strategy, self._name = strategy, arguments.name
-        self._count = strategy.num_replicas_in_sync
+        self._strategy, self._count = strategy, strategy.num_replicas_in_sync
         self.roots = roots = Roots(fn, arguments.named())
+        self._name = roots.name
         with roots.refuse_appends(self._name):
             self._examine(fn, arguments)
         nodes, self._nodes = self._nodes, []  # which a program does not keep alive
@@ -144,10 +143,11 @@ class ReplicaProgram:
     def _placeholder(self, variable: Variable) -> Any:
         """Returns a traced value: Python must not compute with the numbers of today."""
 
+        mesh = self._strategy.mesh
+
         def value(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
-                where = "a variable of each replica's own"
-                check_replicas(x, self._strategy.mesh, where)
+                check_replicas(x, mesh, "a variable of each replica's own")
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
@@ -410,10 +410,9 @@ def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
 
 
 class ProgramCache:
-    """The programs of a strategy, found by function, arguments, and objects reached.
+    """The programs of a strategy; those not called for the longest time are dropped.
 
-    A function is found again if it is defined anew with the same code. What was not
-    called for the longest time is dropped, and what is for objects that are gone.
+    A function that is defined anew with the same code is found again.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -446,7 +445,7 @@ class ProgramCache:
         del self._programs[_MOST_PROGRAMS:]
         if number == 3 and all(differences):
             warnings.warn(
-                f"{arguments.name} was compiled a third time for arguments of the same "
+                f"{program.roots.name} was compiled a third time for arguments of the same "
                 f"shapes and types: {differences[0]} stands for another object than "
                 "before. Pass arrays and numbers that change as arguments, or keep "
                 "them in an nnx.Variable; each model has its own program.",

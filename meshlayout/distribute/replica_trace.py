@@ -160,7 +160,7 @@ class ReplicaTrace:
         changed = [x for x, before in entered if is_changed(x, before)]
         return [x for x in changed if not isinstance(x, nnx.RngKey)]
 
-    def read_level(self, holder: Any, slot: Any) -> Any:
+    def level(self, holder: Any, slot: Any) -> Any:
         """Returns the trace that may change a Variable, or a module by its state."""
         return slot.__get__(holder) if self._is_made(holder, slot) else self._level
 
@@ -269,10 +269,9 @@ class ReplicaTrace:
             return "assign" if kind == "sum" else None
         msg = (
             f"the new value of the variable {self._path_of(variable)} is computed from "
-            "the old one, and not by `variable[...] += change`, which would be added "
-            "up. Write that, outside of nnx.jit; or combine what differs, as "
-            "get_replica_context().all_reduce('MAX', x) does, and set a variable "
-            "without aggregation='sum'."
+            "the old one. Write `variable[...] += change`, outside of nnx.jit, which "
+            "is added up; or combine what differs, as all_reduce('MAX', x) does, and "
+            "set a variable without aggregation='sum'."
         )
         raise StrategyError(msg)
 
@@ -280,11 +279,9 @@ class ReplicaTrace:
         context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM
         if how == "add":
             value = old + context.combine(op, new - old)
-        elif how == "assign":
-            value = context.combine(op, new)
-        elif how == "first":
-            is_first = context.replica_id_in_sync_group == 0
-            value = context.combine(op, jnp.where(is_first, new, jnp.zeros_like(new)))
+        elif how in ("assign", "first"):
+            counts = how == "assign" or context.replica_id_in_sync_group == 0
+            value = context.combine(op, jnp.where(counts, new, jnp.zeros_like(new)))
         elif context.mask is None:
             value = context.combine(ReduceOp.MEAN, new)
         else:  # of those replicas that have any real row; if none has, of all
@@ -376,7 +373,7 @@ def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-_levels = _watched(ReplicaTrace.read_level, ReplicaTrace.set_level)
+_levels = _watched(ReplicaTrace.level, ReplicaTrace.set_level)
 _set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
 # Optimizers have no hook between gradients and update. If Flax renames the method,
 # variables differ between replicas, which is an error, and nearly every test in
