@@ -142,7 +142,6 @@ class ReplicaProgram:
 
     def _placeholder(self, variable: Variable) -> Any:
         """Returns a traced value: Python must not compute with the numbers of today."""
-
         mesh = self._strategy.mesh
 
         def value(x: Leaf) -> Any:
@@ -445,10 +444,10 @@ class ProgramCache:
         del self._programs[_MOST_PROGRAMS:]
         if number == 3 and all(differences):
             warnings.warn(
-                f"{program.roots.name} was compiled a third time for arguments of the same "
-                f"shapes and types: {differences[0]} stands for another object than "
-                "before. Pass arrays and numbers that change as arguments, or keep "
-                "them in an nnx.Variable; each model has its own program.",
+                f"{program.roots.name} was compiled a third time for arguments of the "
+                f"same shapes and types: {differences[0]} stands for another object "
+                "than before. Pass arrays and numbers that change as arguments, or "
+                "keep them in an nnx.Variable; each model has its own program.",
                 RecompileWarning,
                 stacklevel=stack_level(),
             )
