@@ -2,8 +2,7 @@
 
 Before each call, closure cells, globals that the code names, attributes of `self` and
 arguments are looked up again, and compared by identity: a name that is bound to another
-model means that model. Which Variables a function uses its first trace tells; so a path
-that is not seen here costs nothing but the notice of a rebinding.
+model means that model. Which Variables a function uses its first trace tells.
 """
 
 import contextlib

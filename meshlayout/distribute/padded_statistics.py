@@ -42,8 +42,7 @@ def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:
-    # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
-    # none and ignores what it is given.
+    # For Accuracy and MultiMetric as well. (Flax 0.11 ignores the mask it is given.)
     if _mask() is None or metric.argname not in kwargs:
         update(metric, **({} if mask is None else {"mask": mask}), **kwargs)
         return

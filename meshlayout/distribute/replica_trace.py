@@ -183,8 +183,7 @@ class ReplicaTrace:
             is_typed = _jax.is_extended(jax.typeof(x).dtype)
             if not self._axis or not (is_typed or isinstance(variable, nnx.RngKey)):
                 return x
-            # Otherwise all replicas would drop the same features. The layers of a scan
-            # have an array of keys.
+            # So replicas drop different features. Layers of a scan have several keys.
             fold_in = jax.random.fold_in
             for _ in range(x.ndim if is_typed else x.ndim - 1):
                 fold_in = jax.vmap(fold_in, in_axes=(0, None))
