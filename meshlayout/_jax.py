@@ -93,7 +93,7 @@ COMBINING = (
     *(jax_parallel.psum_p, jax_parallel.pmax_p),
     *(jax_parallel.pmin_p, jax_parallel.all_gather_p),
 )
-SENDING = jax_parallel.ppermute_p
+SENDING = (jax_parallel.ppermute_p,)
 
 
 def is_transposing() -> bool:

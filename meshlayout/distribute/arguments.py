@@ -40,14 +40,9 @@ def is_leaf(value: object) -> bool:
 class Arguments:
     """The arguments of one call of `run`, taken apart.
 
-    Attributes:
-        arrays: The arrays and numbers, those of replicas as one array; and then the
-            mask of real rows, if rows are padded.
-        is_own: Which of the arrays are values of replicas.
-        scalars: The indices of those that are scalars on each replica.
-        objects: The NNX objects.
-        mask: Which rows are real, if rows are padded.
-        signature: What a program depends on, besides the objects.
+    `arrays` are the arrays and numbers, those of replicas (`is_own`) as one array, also
+    of `scalars`; and then the `mask` of real rows, if rows are padded. `objects` are
+    the NNX objects, and `signature` is what a program depends on besides.
     """
 
     def __init__(
@@ -75,16 +70,17 @@ class Arguments:
 
     def _add(self, x: Leaf) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        mask, is_scalar, is_own = None, False, type(x) is PerReplica
+        mask, is_own, is_scalar = None, type(x) is PerReplica, False
         if is_own:
             check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
-                if self.mask is not None and not _are_equal(mask, self.mask):
+                is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
+                is_second = self.mask is not None
+                if is_second and (is_traced or not jnp.array_equal(mask, self.mask)):
                     msg = (
                         "run: two arguments have different rows that are padding, and "
-                        "a replica cannot tell which are meant. Pass values of one "
-                        "batch."
+                        "which are meant is unknown. Pass values of one batch."
                     )
                     raise StrategyError(msg)
                 self.mask = mask
@@ -99,7 +95,7 @@ class Arguments:
         elif isinstance(x, (np.ndarray, np.generic)):
             x = host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
-            name = next((name for name, y in self._named() if y is x), "of a state")
+            name = next((name for name, y in self.named() if y is x), "of a state")
             msg = (
                 f"run: the argument {name} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
@@ -109,18 +105,10 @@ class Arguments:
         self.arrays.append(x)
         self.is_own.append(is_own)
         kind = getattr(x, "aval", None) or jax.typeof(x)
-        return kind, is_own and (is_scalar, mask is not None)
+        return kind, is_own, is_scalar, mask is not None
 
-    @property
-    def name(self) -> str:
-        """The name of the function, for messages."""
-        return getattr(self._fn, "__name__", type(self._fn).__name__)
-
-    def named_objects(self) -> list[tuple[str, Any]]:
-        """Returns the NNX objects with their names, by the function's parameters."""
-        return [(name, x) for name, x in self._named() if _is_object(type(x))]
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yields values and NNX objects with names, by the function's parameters."""
         args, kwargs = self._call
         call: Any = [*args, kwargs]
         with contextlib.suppress(TypeError, ValueError):  # not all have a signature
@@ -136,11 +124,6 @@ class Arguments:
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
-
-
-def _are_equal(mask: jax.Array, other: jax.Array) -> bool:
-    is_traced = isinstance(mask, Tracer) or isinstance(other, Tracer)
-    return not is_traced and bool(jnp.array_equal(mask, other))
 
 
 @functools.lru_cache(maxsize=1024)

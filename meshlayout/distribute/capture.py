@@ -2,8 +2,7 @@
 
 Before each call, closure cells, globals that the code names, attributes of `self` and
 arguments are looked up again, and compared by identity: a name that is bound to another
-model means that model. Which Variables a function uses its first trace tells; so a path
-that is not seen here costs nothing but the notice of a rebinding.
+model means that model. Which Variables a function uses its first trace tells.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
@@ -61,8 +60,10 @@ def _attribute(instance: Any, name: str) -> Any:
 class Roots:
     """What a function, and the NNX objects among its arguments, reach by names."""
 
-    def __init__(self, fn: Any, objects: Sequence[tuple[str, Any]] = ()) -> None:
-        roots = [(getattr(fn, "__name__", type(fn).__name__), fn), *objects]
+    def __init__(self, fn: Any, objects: Iterable[tuple[str, Any]] = ()) -> None:
+        objects = [(name, x) for name, x in objects if is_nnx_object(x)]
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        roots = [(self.name, fn), *objects]
         self._names, num_names = {"__call__"}, 0
         while num_names < len(self._names):  # methods are found by names in others
             num_names, seen = len(self._names), set[int]()
@@ -204,5 +205,4 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_users(defined: Any) -> bool:
-    """Returns whether a function or class is the user's."""
     return (defined.__module__ or "").partition(".")[0] not in _LIBRARIES

@@ -1,9 +1,8 @@
 """Flax's batch statistics and metrics, over all replicas and without padding.
 
 BatchNorm and the metrics of NNX know of no replica context, and would count padding
-without a word. So they are given the mask, while a function is traced. (A BatchNorm
-with an `axis_name` takes the mean of the replicas' means: where these have unequally
-many rows, that is only close to the mean of all.)
+without a word. So they are given the mask, while a function is traced. (With an
+`axis_name`, BatchNorm takes the mean of the replicas' means, of however many rows.)
 """
 
 import contextlib
@@ -43,8 +42,7 @@ def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:
-    # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
-    # none and ignores what it is given.
+    # For Accuracy and MultiMetric as well. (Flax 0.11 ignores the mask it is given.)
     if _mask() is None or metric.argname not in kwargs:
         update(metric, **({} if mask is None else {"mask": mask}), **kwargs)
         return

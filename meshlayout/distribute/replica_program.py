@@ -4,9 +4,8 @@ The function is traced twice. The first trace is under `jax.vmap` over the repli
 whose batching rules know of every operation what differs between them: which Variables
 would, which gradients still have to be added up, which results are the same everywhere.
 The second one is compiled, under `jax.shard_map`, with the Variables that change as the
-state of a `compile_step`. (Compiled, `vmap` would gather whole batches; and
-`shard_map`'s own types, which know what differs, refuse scans whose carry starts as a
-constant, as in every recurrent layer.)
+state of a `compile_step`. (Compiled, `vmap` would gather whole batches, and the types
+of `shard_map` refuse scans whose carry starts as a constant, as in recurrent layers.)
 """
 
 import collections
@@ -61,19 +60,15 @@ _phases = itertools.count()
 class ReplicaProgram:
     """A function, compiled for the replicas of a strategy and one signature.
 
-    Args:
-        strategy: The strategy.
-        fn: The function.
-        arguments: Its arguments.
-        gone: Called when an object that the program is for is gone.
+    It is of no use any more once `gone` is called: an object that it is for is gone.
     """
 
     def __init__(
         self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
     ) -> None:
-        self._strategy, self._name = strategy, arguments.name
-        self._count = strategy.num_replicas_in_sync
-        self.roots = roots = Roots(fn, arguments.named_objects())
+        self._strategy, self._count = strategy, strategy.num_replicas_in_sync
+        self.roots = roots = Roots(fn, arguments.named())
+        self._name = roots.name
         with roots.refuse_appends(self._name):
             self._examine(fn, arguments)
         nodes, self._nodes = self._nodes, []  # which a program does not keep alive
@@ -91,8 +86,6 @@ class ReplicaProgram:
 
         step.__name__ = self._name
         self._step = compile_step(step, on_recompile="ignore")
-
-    # The first trace.
 
     def _examine(self, fn: Any, arguments: Arguments) -> None:
         """Traces the function under `jax.vmap` over the replicas, for what it does.
@@ -149,11 +142,11 @@ class ReplicaProgram:
 
     def _placeholder(self, variable: Variable) -> Any:
         """Returns a traced value: Python must not compute with the numbers of today."""
+        mesh = self._strategy.mesh
 
         def value(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
-                where = "a variable of each replica's own"
-                check_replicas(x, self._strategy.mesh, where)
+                check_replicas(x, mesh, "a variable of each replica's own")
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
@@ -212,34 +205,27 @@ class ReplicaProgram:
     def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
         """Refuses a state of Linen that is returned with changes that differ.
 
-        NNX objects are changed in place, where that is an error. A state is returned,
-        and a forgotten all-reduce would give each replica one of its own. It is one if
-        a result has the structure of an argument, and something was added to one of its
-        leaves: gradients, to which nothing was added, may differ.
+        It is a state if it has the structure of an argument, and something was added to
+        a leaf of that. Gradients, to which nothing was added, may differ.
         """
         args, kwargs = call
         parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
+        text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         for state, part in itertools.product((*args, *kwargs.values()), parts):
             before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
             after, new_structure = jax.tree.flatten_with_path(part)
-            is_bare = jax.tree_util.treedef_is_leaf(structure)  # numbers are no state
-            if is_bare or structure != new_structure:
-                continue
-            differing = [(key, x) for key, x in after if trace.differs(x)]
+            if jax.tree_util.treedef_is_leaf(structure) or structure != new_structure:
+                continue  # two numbers are no states
+            names = [text(key) for key, x in after if trace.differs(x)]
             ids = {id(x) for x in before if np.ndim(x)}
-            if any(ids & trace.terms_of(x) for _, x in differing):
-                keys = [key for key, _ in differing]
-                text = functools.partial(jax.tree_util.keystr, separator="/")
+            if names and any(ids & trace.terms_of(x) for _, x in after):
                 msg = (
                     f"{self._name} returns a state that came in the same on all "
-                    "replicas, and would leave different values of "
-                    f"{', '.join(text(key, simple=True) for key in keys)} on them. "
-                    "Combine gradients and losses first: "
+                    f"replicas, and would leave different values of {', '.join(names)} "
+                    "on them. Combine gradients and losses first: "
                     "get_replica_context().all_reduce('SUM', grads)."
                 )
                 raise StrategyError(msg)
-
-    # Both traces.
 
     def _traced(
         self,
@@ -271,8 +257,6 @@ class ReplicaProgram:
             trace.check_attributes(self._name)
         return trace, result
 
-    # The second trace.
-
     def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         if self._count == 1:
             return self._replica(state, rest, arrays)
@@ -297,9 +281,8 @@ class ReplicaProgram:
         values = dict(zip(variables, (*state, *rest), strict=True))
 
         def own_part(x: Leaf) -> Any:
-            if not isinstance(x, PerReplica):
-                return x
-            return x.array[0] if x.is_scalar else x.array
+            is_own = isinstance(x, PerReplica)
+            return x.array[0 if x.is_scalar else ...] if is_own else x
 
         def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
@@ -349,8 +332,6 @@ class ReplicaProgram:
             raise StrategyError(msg)
         return x if shape else x[None]
 
-    # Calls.
-
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
 
@@ -379,12 +360,17 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step, is_tracing = self._step.again, _jax.is_tracing()
+        step = self._step.again
         before = itertools.chain(self._state, self._rest)
         now = map(raw_value, itertools.chain(self._changed, self._others))
-        if is_tracing or not all(map(operator.is_, now, before)):
-            if is_tracing:
-                self._check_trace(fn, arguments)
+        if _jax.is_tracing() or not all(map(operator.is_, now, before)):
+            if not all(getattr(x, TRACE).is_valid() for x in self._changed):
+                msg = (
+                    f"{self._name} changes variables from outside of the function that "
+                    "is being compiled. run compiles by itself: call it without jit, "
+                    "or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
             step = self._step
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
@@ -403,18 +389,6 @@ class ReplicaProgram:
             out[index] = PerReplica(out[index], mask, **options)
         return self._treedef.unflatten(out)
 
-    def _check_trace(self, fn: Any, arguments: Arguments) -> None:
-        """Refuses to change variables from outside of the trace under way."""
-        for variable in self._changed:
-            if not getattr(variable, TRACE).is_valid():
-                path = Roots(fn, arguments.named_objects()).path_of(variable)
-                msg = (
-                    f"{self._name} changes the variable {path} from outside of the "
-                    "function that is being compiled. run compiles by itself: call it "
-                    "without jit, or pass the objects through nnx.jit as arguments."
-                )
-                raise StrategyError(msg)
-
 
 def _strong(x: Leaf) -> jax.Array:
     return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
@@ -423,25 +397,21 @@ def _strong(x: Leaf) -> jax.Array:
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
 
-    def array(leaf: Leaf) -> jax.Array:
-        kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-        if not isinstance(leaf, kinds):  # JAX would take a text for the name of a dtype
-            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg)
-        return _strong(leaf)
-
     def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
         return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
 
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
-    return list(map(array, leaves)), treedef
+    for leaf in leaves:  # JAX would take a text for the name of a dtype
+        if not isinstance(leaf, jax.typing.ArrayLike):
+            msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
+            raise StrategyError(msg)
+    return list(map(_strong, leaves)), treedef
 
 
 class ProgramCache:
-    """The programs of a strategy, found by function, arguments, and objects reached.
+    """The programs of a strategy; those not called for the longest time are dropped.
 
-    A function is found again if it is defined anew with the same code. What was not
-    called for the longest time is dropped, and what is for objects that are gone.
+    A function that is defined anew with the same code is found again.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -474,10 +444,10 @@ class ProgramCache:
         del self._programs[_MOST_PROGRAMS:]
         if number == 3 and all(differences):
             warnings.warn(
-                f"{arguments.name} was compiled a third time for arguments of the same "
-                f"shapes and types: {differences[0]} stands for another object than "
-                "before. Pass arrays and numbers that change as arguments, or keep "
-                "them in an nnx.Variable; each model has its own program.",
+                f"{program.roots.name} was compiled a third time for arguments of the "
+                f"same shapes and types: {differences[0]} stands for another object "
+                "than before. Pass arrays and numbers that change as arguments, or "
+                "keep them in an nnx.Variable; each model has its own program.",
                 RecompileWarning,
                 stacklevel=stack_level(),
             )

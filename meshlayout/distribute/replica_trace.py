@@ -1,20 +1,18 @@
 """What a replica's function does to Variables and modules, watched while it is traced.
 
-A function reaches its models and optimizers in any way that Python has. So reads and
-writes are watched where all of them pass: at the slot of a Variable's value, exchanged
-for a property while a trace is open. In the thread of that trace, a Variable that was
-made outside has a traced value, and belongs to the trace as Flax sees it; the slot
-itself never changes, so other threads see what they always saw. Attributes of modules
-are put back after a trace.
+Reads and writes are watched where all of them pass: at the slot of a Variable's value,
+exchanged for a property while a trace is open. In the thread of that trace, a Variable
+that was made outside has a traced value, and belongs to the trace as Flax sees it; the
+slot itself never changes, so other threads see what they always saw. Attributes of
+modules are put back after a trace.
 
 As in tf.distribute, optimizers add up the gradients of all replicas, except what the
 function has combined itself, and a Variable says how what replicas write is combined.
-The first trace, under `jax.vmap`, tells which values differ between replicas; not
-whether an equal value has been combined (the gradients of a regularization loss do not
-depend on the batch, and each replica has its part), nor whether it is computed from the
-old value of a Variable. Where that has to be known, the first trace begins anew with
-marks. A mark is an axis of a `vmap` that has no other use: JAX carries it along,
-through every operation and transformation.
+The first trace, under `jax.vmap`, tells which values differ between replicas. Whether
+an equal gradient was combined (that of a regularization loss does not depend on the
+batch, and each replica has its part), and what is computed from a Variable's old value,
+marks tell, with which the first trace begins anew where they are needed. A mark is an
+axis of a `vmap` that has no other use: JAX carries it along through every operation.
 """
 
 import functools
@@ -61,12 +59,8 @@ class MarksNeeded(BaseException):
 class ReplicaTrace:
     """What one replica sees and sets in a trace; a context that watches this thread.
 
-    Args:
-        context: The context of the replica.
-        value_of: Returns a traced value of a Variable.
-        path_of: Returns the path of a Variable, for messages.
-        marks: In a first trace with marks, bools that are mapped over their axes.
-        decisions: What the first trace decided, for the second one to repeat.
+    The first trace has `path_of`, for messages, and `marks`, if it begins anew; the
+    second one repeats the first one's `decisions`.
     """
 
     def __init__(
@@ -103,8 +97,6 @@ class ReplicaTrace:
             vars(node).clear()
             vars(node).update(before)
 
-    # Modules.
-
     def meet(self, node: Any) -> None:
         """Notes a module from outside, whose attributes are put back and compared."""
         if id(node) not in self.nodes:
@@ -127,8 +119,6 @@ class ReplicaTrace:
                     "call model.eval() outside."
                 )
                 raise StrategyError(msg)
-
-    # Variables.
 
     def read(self, variable: Variable, _: object = None) -> Any:
         """Returns the value of a Variable in the trace."""
@@ -170,7 +160,7 @@ class ReplicaTrace:
         changed = [x for x, before in entered if is_changed(x, before)]
         return [x for x in changed if not isinstance(x, nnx.RngKey)]
 
-    def read_level(self, holder: Any, slot: Any) -> Any:
+    def level(self, holder: Any, slot: Any) -> Any:
         """Returns the trace that may change a Variable, or a module by its state."""
         return slot.__get__(holder) if self._is_made(holder, slot) else self._level
 
@@ -193,8 +183,7 @@ class ReplicaTrace:
             is_typed = _jax.is_extended(jax.typeof(x).dtype)
             if not self._axis or not (is_typed or isinstance(variable, nnx.RngKey)):
                 return x
-            # Otherwise all replicas would drop the same features. The layers of a scan
-            # have an array of keys.
+            # So replicas drop different features. Layers of a scan have several keys.
             fold_in = jax.random.fold_in
             for _ in range(x.ndim if is_typed else x.ndim - 1):
                 fold_in = jax.vmap(fold_in, in_axes=(0, None))
@@ -202,14 +191,9 @@ class ReplicaTrace:
 
         return self._followed(variable, jax.tree.map(own, value))
 
-    # How values become one.
-
-    def differs(self, value: PyTree) -> bool:
-        """Returns whether a value differs between replicas, in a first trace."""
-        return self._has_axis(value, self._axis)
-
-    def _has_axis(self, value: PyTree, axis: str | None) -> bool:
-        leaves = jax.tree.leaves(value)
+    def differs(self, value: PyTree, mark: str | None = None) -> bool:
+        """Returns whether a value differs between replicas, or has a mark."""
+        axis, leaves = mark or self._axis, jax.tree.leaves(value)
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
     def mark(self, mark: str, value: PyTree) -> PyTree:
@@ -219,16 +203,16 @@ class ReplicaTrace:
             return value
 
         def add(x: Leaf) -> Any:
-            if not isinstance(x, Tracer) or _jax.is_extended(x.dtype):
-                return x  # a sum of constants, as the number of replicas, is a number
-            return x + self._marks[mark].astype(x.dtype)
+            # A sum of constants, as the number of replicas, is a number.
+            is_traced = isinstance(x, Tracer)
+            return x + self._marks[mark].astype(x.dtype) if is_traced else x
 
         return jax.tree.map(add, value)
 
     def _is_marked(self, mark: str, value: PyTree) -> bool:
         if mark in self._used and not self._marks:
             raise MarksNeeded
-        return self._has_axis(value, mark)
+        return self.differs(value, mark)
 
     def _is_combined(self, value: PyTree) -> bool:
         return not self.differs(value) and self._is_marked(COMBINED, value)
@@ -284,10 +268,9 @@ class ReplicaTrace:
             return "assign" if kind == "sum" else None
         msg = (
             f"the new value of the variable {self._path_of(variable)} is computed from "
-            "the old one, and not by `variable[...] += change`, which would be added "
-            "up. Write that, outside of nnx.jit; or combine what differs, as "
-            "get_replica_context().all_reduce('MAX', x) does, and set a variable "
-            "without aggregation='sum'."
+            "the old one. Write `variable[...] += change`, outside of nnx.jit, which "
+            "is added up; or combine what differs, as all_reduce('MAX', x) does, and "
+            "set a variable without aggregation='sum'."
         )
         raise StrategyError(msg)
 
@@ -295,11 +278,9 @@ class ReplicaTrace:
         context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM
         if how == "add":
             value = old + context.combine(op, new - old)
-        elif how == "assign":
-            value = context.combine(op, new)
-        elif how == "first":
-            is_first = context.replica_id_in_sync_group == 0
-            value = context.combine(op, jnp.where(is_first, new, jnp.zeros_like(new)))
+        elif how in ("assign", "first"):
+            counts = how == "assign" or context.replica_id_in_sync_group == 0
+            value = context.combine(op, jnp.where(counts, new, jnp.zeros_like(new)))
         elif context.mask is None:
             value = context.combine(ReduceOp.MEAN, new)
         else:  # of those replicas that have any real row; if none has, of all
@@ -368,12 +349,11 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
     def replacement(*args: Any, **params: Any) -> Any:
         result, trace = bind(sends, *args, **params), current.get()
         axes = params.get("axes", params.get("axis_name", ()))
-        if trace is None or str(trace.context.axis_name) not in axes:
-            return result
         # What a loss has sent is sent back for its gradients, which combines nothing.
-        if _jax.is_transposing():
+        if trace is None or _jax.is_transposing():
             return result
-        return trace.mark(mark, result)
+        is_ours = str(trace.context.axis_name) in axes
+        return trace.mark(mark, result) if is_ours else result
 
     return replacement
 
@@ -392,7 +372,7 @@ def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-_levels = _watched(ReplicaTrace.read_level, ReplicaTrace.set_level)
+_levels = _watched(ReplicaTrace.level, ReplicaTrace.set_level)
 _set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
 # Optimizers have no hook between gradients and update. If Flax renames the method,
 # variables differ between replicas, which is an error, and nearly every test in
@@ -405,8 +385,11 @@ patches = SharedPatches(
     (nnx.Pytree, "__getattribute__", _meeting),
     *_set_value,
     (nnx.Optimizer, "update", _summing),
-    *((x, "bind", functools.partial(_marking, COMBINED, x)) for x in _jax.COMBINING),
-    (_jax.SENDING, "bind", functools.partial(_marking, SENT, _jax.SENDING)),
+    *(
+        (cast("type", sends), "bind", functools.partial(_marking, mark, sends))
+        for mark, collectives in ((COMBINED, _jax.COMBINING), (SENT, _jax.SENDING))
+        for sends in collectives
+    ),
     *(
         (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
         for name in ("add", "radd", "sub", "getitem")

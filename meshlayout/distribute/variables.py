@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -62,9 +62,6 @@ def unwatched() -> Iterator[None]:
         current.reset(token)
 
 
-# Attributes of modules.
-
-
 def frozen(value: Leaf) -> Any:
     """Returns what an attribute is now, to compare while the value is alive."""
     if isinstance(value, (list, tuple)):
@@ -77,7 +74,7 @@ def frozen(value: Leaf) -> Any:
     return type(value), id(value) if is_object else value
 
 
-def _views(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
+def _views(values: Iterable[Any]) -> Iterator[Collection[Any]]:
     """Yields the values in dicts and lists, and in those among them, as they change."""
     for value in values:
         if type(value) is list or type(value) is dict:
@@ -106,9 +103,10 @@ class Modes:
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
-        now = [*itertools.chain.from_iterable(self._containers)]
-        if len(now) == len(self._before) and all(map(operator.is_, now, self._before)):
-            return True
+        if sum(map(len, self._containers)) == len(self._before):
+            now = itertools.chain.from_iterable(self._containers)
+            if all(map(operator.is_, now, self._before)):
+                return True
         if list(map(frozen, self._attributes)) != self._frozen:
             return False
         self._look()  # Flax's transforms replace attributes by equal ones
