@@ -291,8 +291,8 @@ def test_what_callbacks_know_comes_along(mesh, tmp_path):
     def run(name, until=None, *, resume=False):
         trainer.state, trainer.history = create_state(mesh), ml.History()
         callbacks = [
-            ml.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
-            ml.callbacks.JSONLLogger(tmp_path / f"{name}.jsonl", every=1),
+            ml.callbacks.Log(tmp_path / f"{name}.csv"),
+            ml.callbacks.Log(tmp_path / f"{name}.jsonl", every=1),
             ml.callbacks.EarlyStopping("row", patience=2),  # stays as it is
         ]
         callbacks += [] if until is None else [InterruptAt(until)]
@@ -310,5 +310,7 @@ def test_what_callbacks_know_comes_along(mesh, tmp_path):
     assert run("cut", resume=True) == whole
     assert whole == ([1, 2, 3], "row has not improved since epoch 1")
     for kind in ("csv", "jsonl"):
-        cut, whole = (tmp_path / f"{x}.{kind}" for x in ("cut", "whole"))
-        assert cut.read_text() == whole.read_text() != ""
+        files = (tmp_path / f"{x}.{kind}" for x in ("cut", "whole"))
+        cut, whole = (file.read_text().splitlines() for file in files)
+        # A step that is repeated after a resume is written again.
+        assert [*dict.fromkeys(cut)] == whole != []

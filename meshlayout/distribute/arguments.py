@@ -76,8 +76,10 @@ class Arguments:
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
                 is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
-                is_second = self.mask is not None
-                if is_second and (is_traced or not jnp.array_equal(mask, self.mask)):
+                first = mask if self.mask is None else self.mask
+                if first is not mask and (
+                    is_traced or not jnp.array_equal(mask, first)
+                ):
                     msg = (
                         "run: two arguments have different rows that are padding, and "
                         "which are meant is unknown. Pass values of one batch."
