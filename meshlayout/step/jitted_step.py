@@ -503,18 +503,14 @@ def is_deleted(leaf: Leaf) -> bool:
     return is_array and leaf.is_deleted()
 
 
-def may_be_donated_twice(state: PyTree, rest: PyTree, *, is_new: bool = False) -> bool:
+def may_be_donated_twice(state: PyTree, rest: PyTree) -> bool:
     """Returns, fast, whether an array may be used up, or be passed twice.
 
     Args:
         state: The arrays that will be used up.
         rest: Other arrays.
-        is_new: Whether the state is what a step has just returned.
     """
     leaves, others = jax.tree.leaves(state), jax.tree.leaves(rest)
-    if is_new:
-        is_twice = not {*map(id, others)}.isdisjoint(map(id, leaves))
-        return is_twice or True in map(is_deleted, others)
     try:
         is_used_up = True in [leaf.is_deleted() for leaf in leaves]
     except (AttributeError, jax.errors.ConcretizationTypeError):
