@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import resource
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint import Checkpointer, orbax
+from meshlayout.checkpoint import Checkpointer, checkpointer, orbax
 from meshlayout.cluster.replicas import replica_sums
 from tests.processes import run_processes
 from tests.test_checkpoint import Position
@@ -370,7 +371,7 @@ def test_processes_that_differ_save_nothing(tmp_path):
 
 
 def interrupts(directory):
-    """Presses Ctrl-C on process 1 during the copy, the wait, and the start of a save."""
+    """Presses Ctrl-C on process 1 in the copy, the wait, the exchange and the start."""
     state, ck = state_on("2x2"), Checkpointer(directory)
     is_it, main = jax.process_index() == 1, threading.main_thread().ident
     start, go = orbax.start_writing, threading.Event()
@@ -393,6 +394,19 @@ def interrupts(directory):
             interrupt(ck.wait)
         go.set()
         ck.wait()
+    sums = checkpointer.replica_sums
+
+    def late(arrays):
+        time.sleep(0.5)
+        return sums(arrays)
+
+    with pytest.MonkeyPatch.context() as patch:  # while it waits for process 0
+        if is_it:
+            interrupt(lambda: ck.save(3, state))
+        else:
+            patch.setattr(checkpointer, "replica_sums", late)
+            ck.save(3, state)
+        ck.wait()
     begin = threading.Thread.start
 
     def never(thread):  # before the thread of the save begins
@@ -402,7 +416,7 @@ def interrupts(directory):
     if is_it:
         threading.Thread.start = never
     with pytest.raises(KeyboardInterrupt) if is_it else contextlib.nullcontext():
-        ck.save(3, state)
+        ck.save(4, state)
     ck.close()
     assert shards(ck.restore(state)) == shards(state)
     return ck.all_steps()
@@ -410,4 +424,26 @@ def interrupts(directory):
 
 def test_ctrl_c_on_one_of_two_processes_loses_nothing(tmp_path):
     found = run_processes(2, interrupts, str(tmp_path / "run"), shared=True)
-    assert found == [[1, 2, 3], [1, 2, 3]]
+    assert found == [[2, 3, 4], [2, 3, 4]]
+
+
+def ends(directory):
+    """Cannot write on process 1; then both end without having been shut down."""
+    ml.shutdown = lambda: None
+    rows = np.random.default_rng(0).random((512, 512), np.float32)
+    state = {"w": place(rows, mesh_of({"batch": 4}).layout("batch", None))}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if jax.process_index() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    ck = Checkpointer(directory)
+    ck.save(1, state)
+    told = message(ck.wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return told
+
+
+def test_programs_end_after_a_save_that_failed_on_one_process(tmp_path):
+    # Orbax waits for process 1 for minutes, in a pool that Python waits for.
+    for told in run_processes(2, ends, str(tmp_path), timeout_s=60):
+        assert "File too large" in told

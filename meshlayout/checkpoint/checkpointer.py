@@ -21,7 +21,7 @@ from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
-from meshlayout.checkpoint.save import Save, failures
+from meshlayout.checkpoint.save import Save, failures, interrupts_later
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption
@@ -153,36 +153,38 @@ class Checkpointer:
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
-        token = self._channel.on_first(functools.partial(self._open, step))
-        facts: dict[str, Any] = {"format": 4, "step": step, "data": None}
-        with self._channel.failure_told(), orbax.undisturbed():
-            steps.find_token(self.directory, token)
-            trees = {"state": state, **(_beside or {})}
-            saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
-            arrays = {name: arrays for name, (_, arrays) in saved.items()}
-            facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
-            facts["metrics"] = _metric_values(metrics, self.best)
-            values = metadata() if callable(metadata) else metadata
-            facts["metadata"] = positions.as_json(values, "metadata")
-            facts |= {"time": time.time(), "processes": jax.process_count()}
-            digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
-            own = {"the step": str(step)}
-            own["the digest of paths, shapes and dtypes"] = digest[:8]
-            sums = replica_sums(x for tree in arrays.values() for x in tree.values())
-            position = positions.position_of(data)
-        messages = self._channel.exchange((own, sums, position))
-        unlike = difference({p: x for p, (x, _, _) in messages.items()})
-        unlike += replica_difference({p: x for p, (_, x, _) in messages.items()})
-        if unlike:
-            msg = f"nothing is saved, as the processes differ: {unlike}."
-            raise CheckpointError(msg)
-        places = [x for _, _, x in messages.values()]
-        if data is not None:  # a single one if all are equal
-            is_one = places.count(places[0]) == len(places)
-            facts["data"] = places[:1] if is_one else places
-        after, self._last = functools.partial(self._delete_old, step), step
-        self._saving = Save(self.directory, step, arrays, facts, self._channel, after)
-        self._saving.start()
+        with interrupts_later():
+            token = self._channel.on_first(functools.partial(self._open, step))
+            facts: dict[str, Any] = {"format": 4, "step": step, "data": None}
+            with self._channel.failure_told(), orbax.undisturbed():
+                steps.find_token(self.directory, token)
+                trees = {"state": state, **(_beside or {})}
+                saved = {name: orbax.saved_leaves(tree) for name, tree in trees.items()}
+                arrays = {name: arrays for name, (_, arrays) in saved.items()}
+                facts["items"] = {name: leaves for name, (leaves, _) in saved.items()}
+                facts["metrics"] = _metric_values(metrics, self.best)
+                values = metadata() if callable(metadata) else metadata
+                facts["metadata"] = positions.as_json(values, "metadata")
+                facts |= {"time": time.time(), "processes": jax.process_count()}
+                digest = hashlib.sha256(repr(facts["items"]).encode()).hexdigest()
+                own = {"the step": str(step)}
+                own["the digest of paths, shapes and dtypes"] = digest[:8]
+                sums = replica_sums(x for xs in arrays.values() for x in xs.values())
+                position = positions.position_of(data)
+            messages = self._channel.exchange((own, sums, position))
+            unlike = difference({p: x for p, (x, _, _) in messages.items()})
+            unlike += replica_difference({p: x for p, (_, x, _) in messages.items()})
+            if unlike:
+                msg = f"nothing is saved, as the processes differ: {unlike}."
+                raise CheckpointError(msg)
+            places = [x for _, _, x in messages.values()]
+            if data is not None:  # a single one if all are equal
+                is_one = places.count(places[0]) == len(places)
+                facts["data"] = places[:1] if is_one else places
+            self._last, after = step, functools.partial(self._delete_old, step)
+            save = Save(self.directory, step, arrays, facts, self._channel, after)
+            self._saving = save
+            save.start()
         if is_preempted:
             self.close()
             raise Preempted(step)

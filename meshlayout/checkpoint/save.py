@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import threading
 import time
 from asyncio import CancelledError
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from meshlayout import _render
 from meshlayout._counts import taking_part
 from meshlayout.checkpoint import directory as steps, orbax
 from meshlayout.cluster.channel import Channel
+from meshlayout.cluster.startup import shutdown
 from meshlayout.errors import CheckpointError
 
 
@@ -123,6 +126,7 @@ class Save:
                     raise  # Orbax's own
             failure = self.channel.failure()
             if failure:
+                _left_behind.set()
                 raise CheckpointError(failure)
         return response.result()
 
@@ -142,8 +146,35 @@ def failures(step: int, directory: Path) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Raises Ctrl-C only at its end, on several processes; a second one at once.
+
+    Inside, a process must not leave the others: they would wait for it in Orbax.
+    """
+    handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and callable(handler)) or jax.process_count() == 1:
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        caught.append(frame)
+        if len(caught) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(caught) == 1:
+            handler(signal.SIGINT, caught[0])
+
+
 # Saves that run, or whose error nobody has raised; a forked child lacks their threads.
 _unfinished: set[Save] = set()
+_left_behind = threading.Event()  # Orbax may still wait for a process that has failed
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unfinished.clear)
@@ -171,3 +202,5 @@ def _finish_all() -> None:
             error = save.error()
         if error is not None:  # no later call is left to raise it
             logger.error("%s", error)
+    if _left_behind.is_set():
+        shutdown()  # ends its wait; otherwise the pools would never shut down
