@@ -60,7 +60,8 @@ class Arguments:
             [None if _is_object(type(x)) else x for x in leaves], is_leaf=is_per_replica
         )
         self.arrays, self.is_own = list[Any](), list[bool]()
-        self.scalars, self.mask = set[int](), None
+        self.scalars = set[int]()
+        self.mask: Any = None
         # A bool, such as `training`, is for Python to decide on.
         self._forms = tuple([x if type(x) is bool else self._add(x) for x in values])
         if self.mask is not None:
