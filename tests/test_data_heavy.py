@@ -203,19 +203,14 @@ def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
         np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
 
 
-def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
+def test_an_iterable_dataset_comes_alone_or_in_a_data_loader(mesh, torch):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return ({"x": X[row], "y": int(Y[row])} for row in range(20))
 
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(Stream(), mesh, global_batch_size=8)
-    assert str(error.value) == (
-        "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
-        "torch.utils.data.DataLoader."
-    )
     loader = torch.utils.data.DataLoader(Stream(), batch_size=6)
-    check(distribute_dataset(loader, mesh, global_batch_size=8), {"x": X, "y": Y})
+    for source in (Stream(), loader):
+        check(distribute_dataset(source, mesh, global_batch_size=8), {"x": X, "y": Y})
 
 
 # Hugging Face

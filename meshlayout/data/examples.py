@@ -79,10 +79,7 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of `count` rows, which must be like the first example.
-
-        None counts the rows of a batch, which all its leaves must have.
-        """
+        """Returns the leaves of `count` rows, or of a batch, like the first example."""
         leaves = self.treedef.flatten_up_to(rows)  # whose error names what differs
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             leaves[number] = array = as_array(spec.path, leaf)
@@ -107,8 +104,7 @@ def describe(rows: PyTree, strings: str) -> ExampleSpec:
     """Returns the spec of the examples, given the first."""
     named, treedef = named_leaves(rows)
     if not named:
-        msg = "an example has no leaves: there is no array in it."
-        raise DataError(msg)
+        raise DataError("an example has no leaves: there is no array in it.")
     specs = (
         LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
         for path, leaf in named

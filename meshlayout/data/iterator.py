@@ -113,12 +113,8 @@ class DataIterator:
         """
         skip = _checks.flag("skip", skip, error=DataError)
         position = from_state(self._plan.identity, state)
-        if (
-            self._plan.is_stream
-            and position.row
-            and position.source is None
-            and not skip
-        ):
+        can_seek = position.row == 0 or position.source is not None
+        if self._plan.is_stream and not can_seek and not skip:
             raise DataError(
                 f"this source cannot seek to row {position.row} of epoch "
                 f"{position.epoch + 1}: it has no position of its own. "

@@ -113,7 +113,7 @@ def make_plan_from_function(
         with _checks.noted(f"This was raised by the function, called with {context}."):
             return fn(context)
 
-    def batch_size_of(rows: int | None, _: object) -> int:
+    def batch_size_of(rows: int | None) -> int:
         if rows is None:
             raise DataError(
                 "the function returned a source of single rows, which does not say the "

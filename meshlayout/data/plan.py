@@ -6,8 +6,6 @@ differ between them. Each process sends its errors to the others, so that none o
 waits for a process that has already failed.
 """
 
-import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +17,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
-from meshlayout.data.adapters import as_source
+from meshlayout.data.adapters import arrays, grain, hugging_face, tensorflow, torch
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
 from meshlayout.data.by_row import HostBatch, RowReader
 from meshlayout.data.by_stream import StreamPass, StreamReader
@@ -41,13 +39,42 @@ from meshlayout.data.placement import (
     per_replica_batch_size,
     process_rows,
 )
-from meshlayout.data.protocols import JSON, RandomAccessSource
+from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
 Assemble: TypeAlias = Callable[[PyTree, jax.Array | None], Batch]
-BatchSizeOf: TypeAlias = Callable[[int | None, Callable[[], bool]], int]
+BatchSizeOf: TypeAlias = Callable[[int | None], int]
+
+
+# By the top-level package of an object's class or of one of its bases.
+_ADAPTERS: dict[str, Callable[..., Source | None]] = {
+    "grain": grain.adapt,
+    "tensorflow": tensorflow.adapt,
+    "tensorflow_datasets": tensorflow.adapt,
+    "torch": torch.adapt,
+    "datasets": hugging_face.adapt,
+}
+
+
+def as_source(obj: object, *, batched: bool | None = None) -> Source:
+    """Returns the user's object as a source; see `distribute_dataset` for `batched`."""
+    batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
+    is_source = isinstance(obj, (RandomAccessSource, StreamSource))
+    source: Any = obj if is_source else None
+    packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
+    class_names = {kind.__name__ for kind in type(obj).__mro__}
+    for package in dict.fromkeys(packages):
+        if source is None and package in _ADAPTERS:
+            source = _ADAPTERS[package](obj, class_names, batched=batched)
+    source = arrays.adapt(obj, batched=batched) if source is None else source
+    yields = getattr(source, "batched", False)  # one with random access has rows
+    if batched not in (None, yields):
+        what = {False: "single examples", True: "batches"}.get(yields, "what it says")
+        kind = _checks.type_text(obj)
+        raise DataError(f"{kind} yields {what}: leave out batched={batched}.")
+    return source
 
 
 def checked_seed(shuffle: object, where: str = "") -> int | None:
@@ -115,9 +142,9 @@ class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
     `open_source` returns the user's object, which `close` releases. `batch_size_of`
-    infers a missing size from the rows of the first batch (None of examples), and from
-    a function that tells whether that batch is all there is. `assemble` makes batches
-    of the source's tree and of weights, None where no process has padding.
+    infers a missing size from the rows of the first batch (None of examples), and
+    `assemble` makes batches of the source's tree and of weights, None where no process
+    has padding.
     A batch has `size` rows of the source, of which this process keeps its `own`, and a
     saved position fits datasets of the same `identity`.
     """
@@ -147,7 +174,7 @@ class DataPlan:
             self._source = source = as_source(data, batched=batched)
             rows, block = self._look(source, prefers_batches=bool(infers_size))
             if batch_size_of and infers_size:
-                inferred = batch_size_of(block, lambda: _is_only_batch(source))
+                inferred = batch_size_of(block)
                 self.options = replace(self.options, global_batch_size=inferred)
             size: Any = self.options.global_batch_size
             per_replica_batch_size(size, layout)  # which must divide
@@ -286,13 +313,3 @@ class DataPlan:
             return RowReader(cut, self._num_batches, self.options.shuffle)
         first, self._first = self._first, None
         return StreamReader(cut, first, batched=self.identity["block"] is not None)
-
-
-def _is_only_batch(source: Any) -> bool:
-    """Returns whether the first batch is all there is, if that can be known."""
-    try:
-        stream = source.open(0)
-    except DataError:  # an iterator, which can be read only once
-        return False
-    with contextlib.closing(stream):
-        return len(list(itertools.islice(stream, 2))) == 1

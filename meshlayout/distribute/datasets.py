@@ -59,7 +59,7 @@ def distribute_dataset(
     return distributed(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 
 
-def _batch_size(replicas: int, is_own: object, rows: int | None, _: object) -> int:
+def _batch_size(replicas: int, is_own: object, rows: int | None) -> int:
     """Returns the rows of a global batch, for a source whose first one has `rows`."""
     if not rows or is_own or rows % replicas:
         what = "is of single examples" if rows is None else f"has {rows} rows"

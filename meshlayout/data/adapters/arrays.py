@@ -128,11 +128,8 @@ def _is_frame(obj: Any) -> bool:
 
 
 def _is_column_list(node: Any) -> bool:
-    """Returns whether a list holds numbers, or lists of them, and so is an array.
-
-    A None among them is no tree without leaves, but a wrong entry, named later.
-    """
+    """Returns whether a list holds numbers, or lists of them, and so is an array."""
     if not isinstance(node, list) or not node:
         return False
-    single = (*_SINGLE, type(None))
+    single = (*_SINGLE, type(None))  # which is then named as a wrong entry
     return all(isinstance(item, single) or _is_column_list(item) for item in node)

@@ -66,12 +66,10 @@ def _dataset_rows(dataset: Any) -> Rows:
 
 
 class _Pass(Iterator[PyTree]):
-    """The elements of one pass over an IterableDataset, with lists as arrays.
+    """The elements of one pass over an IterableDataset, with lists as arrays."""
 
-    A dataset keeps a single position, which is also where its next iteration starts:
-    it is set when a pass starts reading, and trusted only while no other pass reads.
-    `readers` are those that have read since the latest of them started.
-    """
+    # A dataset keeps a single position, which is also where its next iteration starts:
+    # it is set when a pass starts reading, and trusted only while no other pass reads.
 
     def __init__(self, dataset: Any, epoch: int, readers: "set[_Pass]") -> None:
         self._dataset, self._epoch, self._readers = dataset, epoch, readers

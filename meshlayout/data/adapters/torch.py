@@ -11,16 +11,12 @@ from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import item_rows
 from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.protocols import Source
-from meshlayout.errors import DataError
 
 
 def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
-    """Returns a DataLoader, or a Dataset with a length, as a source."""
+    """Returns a DataLoader, an IterableDataset or a Dataset of a length as a source."""
     if "IterableDataset" in class_names:
-        raise DataError(
-            "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
-            "torch.utils.data.DataLoader."
-        )
+        return IteratorSource(lambda epoch: iter(obj), batched)
     if "DataLoader" not in class_names:
         is_rows = "Dataset" in class_names and hasattr(obj, "__len__")
         return item_rows(obj) if is_rows else None
