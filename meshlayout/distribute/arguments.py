@@ -73,7 +73,8 @@ class Arguments:
         """Adds an array; returns what a program depends on."""
         mask, is_own, is_scalar = None, type(x) is PerReplica, False
         if is_own:
-            check_replicas(x, self._mesh, "run")
+            if x.num_replicas != self._mesh.jax_mesh.size:  # which is fast to ask
+                check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
                 is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
@@ -105,7 +106,7 @@ class Arguments:
             raise StrategyError(msg)
         self.arrays.append(x)
         self.is_own.append(is_own)
-        kind = getattr(x, "aval", None) or jax.typeof(x)
+        kind = x.aval if hasattr(x, "aval") else jax.typeof(x)
         return kind, is_own, is_scalar, mask is not None
 
     def named(self) -> Iterator[tuple[str, Any]]:
