@@ -60,7 +60,8 @@ class Arguments:
             [None if _is_object(type(x)) else x for x in leaves], is_leaf=is_per_replica
         )
         self.arrays, self.is_own = list[Any](), list[bool]()
-        self.scalars, self.mask = set[int](), None
+        self.scalars = set[int]()
+        self.mask: Any = None
         # A bool, such as `training`, is for Python to decide on.
         self._forms = tuple([x if type(x) is bool else self._add(x) for x in values])
         if self.mask is not None:
@@ -72,7 +73,8 @@ class Arguments:
         """Adds an array; returns what a program depends on."""
         mask, is_own, is_scalar = None, type(x) is PerReplica, False
         if is_own:
-            check_replicas(x, self._mesh, "run")
+            if x.num_replicas != self._mesh.jax_mesh.size:  # which is fast to ask
+                check_replicas(x, self._mesh, "run")
             mask, is_scalar, x = x.mask, x.is_scalar, x.array
             if mask is not None and mask is not self.mask:
                 is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
@@ -106,7 +108,7 @@ class Arguments:
             raise StrategyError(msg)
         self.arrays.append(x)
         self.is_own.append(is_own)
-        kind = getattr(x, "aval", None) or jax.typeof(x)
+        kind = x.aval if hasattr(x, "aval") else jax.typeof(x)
         return kind, is_own, is_scalar, mask is not None
 
     def named(self) -> Iterator[tuple[str, Any]]:

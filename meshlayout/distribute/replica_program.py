@@ -401,8 +401,9 @@ def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
         return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
 
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
+    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     for leaf in leaves:  # JAX would take a text for the name of a dtype
-        if not isinstance(leaf, jax.typing.ArrayLike):
+        if not isinstance(leaf, kinds):
             msg = f"{name} returned {_checks.shown(leaf)}, which is not an array."
             raise StrategyError(msg)
     return list(map(_strong, leaves)), treedef

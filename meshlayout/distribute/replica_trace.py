@@ -347,7 +347,9 @@ def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **params: Any) -> Any:
-        result, trace = bind(sends, *args, **params), current.get()
+        trace = current.get()
+        with unwatched():  # derivatives are sent as well, and have no marks
+            result = bind(sends, *args, **params)
         axes = params.get("axes", params.get("axis_name", ()))
         # What a loss has sent is sent back for its gradients, which combines nothing.
         if trace is None or _jax.is_transposing():
@@ -358,14 +360,14 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
     return replacement
 
 
-def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(operator)
-    def replacement(self: Any, other: Any) -> Any:
-        result, trace = operator(self, other), current.get()
-        if trace is not None and (name != "getitem" or other is ...):
+def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def replacement(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        result, trace = method(self, other, *args, **kwargs), current.get()
+        if trace is not None and (name != "__getitem__" or other is ...):
             x, y = map(trace.terms_of, (self, other))
             # v + v does not add to v, and neither does x - v.
-            if terms := x - y if name == "sub" else x ^ y:
+            if terms := x - y if name == "__sub__" else x ^ y:
                 trace.note_terms(result, terms)
         return result
 
@@ -391,7 +393,7 @@ patches = SharedPatches(
         for sends in collectives
     ),
     *(
-        (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
-        for name in ("add", "radd", "sub", "getitem")
+        (cast("type", Tracer), name, functools.partial(_noting, name))
+        for name in ("__add__", "__radd__", "__sub__", "__getitem__", "astype")
     ),
 )
