@@ -32,9 +32,8 @@ from meshlayout.layout_map.optimizer_slots import find_slots
 class ParameterServerStrategy(OneDeviceStrategy):
     """Variables on parameter servers, and workers that train without waiting.
 
-    Use this where workers differ in speed or come and go. Schedule training steps
-    through a `ClusterCoordinator`. Workers and servers are actors of the Ray that
-    `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
+    Use it through a `ClusterCoordinator`. Workers and servers are actors of the Ray
+    that `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
 
     Args:
         num_workers: The number of workers.
@@ -134,9 +133,6 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     ) -> RemoteValue:
         """Runs a function on any worker, some time later; returns at once.
 
-        If a function has raised an exception, this one is cancelled, until `join` has
-        raised that.
-
         Args:
             fn: The function. It may use NNX models, optimizers and metrics.
             args: Its arguments: NNX objects, iterators of per-worker datasets, arrays,
@@ -164,7 +160,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
 
         Raises:
             Exception: What a function raised, once, with the worker's traceback as a
-                note; functions that had not started are cancelled.
+                note; what was scheduled before this and had not started is cancelled.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
         self._store.place([])
@@ -192,9 +188,8 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         """Makes a dataset on each worker; `iter` of it is for scheduled functions.
 
         Args:
-            dataset_fn: Called as `dataset_fn(context)` if it needs an argument, else as
-                `dataset_fn()`, by each new worker; returns anything that yields
-                batches. `context.input_pipeline_id` is the worker's number.
+            dataset_fn: Returns anything that yields batches. If it needs an argument,
+                it gets a context: `context.input_pipeline_id` is the worker's number.
         """
         parameters = inspect.signature(dataset_fn).parameters.values()
         takes_context = any(x.default is x.empty for x in parameters)
@@ -231,9 +226,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
                     result.set_exception(error)
             self._queue.task_done()
 
-    def _run(
-        self, worker: int, name: str, number: int, parts: Any, variables: list[str]
-    ) -> PyTree:
+    def _run(self, worker: int, name: str, number: int, parts: Any, used: Any) -> Any:
         store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
@@ -242,10 +235,9 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         if worker not in self._workers:
             start = ray.remote(actors.RemoteWorker).options(**strategy._worker_options)
             self._workers[worker] = start.remote(worker, strategy.num_workers)
-        pulled = store.pull(variables)
+        pulled = store.pull(used)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
-        datasets = dict(self._iterators)
-        answers = run.remote(name, number, parts, datasets, *pulled.values())
+        answers = run.remote(name, number, parts, {**self._iterators}, *pulled.values())
         try:
             result, params = ray.get(answers[:2])
             for optimizer, names in params.items():
@@ -321,8 +313,8 @@ class VariableStore:
             pairs = zip(jax.tree.leaves(slots), find_slots(*leaves), strict=True)
             added = {n: places[names[x.param]] if x else servers for n, x in pairs}
             step = self.name(optimizer.step)
-            rule = optimizer.tx, (params, slots, step)
-            self._send({**added, step: servers}, {name: rule})
+            rules = {name: (optimizer.tx, (params, slots, step))}
+            self._send({**added, step: servers}, rules)
             self._placed[name] = optimizer.tx
 
     def _send(self, places: Any, rules: Mapping[str, Any]) -> None:
