@@ -108,7 +108,7 @@ class Arguments:
             raise StrategyError(msg)
         self.arrays.append(x)
         self.is_own.append(is_own)
-        kind = x.aval if hasattr(x, "aval") else jax.typeof(x)
+        kind = getattr(x, "aval", None) or jax.typeof(x)
         return kind, is_own, is_scalar, mask is not None
 
     def named(self) -> Iterator[tuple[str, Any]]:
