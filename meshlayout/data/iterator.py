@@ -3,11 +3,12 @@
 A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do, but
 for one thing: Python waits for those before it exits, for ever if a source blocks. A
 daemon thread that is in JAX or other C++ code while Python exits crashes the process,
-so the exit closes them, and waits a moment for each. A thread refers to the
+so the exit closes them, and waits a moment for all. A thread refers to the
 `_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
-closing and that is dropped, its finalizer closes the thread, as it does at the exit.
+closing and that is dropped, its finalizer closes the thread.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import queue
@@ -61,6 +62,7 @@ class DataIterator:
         if self._batches is None:
             self._batches = _Prefetcher(self._plan, self._position)
             self._close_later = weakref.finalize(self, self._batches.close)
+            self._close_later.atexit = False  # `_close_all` does
         try:
             batch, self._position = next(self._batches)
         except BaseException as error:
@@ -157,6 +159,7 @@ class _Prefetcher:
             name = "meshlayout-data"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
+        _open.add(self)
 
     def __next__(self) -> tuple[Batch, Position]:
         if self._thread is None:
@@ -167,8 +170,9 @@ class _Prefetcher:
         self._permits.release()
         return result
 
-    def close(self) -> None:
+    def close(self, wait_s: float = _CLOSE_S) -> None:
         """Ends the thread once it leaves the source, and drops what is ready."""
+        _open.discard(self)
         # In this order: once woken by a permit, the thread has to see the flag.
         self._is_stopped = True
         self._permits.release()
@@ -177,7 +181,7 @@ class _Prefetcher:
         if self._thread is None:
             self._batches.close()
         elif self._thread is not threading.current_thread():  # as a finalizer may be
-            self._thread.join(_CLOSE_S)
+            self._thread.join(wait_s)
 
     def _made(self) -> tuple[Batch, Position]:
         batch = next(self._batches)
@@ -194,6 +198,19 @@ class _Prefetcher:
         except BaseException as error:  # raised again in the user's loop
             end = error
         self._ready.put(end)
+
+
+_open: weakref.WeakSet[_Prefetcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes all that is open, in the time that closing one may take."""
+    prefetchers, end_s = list(_open), time.monotonic() + _CLOSE_S
+    for prefetcher in prefetchers:
+        prefetcher.close(0.0)
+    for prefetcher in prefetchers:
+        prefetcher.close(max(0.0, end_s - time.monotonic()))
 
 
 def _host_batches(
