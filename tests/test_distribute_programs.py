@@ -360,6 +360,18 @@ def test_threads_see_a_model_as_it_is_and_lose_no_update(two):
     np.testing.assert_allclose(model.bias, -21)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, float])
+def test_arguments_of_later_calls_are_placed_as_those_of_the_first(two, kind):
+    model, optimizer = made(two, lambda: Scale(1.0), rate=0.5)
+
+    def step(x):
+        optimizer.update(model, nnx.grad(lambda model: model(x))(model))
+
+    for x in (1.0, 2.0, 3.0):
+        two.run(step, (kind(x),))
+    assert model.factor[...] == 1 - (1 + 2 + 3)
+
+
 def test_a_bool_among_the_arguments_is_one_for_python(two):
     step = lambda x, training: x if training else -x  # noqa: E731
     for training in (True, False, True):

@@ -223,9 +223,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if (
             program is None
             or program.is_loose
+            or self._places_rest  # as NumPy arrays, at every call
             or jax.sharding.get_abstract_mesh() is not self._no_mesh
             or program.is_elsewhere(arrays)
-            or True in [x.is_deleted() for x in arrays]
+            or True in map(is_deleted, arrays)
             or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
         ):
             return self(state, rest, arrays)  # type: ignore[call-arg]
