@@ -153,7 +153,7 @@ class _Server:
         return run
 
     def _listen(self):
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             kind, number, value = json.loads(line)
             run = self._runs[number]
             if kind == "pid":

@@ -84,7 +84,7 @@ def test_a_model_is_trained_and_evaluated_however_it_is_reached(two):
 
 
 class Trainer:
-    model = None
+    model: Any = None
 
     def evaluate(self, x):
         return self.model(x)
