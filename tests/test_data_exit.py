@@ -1,5 +1,6 @@
 """Programs end at once, whatever their input does: each test runs a real one."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,8 +81,10 @@ def end(process, allowed_s=2.0):
     """What a process prints while it ends, which is in time."""
     start = time.monotonic()
     out, err = process.communicate(timeout=20)
-    # An interpreter with JAX needs a moment to end, also without any input.
-    assert time.monotonic() - start < allowed_s + 1.0
+    # An interpreter with JAX needs a moment to end, also without any input, and a longer
+    # one where other programs take its core.
+    moment_s = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert time.monotonic() - start < allowed_s + moment_s
     return out, err
 
 

@@ -80,7 +80,7 @@ def test_pairs_of_a_tf_dataset_stay_tuples_in_their_dtypes(mesh, tf):
     np.testing.assert_array_equal(weights, np.ones(8))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16])
+@pytest.mark.parametrize("num_rows", [8, 13, 16])
 def test_a_strategy_takes_a_tf_dataset_with_its_batch_size(tf, num_rows):
     strategy = ml.distribute.MirroredStrategy(jax.devices()[:4])
     source = tf.data.Dataset.range(1, num_rows + 1).map(

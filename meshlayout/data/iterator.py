@@ -218,7 +218,7 @@ def _host_batches(
 ) -> Generator[HostBatch, None, None]:
     """Yields the batches after a position, which all processes have."""
     options, reader = plan.options, plan.new_reader()
-    turns = plan.agreement.new_turns() if plan.is_stream else None
+    turns = plan.agreement.new_turns() if plan.agreement and plan.is_stream else None
     # An iteration that started in an epoch's middle ends at the same row.
     last_row = position.first_row if options.remainder == "repeat" else 0
     last = position.first_epoch + (options.epochs or 0), last_row

@@ -8,6 +8,7 @@ waits for a process that has already failed.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -164,15 +165,16 @@ class DataPlan:
         self.clock, self.close = clock or PipelineReport(), close
         self._assemble = assemble
         layout = batch_layout(layout_or_mesh, self.clock.warn)
-        self.agreement = agreement = Agreement(layout.mesh)
-        with agreement.channel.failure_told():
+        agreement = Agreement(layout.mesh) if jax.process_count() > 1 else None
+        self.agreement = agreement
+        with agreement.channel.failure_told() if agreement else nullcontext():
             self.options = DataOptions.of(options)
             infers_size = batch_size_of and self.options.global_batch_size is None
             data = open_source()
             if infers_size and batched is None and isinstance(data, list) and data:
                 batched = looks_batched(data[0])
-            self._source = source = as_source(data, batched=batched)
-            rows, block = self._look(source, prefers_batches=bool(infers_size))
+            self._source: Any = as_source(data, batched=batched)
+            rows, block = self._look(prefers_batches=bool(infers_size))
             if batch_size_of and infers_size:
                 inferred = batch_size_of(block)
                 self.options = replace(self.options, global_batch_size=inferred)
@@ -187,7 +189,7 @@ class DataPlan:
             self._spec = spec = describe(rows, self.options.strings)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
-            facts = self._facts(rows) if agreement.has_others else {}
+            facts = self._facts(rows) if agreement and agreement.has_others else {}
             self.padding_hint, key = padding_hint(rows), self.options.weights
             if assemble is not None:
                 # Beside the source's own tree, so that any tree has a place.
@@ -200,7 +202,9 @@ class DataPlan:
         self.has_weights = index is not None
         batch_spec = self._placement.element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
-        self._set_lengths(agreement.exchange(facts, (self._num_rows, self.size)))
+        length = self._num_rows, self.size
+        lengths = agreement.exchange(facts, length).values() if agreement else [length]
+        self._set_lengths(list(lengths))
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -214,8 +218,9 @@ class DataPlan:
             "block": block,
         }
 
-    def _look(self, source: Any, *, prefers_batches: bool) -> tuple[PyTree, int | None]:
+    def _look(self, *, prefers_batches: bool) -> tuple[PyTree, int | None]:
         """Returns the first rows, and how many make the first batch of a stream."""
+        source = self._source
         self.is_stream = not isinstance(source, RandomAccessSource)
         # A stream's first pass, whose first element a generator yields only once.
         self._first: StreamPass | None = None
@@ -246,11 +251,11 @@ class DataPlan:
         ]
         if self.options.per_process:
             return facts
-        source: Any = self._source
+        source = self._source
         sums = checksums(rows) if self.is_stream else sample_checksums(source)
         return {**facts, "the number of rows": self._num_rows, **sums}
 
-    def _set_lengths(self, lengths: dict[int, tuple[int | None, int]]) -> None:
+    def _set_lengths(self, lengths: list[tuple[int | None, int]]) -> None:
         """Counts batches, given the rows and the rows per batch of each process.
 
         What does not fit at the end of an epoch, hours later, is refused now.
@@ -261,7 +266,7 @@ class DataPlan:
         self._num_batches: int | None = None
         self._num_full: int | None = None
         self.num_steps: int | None = None
-        counts = [(num_rows, size) for num_rows, size in lengths.values() if num_rows]
+        counts = [(num_rows, size) for num_rows, size in lengths if num_rows]
         if len(counts) < len(lengths):
             return
         if remainder == "repeat":
