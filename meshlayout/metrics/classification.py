@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks
 from meshlayout.errors import MetricError
-from meshlayout.metrics.means import MeanMetric
 from meshlayout.metrics.metric import (
+    MeanMetric,
     Metric,
     as_array,
     element_weights,

@@ -1,15 +1,12 @@
 """Sums and means over examples."""
 
-from typing import Self
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from meshlayout.metrics.metric import (
-    Metric,
-    as_float,
-    element_weights,
+    MeanMetric,
+    ValueMetric,
     mean_sums,
     metric_class,
     source,
@@ -17,54 +14,8 @@ from meshlayout.metrics.metric import (
 )
 
 
-class _ValueMetric(Metric):
-    """Base of the metrics of one array of numbers."""
-
-    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`. A value without dims counts once per
-                update, unless all weights are 0.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        where = type(self).__name__
-        elements = as_float(values, "values", where)
-        counts = element_weights(weights, elements, "values", where)
-        return self._added(self._sums_of(elements, counts))
-
-    def _sums_of(self, elements: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns the sums of a batch alone."""
-        raise NotImplementedError
-
-
-class MeanMetric(Metric):
-    """Base of the metrics that are a weighted mean."""
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (2,)
-
-    @property
-    def total(self) -> jax.Array:
-        """The weighted sum so far, a float32 scalar."""
-        return jnp.asarray(self.sums)[0]
-
-    @property
-    def count(self) -> jax.Array:
-        """The sum of the weights so far, a float32 scalar."""
-        return jnp.asarray(self.sums)[1]
-
-    def compute(self) -> jax.Array:
-        """Returns the weighted mean; NaN where nothing was counted."""
-        return self.total / self.count
-
-
 @metric_class
-class Mean(_ValueMetric, MeanMetric):
+class Mean(ValueMetric, MeanMetric):
     """The weighted mean of values: `total` divided by `count`.
 
     Use this for losses and any other numbers per example or per token. A value without
@@ -82,13 +33,11 @@ class Mean(_ValueMetric, MeanMetric):
     """
 
     values: str | int = source(default="losses")
-
-    def _sums_of(self, elements: jax.Array, weights: jax.Array) -> jax.Array:
-        return mean_sums(elements, weights)
+    _sums_of = staticmethod(mean_sums)
 
 
 @metric_class
-class Sum(_ValueMetric):
+class Sum(ValueMetric):
     """The weighted sum of values; 0 if nothing was counted.
 
     A value without dims counts once per update, unless all weights are 0.
@@ -112,7 +61,7 @@ class Sum(_ValueMetric):
 
 
 @metric_class
-class Last(_ValueMetric):
+class Last(ValueMetric):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
     Use this for a number per step, such as a learning rate. Merging keeps the value of

@@ -292,3 +292,52 @@ def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
 def mean_sums(values: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns what a mean sums up: the values times their weights, and the weights."""
     return jnp.stack([jnp.sum(weighted(values, weights)), jnp.sum(weights)])
+
+
+# Bases of metrics.
+
+
+class ValueMetric(Metric):
+    """Base of the metrics of one array of numbers."""
+
+    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """Returns the metric with a batch of values added.
+
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`. A value without dims counts once per
+                update, unless all weights are 0.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        where = type(self).__name__
+        elements = as_float(values, "values", where)
+        counts = element_weights(weights, elements, "values", where)
+        return self._added(self._sums_of(elements, counts))
+
+    def _sums_of(self, elements: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the sums of a batch alone."""
+        raise NotImplementedError
+
+
+class MeanMetric(Metric):
+    """Base of the metrics that are a weighted mean."""
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (2,)
+
+    @property
+    def total(self) -> jax.Array:
+        """The weighted sum so far, a float32 scalar."""
+        return jnp.asarray(self.sums)[0]
+
+    @property
+    def count(self) -> jax.Array:
+        """The sum of the weights so far, a float32 scalar."""
+        return jnp.asarray(self.sums)[1]
+
+    def compute(self) -> jax.Array:
+        """Returns the weighted mean; NaN where nothing was counted."""
+        return self.total / self.count

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from meshlayout.errors import MetricError
-from meshlayout.metrics.means import MeanMetric
 from meshlayout.metrics.metric import (
+    MeanMetric,
     Metric,
     as_array,
     as_float,
