@@ -7,7 +7,6 @@ from jax.typing import ArrayLike
 from meshlayout.metrics.metric import (
     MeanMetric,
     ValueMetric,
-    mean_sums,
     metric_class,
     source,
     weighted,
@@ -33,7 +32,6 @@ class Mean(ValueMetric, MeanMetric):
     """
 
     values: str | int = source(default="losses")
-    _sums_of = staticmethod(mean_sums)
 
 
 @metric_class
