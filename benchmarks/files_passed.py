@@ -66,7 +66,8 @@ def train_step() -> Callable[[], Any]:
     mesh = ml.create_mesh({"batch": 8})
     rows = np.ones((8, 4), "float32")
     batch = ml.relayout({"x": rows, "y": rows}, mesh.layout("batch", ...))
-    return lambda: ml.make_train_step(loss_fn)(state, batch)
+    make_train_step = ml.make_train_step  # which is imported now
+    return lambda: make_train_step(loss_fn)(state, batch)
 
 
 def restore() -> Callable[[], Any]:
@@ -84,7 +85,8 @@ def batch() -> Callable[[], Any]:
     """Returns the making of a dataset of arrays, and of its first batch."""
     mesh = ml.create_mesh({"batch": 8})
     data = {"x": np.ones((32, 4), "float32"), "y": np.ones((32, 4), "float32")}
-    return lambda: next(iter(ml.distribute_dataset(data, mesh, global_batch_size=8)))
+    distribute_dataset = ml.distribute_dataset  # which is imported now
+    return lambda: next(iter(distribute_dataset(data, mesh, global_batch_size=8)))
 
 
 WAYS = {"train_step": train_step, "restore": restore, "batch": batch}

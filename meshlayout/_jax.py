@@ -24,9 +24,10 @@ from jax._src import (
     core as jax_core,
     distributed,
     mesh as jax_mesh,
+    source_info_util,
 )
 from jax._src.interpreters import batching, partial_eval, pxla
-from jax._src.lax import lax as jax_lax
+from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import (
@@ -113,6 +114,24 @@ def is_mapped(x: Any, axis_name: str) -> bool:
             return True
         x = x.val
     return False
+
+
+# What sends values between replicas, by any function of jax.lax: so that they are equal
+# on all of them afterwards, or are not. tests/test_distribute_programs.py notices.
+COMBINING = (
+    *(jax_parallel.psum_p, jax_parallel.pmax_p),
+    *(jax_parallel.pmin_p, jax_parallel.all_gather_p),
+)
+SENDING = jax_parallel.ppermute_p
+
+
+def is_transposing() -> bool:
+    """Returns whether the backward pass of a gradient is under way.
+
+    JAX says so in the names of operations alone; if it no longer does, the test of a
+    loss that is combined within its function fails.
+    """
+    return "transpose" in str(source_info_util.current_name_stack())
 
 
 def is_unreduced(spec: PartitionSpec) -> bool:

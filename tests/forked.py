@@ -71,7 +71,7 @@ def _server():
     )
 
     def listen():
-        for line in process.stdout:
+        for line in process.stdout or ():
             number, kind, value = line.decode().split(" ", 2)
             programs[int(number)].events.put((kind, value))
         for program in programs:

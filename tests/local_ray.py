@@ -41,9 +41,8 @@ class Reference:
 class LocalRay:
     """Takes the place of the module `ray`.
 
-    Args:
-        fault: Called as `fault(when, count)` around each closure that a worker runs:
-            `when` is "before" or "after". It may raise `WorkerKilled`.
+    `fault("before", count)` and `fault("after", count)`, around each closure that a
+    worker runs, may raise `WorkerKilled`.
     """
 
     exceptions = types.SimpleNamespace(

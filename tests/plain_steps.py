@@ -4,7 +4,6 @@ As a user would write them out on one device, in a loop of plain Python: nothing
 masked or intercepted, padding is cut off, and nothing is shared with the library's step.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ class PlainTrainStep:
         loss_fn: A function `(model, batch) -> (losses, outputs)`.
         clip_norm: The largest norm of all gradients together.
         ema: The decay of the parameters' moving average.
-        trainable: A pattern; parameters whose paths do not match stay.
         accumulate: The number of microbatches.
         denominator: What the sum of losses is divided by, or the sum of the weights.
         l2: The factor of the squares of all kernels.
@@ -44,7 +42,6 @@ class PlainTrainStep:
         *,
         clip_norm: float | None = None,
         ema: float | None = None,
-        trainable: str = "",
         accumulate: int = 1,
         denominator: float | None = None,
         l2: float = 0.0,
@@ -57,10 +54,6 @@ class PlainTrainStep:
         self._clip = optax.clip_by_global_norm(clip_norm) if clip_norm else None
         self._ema, self._accumulate = ema, accumulate
         self._denominator, self._l2 = denominator, l2
-        self._is_trained = {
-            leaf.path: bool(re.search(trainable, leaf.path))
-            for leaf in _paths.flatten(self.params).leaves
-        }
         self._tx = state.tx
         self._opt_state = _on_one_device(state.opt_state)
 
@@ -77,11 +70,11 @@ class PlainTrainStep:
             grads = jax.tree.map(jnp.add, grads, slopes)
             sums += float(loss)
         penalty, slopes = jax.value_and_grad(self._penalty)(self.params)
-        grads = self._trained(jax.tree.map(jnp.add, grads, slopes))
+        grads = jax.tree.map(jnp.add, grads, slopes)
         if self._clip is not None:
             grads, _ = self._clip.update(grads, self._clip.init(self.params))
         updates, self._opt_state = self._tx.update(grads, self._opt_state, self.params)
-        self.params = optax.apply_updates(self.params, self._trained(updates))
+        self.params = optax.apply_updates(self.params, updates)
         if self._ema is not None:
             self.average = optax.incremental_update(
                 self.params, self.average, 1 - self._ema
@@ -102,16 +95,6 @@ class PlainTrainStep:
         leaves = _paths.flatten(params).leaves
         kernels = [leaf.value for leaf in leaves if "kernel" in leaf.path]
         return self._l2 * sum((jnp.square(x).sum() for x in kernels), jnp.float32(0))
-
-    def _trained(self, tree: Any) -> Any:
-        """Returns a tree of gradients or updates, zero where nothing is trained."""
-        flat = _paths.flatten(tree)
-        return flat.unflatten(
-            [
-                leaf.value if self._is_trained[leaf.path] else 0 * leaf.value
-                for leaf in flat.leaves
-            ]
-        )
 
 
 def _on_one_device(tree: Any) -> Any:

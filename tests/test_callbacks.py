@@ -320,16 +320,12 @@ def test_a_stopped_training_says_why(capsys):
     assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 2"
 
 
-@pytest.mark.parametrize("kind", ["progress", "csv", "jsonl", "profile"])
+@pytest.mark.parametrize("kind", ["progress", "csv", "jsonl"])
 def test_only_process_zero_talks(kind, state, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    path = tmp_path / "log"
-    callback = {
-        "progress": ml.callbacks.Progress,
-        "csv": lambda: ml.callbacks.CSVLogger(path),
-        "jsonl": lambda: ml.callbacks.JSONLLogger(path, every=1),
-        "profile": lambda: ml.callbacks.ProfilerTrace(path, start_step=1),
-    }[kind]()
+    path = tmp_path / f"log.{kind}"
+    is_bar = kind == "progress"
+    callback = ml.callbacks.Progress() if is_bar else ml.callbacks.Log(path)
     fit(ml.Trainer(state, loss_fn), callback)
     assert capsys.readouterr().out == ""
     assert not path.exists()
@@ -458,7 +454,7 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     path = tmp_path / "runs" / "log.csv"
     path.parent.mkdir()
     path.write_text("old\n")
-    trainer, logger = ml.Trainer(state, loss_fn), ml.callbacks.CSVLogger(path)
+    trainer, logger = ml.Trainer(state, loss_fn), ml.callbacks.Log(path)
     fit(trainer, logger, epochs=2)
     history = fit(trainer, logger)
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -467,24 +463,24 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     assert [int(row["step"]) for row in rows] == [3, 6, 9]
     assert [float(row["loss"]) for row in rows] == history["loss"]
     assert {float(row["learning_rate"]) for row in rows} == {float(np.float32(0.05))}
-    fit(trainer, ml.callbacks.CSVLogger(path, append=True))
-    assert len(path.read_text().splitlines()) == 5
+    fit(trainer, ml.callbacks.Log(path))  # another one begins anew
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_a_csv_file_refuses_other_columns(tmp_path):
     path = tmp_path / "log.csv"
-    Scripted(1.0).run(ml.callbacks.CSVLogger(path))
-    other = ml.callbacks.CSVLogger(path, append=True)
-    assert message_of(lambda: Scripted(1.0, name="error").run(other)) == (
-        f"CSVLogger: 'error' is not a column of {str(path)!r}, which has 'epoch', 'step', "
-        "'loss'. Write to another file, or use JSONLLogger, whose lines may differ."
+    log = ml.callbacks.Log(path)
+    Scripted(1.0).run(log)
+    assert message_of(lambda: Scripted(1.0, name="error").run(log)) == (
+        f"Log: 'error' is not a column of {str(path)!r}, which has 'epoch', 'step', "
+        "'loss'. Write to another file, or to one of JSON lines, which may differ."
     )
 
 
 def test_json_lines_have_steps_and_epochs_in_order(state, tmp_path):
     path = tmp_path / "log.jsonl"
     trainer = Scripted(1.0, math.nan, 0.5)
-    trainer.run(ml.callbacks.JSONLLogger(path, every=2))
+    trainer.run(ml.callbacks.Log(path, every=2))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [
         {"epoch": 1, "step": 1, "loss": 1.0},
@@ -513,8 +509,8 @@ def test_a_metric_with_dims_is_not_monitored(kind):
 
 def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
     loggers = [
-        ml.callbacks.CSVLogger(tmp_path / "log.csv"),
-        ml.callbacks.JSONLLogger(tmp_path / "log.jsonl"),
+        ml.callbacks.Log(tmp_path / "log.csv"),
+        ml.callbacks.Log(tmp_path / "log.jsonl"),
     ]
     history = fit(Counting({"n": 0}), *loggers, data=[{"x": np.ones(2)}])
     counts = history["counts"][0].tolist()
@@ -529,7 +525,7 @@ def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
 def test_steps_of_many_at_once_are_due_when_they_pass(every, steps, state, tmp_path):
     path = tmp_path / "log.jsonl"
     trainer = ml.Trainer(state, loss_fn, steps_per_call=2)
-    fit(trainer, ml.callbacks.JSONLLogger(path, every=every), data=batches(6))
+    fit(trainer, ml.callbacks.Log(path, every=every), data=batches(6))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*steps, 6]
 
@@ -558,7 +554,7 @@ def test_tensorboard_gets_epochs_and_steps(monkeypatch, tmp_path):
     package = types.ModuleType("tensorboardX")
     package.SummaryWriter = FakeWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", package)
-    Scripted(1.0, 0.5).run(ml.callbacks.TensorBoard(tmp_path, every=2))
+    Scripted(1.0, 0.5).run(ml.callbacks.Log(tmp_path, every=2))
     writer = written[-1]
     assert writer.logdir == str(tmp_path)
     assert writer.scalars == [
@@ -571,7 +567,7 @@ def test_tensorboard_gets_epochs_and_steps(monkeypatch, tmp_path):
 
 def test_tensorboard_writes_event_files(tmp_path):
     pytest.importorskip("tensorboardX")
-    Scripted(1.0).run(ml.callbacks.TensorBoard(tmp_path))
+    Scripted(1.0).run(ml.callbacks.Log(tmp_path))
     (path,) = tmp_path.glob("events.out.tfevents.*")
     assert b"loss" in path.read_bytes()
 
@@ -579,8 +575,8 @@ def test_tensorboard_writes_event_files(tmp_path):
 def test_tensorboard_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     importlib.invalidate_caches()
-    assert message_of(lambda: ml.callbacks.TensorBoard(tmp_path)) == (
-        "The TensorBoard callback needs tensorboardX, which is not installed: pip "
+    assert message_of(lambda: ml.callbacks.Log(tmp_path)) == (
+        "Log for TensorBoard needs tensorboardX, which is not installed: pip "
         "install 'meshlayout[tensorboard]'."
     )
 
@@ -591,16 +587,13 @@ BAD = [None, float("nan"), -1, 0, "", object(), True, 1.5, type("Cls", (), {})]
 CALLBACKS = {
     "EarlyStopping": ["monitor", "patience", "min_delta", "mode", "restore_best"],
     "StopOnNaN": ["monitor", "every"],
-    "CSVLogger": ["path", "append"],
-    "JSONLLogger": ["path", "every", "append"],
-    "ProfilerTrace": ["directory", "start_step", "num_steps"],
+    "Log": ["path", "every"],
     "Checkpoint": ["checkpointer", "every"],
     "Progress": ["console"],
 }
 WORKS = {
     "min_delta": [0, 1.5],
     "restore_best": [True],
-    "append": [True],
     "console": [None],
 }
 
@@ -613,14 +606,13 @@ def test_arguments_of_callbacks_work_or_are_refused_with_a_sentence(
     tmp_path, kind, name, value
 ):
     needed = {
-        "path": tmp_path / "log",
-        "directory": tmp_path,
+        "path": tmp_path / "log.jsonl",
         "checkpointer": Saver(),
     }
     arguments = {x: needed[x] for x in CALLBACKS[kind] if x in needed} | {name: value}
     make = getattr(ml.callbacks, kind)
     works = WORKS.get(name, [])
-    is_none = value is None and (kind, name) == ("JSONLLogger", "every")
+    is_none = value is None and (kind, name) == ("Log", "every")
     if is_none or any(value is x or (value == x and value is not True) for x in works):
         make(**arguments)
         return
@@ -630,13 +622,13 @@ def test_arguments_of_callbacks_work_or_are_refused_with_a_sentence(
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path):
-    assert message_of(lambda: ml.callbacks.CSVLogger(tmp_path)) == (
-        f"CSVLogger: {str(tmp_path)!r} is a directory; give the path of a file."
-    )
     (tmp_path / "file").write_text("")
-    logger = ml.callbacks.JSONLLogger(tmp_path / "file" / "log")
-    text = message_of(lambda: Scripted(1.0).run(logger))
-    assert text.startswith("JSONLLogger: cannot write ")
+    log = ml.callbacks.Log(tmp_path / "file" / "log.jsonl")
+    text = message_of(lambda: Scripted(1.0).run(log))
+    assert text.startswith("Log: cannot write ")
+    assert message_of(lambda: ml.callbacks.Log("log.csv", every=2)) == (
+        "Log: every= is for JSON lines (log.jsonl) and TensorBoard."
+    )
 
 
 def test_a_class_in_place_of_a_checkpointer_is_refused():
@@ -746,35 +738,4 @@ def test_a_checkpointer_has_to_save():
     )
     assert message_of(lambda: ml.callbacks.Checkpoint(Saver(), every="step")) == (
         "Checkpoint: every must be a positive integer, got 'step'. Or write every='epoch'."
-    )
-
-
-@pytest.mark.parametrize(
-    ("start", "count", "window"),
-    [(2, 1, (1, 2)), (1, 2, (0, 2)), (3, 9, (2, 3)), (9, 1, ())],
-)
-def test_the_traced_window_is_the_steps_asked_for(
-    start, count, window, state, tmp_path, monkeypatch
-):
-    trainer, seen = ml.Trainer(state, loss_fn), []
-
-    def note(*args):
-        seen.append(trainer.position.step_in_fit)
-
-    monkeypatch.setattr(jax.profiler, "start_trace", note)
-    monkeypatch.setattr(jax.profiler, "stop_trace", note)
-    trace = ml.callbacks.ProfilerTrace(tmp_path, start_step=start, num_steps=count)
-    fit(trainer, trace)
-    assert tuple(seen) == window
-
-
-def test_a_trace_is_written(tmp_path):
-    trace = ml.callbacks.ProfilerTrace(tmp_path, start_step=1, num_steps=1)
-    Scripted(1.0, 1.0).run(trace)
-    assert list(tmp_path.rglob("*.xplane.pb"))
-
-
-def test_a_window_of_no_steps_is_refused(tmp_path):
-    assert message_of(lambda: ml.callbacks.ProfilerTrace(tmp_path, num_steps=0)) == (
-        "ProfilerTrace: num_steps must be a positive integer, got 0."
     )

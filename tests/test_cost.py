@@ -235,17 +235,6 @@ def test_memory_is_divided_as_the_layouts_say(mesh, spec):
     assert not state.params["kernel"].is_deleted()
 
 
-def test_gradients_are_those_of_what_is_trained(mesh):
-    state = ml.TrainState.create(
-        lambda: nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
-        optax.sgd(0.1),
-        ml.LayoutMap(mesh, {}),
-    )
-    batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
-    memory = ml.make_train_step(squares, trainable="bias").memory(state, batch)
-    assert (memory.gradient_bytes, memory.parameter_bytes) == (128 * 4, 65 * 128 * 4)
-
-
 def test_what_is_in_host_memory_counts_apart(mesh):
     @ml.compile_step
     def step(state, batch):

@@ -182,11 +182,15 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     with two.scope():
         own = nnx.Variable(jnp.zeros(()), aggregation="per_replica")
     assert two.local_results(own) == (0, 0)
-    four = mirrored(4)
-    for call in (lambda: four.run(lambda: own[...]), lambda: four.local_results(own)):
+    four, one = mirrored(4), mirrored(1)
+    for count, call in (
+        (4, lambda: four.run(lambda: own[...])),
+        (1, lambda: one.run(lambda: own[...])),
+        (4, lambda: four.local_results(own)),
+    ):
         assert message_of(call, error=StrategyError) == (
             "a variable of each replica's own: the value is of 2 replicas, and this "
-            "strategy has 4: it is another strategy's."
+            f"strategy has {count}: it is another strategy's."
         )
 
 
@@ -332,3 +336,8 @@ def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
     forgotten = functools.partial(step, summed=False)
     with pytest.raises(StrategyError, match=r"kernel(.|\n)*all_reduce"):
         two.run(forgotten, (state, split(two, x)))
+    # Gradients may differ, as in TensorFlow, though they look like the parameters.
+    ones = {"w": jnp.ones(4)}
+    grads = two.run(jax.grad(lambda p, x: (x @ p["w"]).sum()), (ones, split(two, x)))
+    summed = two.reduce("SUM", grads, axis=None)["w"]
+    np.testing.assert_allclose(summed, x.sum(axis=0), rtol=1e-5)

@@ -42,6 +42,11 @@ def test_a_batch_that_divides_needs_no_mask():
     assert total(two, loss) == pytest.approx(10.5)
 
 
+def test_64_rows_on_three_replicas_are_refused_with_sizes_that_divide():
+    with pytest.raises(ml.errors.DataError, match="63 and 66"):
+        mirrored(3).distribute_dataset(np.zeros(64, "f"), 64)
+
+
 def test_five_rows_carry_a_mask_that_a_function_must_ask_for():
     two = mirrored(2)
     (short,) = two.distribute_dataset(np.arange(1, 6, dtype="f"), 8)

@@ -2,13 +2,12 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import meshlayout as ml
 from tests.processes import run_processes
-from tests.replicas import mirrored, parts_of, total
+from tests.replicas import made, mirrored, parts_of, total
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -24,9 +23,8 @@ def source():
 
 def trained(strategy):
     """What a training loop computes, with a short last batch."""
+    model, optimizer = made(strategy, lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 0.1)
     with strategy.scope():
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         metric = nnx.metrics.Average()
         count = nnx.Variable(np.float32(0), aggregation="per_replica")
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.lax import psum
 
 import meshlayout as ml
 from meshlayout.distribute import get_replica_context
@@ -94,6 +95,17 @@ class Inheriting(Trainer):
         return super().evaluate(x)
 
 
+class Doubling:
+    factor = 2
+
+    def scaled(self, x):
+        return self.factor * x
+
+
+class Tripling(Doubling):
+    factor = 3
+
+
 PLACES = types.SimpleNamespace(model=None)
 NAMED: dict[str, Any] = {"model": None}
 TRAINER = Trainer()
@@ -116,6 +128,14 @@ def test_a_name_that_is_bound_to_another_model_means_that_one(two, bind, evaluat
     for factor in (2, 3):
         bind(scale(two, factor))
         assert total(two, two.run(evaluate, (split(two, X),)), 0) == factor * X.sum()
+
+
+def test_an_item_that_is_another_object_means_its_class(two):
+    used = {}
+    for kind in (Doubling, Tripling):
+        used["way"] = kind()
+        scaled = two.run(lambda x: used["way"].scaled(x), (split(two, X),))
+        assert total(two, scaled, 0) == kind.factor * X.sum()
 
 
 def test_a_cell_that_is_bound_to_another_object_means_that_one(two):
@@ -259,7 +279,7 @@ def test_a_replaced_model_is_freed_with_its_programs(two):
 def test_the_program_that_is_called_is_not_the_one_that_is_dropped(
     two, capsys, monkeypatch
 ):
-    monkeypatch.setattr("meshlayout.distribute.program_cache._MOST_PROGRAMS", 3)
+    monkeypatch.setattr("meshlayout.distribute.replica_program._MOST_PROGRAMS", 3)
 
     def hot(x):
         print("traced")  # noqa: T201
@@ -316,7 +336,7 @@ def test_attributes_of_modules_are_put_back_and_a_change_is_refused(two):
     layer, other = block.layers[0], nnx.Sequential(Scale(3.0)).layers
     adds = lambda x: setattr(block.layers[0], "extra", nnx.Param(x))  # noqa: E731
     replaces = lambda x: setattr(block, "layers", other)  # noqa: E731
-    for fn, what in ((adds, "adds the variable Scale.extra"), (replaces, "sets")):
+    for fn, what in ((adds, "changes Scale.extra"), (replaces, "changes Sequen")):
         with pytest.raises(StrategyError, match=what):
             two.run(fn, args=(1.0,))
         assert block.layers[0] is layer
@@ -362,7 +382,7 @@ COMBINED = {
     "by the optimizer": lambda grads: grads,
     "by a sum": lambda grads: reduced("SUM", grads),
     "by a mean": lambda grads: jax.tree.map(lambda x: 2 * x, reduced("MEAN", grads)),
-    "by jax.lax.psum": lambda grads: jax.lax.psum(grads, "batch"),
+    "by psum, under a name of its own": lambda grads: psum(grads, "batch"),
     "by a sum, and clipped": lambda grads: jax.tree.map(
         lambda x: jnp.clip(x, -1e3, 1e3), reduced("SUM", grads)
     ),
@@ -392,6 +412,33 @@ def test_gradients_that_do_not_depend_on_the_batch_are_added_up_like_others(two)
         np.testing.assert_allclose(model.weight, 1 - ROWS.mean(axis=0), err_msg=how)
         np.testing.assert_allclose(model.bias, -1, err_msg=how)
         np.testing.assert_allclose(model.penalized, np.full(3, 1.6), rtol=1e-6)
+
+
+def test_gradients_of_a_loss_that_is_combined_are_added_up_as_in_tensorflow(two):
+    model, optimizer = made(two)
+
+    def step(x):
+        loss = lambda model: reduced("SUM", loss_of(model, x))  # noqa: E731
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    two.run(step, (split(two, ROWS),))
+    np.testing.assert_allclose(model.weight, 1 - 2 * ROWS.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(model.bias, -2)
+    np.testing.assert_allclose(model.penalized, np.full(3, 1.2), rtol=1e-6)
+
+
+def test_gradients_that_were_sent_around_a_ring_are_refused(two):
+    model, optimizer = made(two)
+
+    def step(x):
+        send = lambda x: jax.lax.ppermute(x, "batch", [(0, 1), (1, 0)])  # noqa: E731
+        grads = nnx.grad(loss_of)(model, x)
+        optimizer.update(model, jax.tree.map(lambda x: x + send(x), grads))
+
+    message = message_of(two.run, step, (split(two, ROWS),), error=StrategyError)
+    assert "jax.lax.ppermute" in message
+    assert "all_reduce" in message
+    np.testing.assert_array_equal(model.weight, 1)
 
 
 def test_gradients_may_be_results_and_arguments(two):

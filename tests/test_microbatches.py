@@ -177,9 +177,13 @@ class Total:
     total: Any = 0
     count: Any = 0
 
-    def update(self, *, losses, **_):
-        count = self.count + losses.shape[0]
-        return self.replace(total=self.total + losses.sum(), count=count)
+    @classmethod
+    def empty(cls):
+        return cls()
+
+    @classmethod
+    def from_model_output(cls, losses, **_):
+        return cls(losses.sum(), losses.shape[0])
 
     def merge(self, other):
         return Total(self.total + other.total, self.count + other.count)

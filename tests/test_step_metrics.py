@@ -43,7 +43,8 @@ def create(mesh):
 def loss_fn(model, batch):
     logits = model(batch["x"])
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return each, {"logits": logits, "each": each}
+    right = logits.argmax(1) == batch["label"]
+    return each, {"logits": logits, "each": each, "values": each, "right": right}
 
 
 def by_hand(state):
@@ -61,14 +62,15 @@ class MeanEach:
     total: Any = 0.0
     count: Any = 0
 
-    def update(self, each, weights=None):
+    @classmethod
+    def empty(cls):
+        return cls()
+
+    @classmethod
+    def from_model_output(cls, each, weights=None):
         if weights is None:
-            return self.replace(
-                total=self.total + each.sum(), count=self.count + each.shape[0]
-            )
-        return self.replace(
-            total=self.total + (each * weights).sum(), count=self.count + weights.sum()
-        )
+            return MeanEach(each.sum(), each.shape[0])
+        return MeanEach((each * weights).sum(), weights.sum())
 
     def merge(self, other):
         return MeanEach(self.total + other.total, self.count + other.count)
@@ -76,20 +78,12 @@ class MeanEach:
     def compute(self):
         return self.total / self.count
 
-    def reset(self):
-        return MeanEach()
-
 
 def every_metric():
-    parts = nnx.MultiMetric(
-        loss=nnx.metrics.Average("each"), accuracy=nnx.metrics.Accuracy()
-    )
     return {
         "own": MeanEach(),
         "accuracy": ml.metrics.Accuracy(),
         "nnx": nnx.metrics.Average("each"),
-        "adapted": ml.metrics.adapt(nnx.metrics.Average(), values="each"),
-        "parts": ml.metrics.adapt(parts, labels="label"),
     }
 
 
@@ -119,11 +113,8 @@ def test_metrics_continue_and_start_again_without_another_program(mesh, weights)
             np.testing.assert_allclose(found["own"], own, rtol=1e-5)
             np.testing.assert_allclose(found["loss"], own, rtol=1e-5)
             np.testing.assert_allclose(found["accuracy"], accuracy, rtol=1e-5)
-            for each in (found["nnx"], found["adapted"], found["parts"]["loss"]):
-                np.testing.assert_allclose(each, losses[kept].mean(), rtol=1e-5)
-            share = found["parts"]["accuracy"]
-            np.testing.assert_allclose(share, right[kept].mean(), rtol=1e-5)
-        trained, evaluated = trained.reset(), evaluated.reset()
+            np.testing.assert_allclose(found["nnx"], losses[kept].mean(), rtol=1e-5)
+        trained, evaluated = trained.empty(), evaluated.empty()
 
 
 def test_an_own_metric_of_whole_numbers_is_carried_through_several_steps():
@@ -133,7 +124,7 @@ def test_an_own_metric_of_whole_numbers_is_carried_through_several_steps():
         loss_fn, metrics={"own": MeanEach()}, steps_per_call=2
     )
     state, metrics = train_step(create(mesh), [batch, batch])
-    state, metrics = train_step(state, [batch, batch], metrics.reset())
+    state, metrics = train_step(state, [batch, batch], metrics.empty())
     np.testing.assert_allclose(metrics["own"], by_hand(state)[0].mean(), rtol=1e-5)
 
 
@@ -142,8 +133,8 @@ def test_metrics_of_clu_and_metrax_go_into_a_step():
     metrax = pytest.importorskip("metrax")
     mesh = ml.create_mesh({"batch": 8})
     metrics = {
-        "clu": ml.metrics.adapt(clu.Accuracy, labels="label"),
-        "metrax": ml.metrics.adapt(metrax.Average, values="each"),
+        "clu": clu.Average.from_output("right"),
+        "metrax": metrax.Average,
     }
     state, batch = create(mesh), on(mesh)
     losses, right = by_hand(state)
@@ -161,8 +152,11 @@ def test_metrics_of_clu_and_metrax_go_into_a_step():
 class Unregistered:
     total: float = 0.0
 
-    def update(self, each):
-        return Unregistered(self.total + each.sum())
+    def empty(self):
+        return Unregistered()
+
+    def from_model_output(self, each):
+        return Unregistered(each.sum())
 
     def merge(self, other):
         return Unregistered(self.total + other.total)
@@ -182,7 +176,7 @@ REFUSED = {
         Unregistered(),
         "metrics=: 'a' is a Unregistered, which JAX does not know as a tree of arrays. "
         "Register the class with jax.tree_util.register_dataclass, or make it a "
-        "flax.struct.dataclass; its update returns a new one.",
+        "flax.struct.dataclass.",
     ),
     "a field that is no array": (
         Named(),
@@ -191,12 +185,12 @@ REFUSED = {
         "flax.struct.field(pytree_node=False).",
     ),
     "a class": (ml.metrics.Accuracy, CALL.format("Accuracy")),
-    "a user's class": (MeanEach, CALL.format("MeanEach")),
     "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
     "a number": (
         3,
-        "metrics=: 'a': 3 cannot be adapted: it must be a metric of flax.nnx, or have "
-        "from_model_output, merge, compute, empty, like those of clu and metrax.",
+        "metrics=: 'a': 3 is not a metric: it must have empty, from_model_output, merge, "
+        "compute, like those of this library, clu and metrax, or be nnx's Average, "
+        "Accuracy or Welford.",
     ),
 }
 

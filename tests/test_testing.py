@@ -475,7 +475,7 @@ def conv_loss(model, batch):
             "ema": 0.9,
             "regularizers": ml.losses.l2(0.1, where="kernel"),
         },
-        {"trainable": "out", "on_nonfinite": "skip"},
+        {"on_nonfinite": "skip"},
         {"denominator": "global_batch_size", "zero": 1, "remat": "full"},
         {"accumulate": 2},
     ],

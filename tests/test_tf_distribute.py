@@ -23,7 +23,6 @@ class Here:
     strategy = staticmethod(mirrored)
     context = staticmethod(get_replica_context)
     average_loss = staticmethod(compute_average_loss)
-    tensor = staticmethod(lambda x: x)
     distributed = staticmethod(Strategy.distribute_dataset)
     from_function = staticmethod(Strategy.distribute_datasets_from_function)
     values = staticmethod(Strategy.distribute_values_from_function)
@@ -35,6 +34,7 @@ class Here:
         return nnx.Variable(np.float32(value), aggregation=kind)
 
     def write(self, variable, how, value):
+        value = value.astype("float32")  # flax 0.11 would make it an integer
         variable[...] = value if how == "assign" else variable[...] + value
 
     def read(self, variable):
@@ -52,7 +52,6 @@ class InTensorFlow:
             tf.config.set_logical_device_configuration(cpu, four)
         self.context = tf.distribute.get_replica_context
         self.average_loss = tf.nn.compute_average_loss
-        self.tensor = tf.convert_to_tensor
 
     def strategy(self, count):
         devices = [f"CPU:{index}" for index in range(count)]
@@ -144,7 +143,7 @@ def test_gathered_values(api, axis):
 def test_replicas_return_and_reduce_their_ids(api, two):
     def replica():
         context = api.context()
-        index = api.tensor(context.replica_id_in_sync_group)
+        index = context.replica_id_in_sync_group
         return index, context.all_reduce("sum", index)
 
     own, total = api.run(two, replica)

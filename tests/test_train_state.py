@@ -3,11 +3,6 @@
 import copy
 import dataclasses
 import functools
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -228,55 +223,6 @@ def test_a_state_is_one_pytree_and_round_trips(make):
     assert "opt_state/0/mu/hidden/kernel" in paths
 
 
-def test_it_pickles_by_value_with_its_layouts(make):
-    step = ml.compile_step(train_step, on_recompile="error")
-    state, _ = step(make())
-    data = pickle.dumps(state)
-    again = pickle.loads(data)
-    assert_same_bits(again, state)
-    assert jax.tree.leaves(again.layouts) == jax.tree.leaves(state.layouts)
-    resumed, value = step(again)
-    expected, expected_value = step(state)
-    assert value == expected_value
-    assert_same_bits(resumed, expected)
-
-
-RESUME = """
-import pickle, sys
-import jax, numpy as np
-with open(sys.argv[1], "rb") as file:
-    state = pickle.load(file)
-grads = jax.tree.map(np.ones_like, state.params)
-state = state.apply_gradients(grads)
-print(state.layouts.params["hidden"]["kernel"], state.model(np.ones((2, 8))).shape)
-with open(sys.argv[1], "wb") as file:
-    pickle.dump(jax.tree.map(np.asarray, state.params), file)
-"""
-
-
-@pytest.mark.slow
-def test_another_process_continues_from_the_pickle(make, tmp_path):
-    state = make()
-    file = tmp_path / "state.pkl"
-    file.write_bytes(pickle.dumps(state))
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", RESUME, file],
-        env={**os.environ, **flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stderr == ""
-    assert done.stdout == "[unsharded, model] (2, 4)\n"
-    grads = jax.tree.map(jnp.ones_like, state.params)
-    assert_same_bits(
-        pickle.loads(file.read_bytes()),
-        jax.tree.map(np.asarray, state.apply_gradients(grads).params),
-    )
-
-
 def test_copies_are_independent_where_they_should_be(make):
     state = make()
     shallow, deep = copy.copy(state), copy.deepcopy(state)
@@ -427,7 +373,7 @@ REFUSED = [
     (
         lambda: used_up(nnx_state()).model,
         "a step has used up this state: it reused its memory. Continue with the state "
-        "that the step returned, or make the step with donate=False.",
+        "that the step returned, or pass the step a copy: jax.tree.map(jnp.copy, state).",
     ),
     (
         lambda: create(Net(rngs=nnx.Rngs(0)).__class__.__name__),

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import pickle
 import re
 
 import jax
@@ -696,24 +695,6 @@ def test_every_step_and_every_microbatch_drops_something_else(kind):
             found.add(float(metrics["loss"]))
         state, _ = train_step(state, on(mesh_of(), batch))
     assert len(found) == 4
-
-
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
-def test_a_run_that_was_pickled_in_the_middle_continues_bit_for_bit(kind):
-    options = {"ema": 0.9, "clip_norm": 1.0, "on_nonfinite": "skip", "accumulate": 2}
-    state, loss_fn = dropped(kind, mesh_of(), optax.adam(0.1))
-    train_step = ml.make_train_step(loss_fn, **options)
-    batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
-    state, _ = train_step(state, batch)
-    saved = pickle.dumps(state)
-    for _ in range(2):
-        state, metrics = train_step(state, batch)
-    resumed = pickle.loads(saved)
-    another = ml.make_train_step(loss_fn, **options)
-    for _ in range(2):
-        resumed, again = another(resumed, batch)
-    assert_same_bits(jax.tree.leaves(resumed), jax.tree.leaves(state))
-    assert_same_bits(dict(again), dict(metrics))
 
 
 # The compiled program.

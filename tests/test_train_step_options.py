@@ -124,33 +124,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(mesh, batch, accumulat
     assert int(state.step) == 2
 
 
-def test_a_step_that_is_not_finite_raises_and_leaves_the_state(mesh, batch):
-    train_step = ml.make_train_step(squares, on_nonfinite="error")
-    state, _ = train_step(create(mesh), batch)
-    train_step.check()
-    before = on_host(state.params)
-    state, metrics = train_step(state, on(mesh, {"x": X * np.nan, "y": Y}))
-    with pytest.raises(ml.errors.StepError) as caught:
-        train_step.check()
-    assert str(caught.value) == (
-        "the loss or a gradient was not finite in step 1: the loss first. The state is "
-        "as it was before that step. Lower the learning rate, clip with clip_norm=, or "
-        'use on_nonfinite="skip".'
-    )
-    assert_same_bits(on_host(state.params), before)
-    assert metrics["skipped"] == 1
-
-
-def test_one_step_that_is_not_finite_raises_once(mesh, batch):
-    train_step = ml.make_train_step(squares, on_nonfinite="error")
-    bad = on(mesh, {"x": X * np.nan, "y": Y})
-    state, metrics = train_step(create(mesh), bad)
-    with pytest.raises(ml.errors.StepError):
-        train_step.check()
-    train_step(state, batch, metrics)
-    train_step.check()
-
-
 def test_by_default_nothing_is_checked(mesh):
     bad = on(mesh, {"x": X * np.nan, "y": Y})
     state, metrics = ml.make_train_step(squares)(create(mesh), bad)
@@ -194,11 +167,9 @@ def test_the_moving_average_of_bfloat16_parameters_moves(mesh):
 SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
 
 
-@pytest.mark.parametrize("is_injected", [True, False])
-def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch, is_injected):
-    tx = optax.inject_hyperparams(optax.sgd) if is_injected else optax.sgd
-    option = {} if is_injected else {"learning_rate": SCHEDULE}
-    train_step = ml.make_train_step(squares, **option)
+def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch):
+    tx = optax.inject_hyperparams(optax.sgd)
+    train_step = ml.make_train_step(squares)
     state, shown, used = create(mesh, tx(learning_rate=SCHEDULE)), [], []
     for _ in range(3):
         before = on_host(state.params)
@@ -212,20 +183,18 @@ def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch, is_injected
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_only_what_matches_is_trained(mesh, batch, accumulate):
-    state = create(mesh, optax.adamw(0.1, weight_decay=0.5))
+def test_only_what_an_optimizer_is_given_for_is_trained(mesh, batch, accumulate):
+    tx = {"bias$": optax.adamw(0.1, weight_decay=0.5), "": None}
+    state = create(mesh, ml.optimizer_by_path(tx))
     before = on_host(state.params)
-    train_step = ml.make_train_step(
-        squares, trainable="bias$", clip_norm=100.0, accumulate=accumulate
-    )
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
     for _ in range(2):
-        norm = norm_of(grads_by_hand(on_host(state.params))["bias"])
-        state, metrics = train_step(state, batch)
-        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-5)
+        state, _ = train_step(state, batch)
     after = on_host(state.params)
     assert_same_bits(after["kernel"], before["kernel"])
     assert (after["bias"] != before["bias"]).all()
-    assert not np.asarray(state.opt_state[0].mu["kernel"]).any()
+    slots = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert set(slots) == {(8,)}  # none for the kernel
 
 
 # Precision.
@@ -523,20 +492,6 @@ def test_a_rate_is_reduced_on_a_plateau(mesh, batch):
     assert float(state.opt_state[1].scale) < 1
 
 
-def test_a_line_search_is_refused_in_words(mesh, batch):
-    with pytest.raises(ml.errors.StepError) as caught:
-        ml.make_train_step(squares)(create(mesh, optax.lbfgs()), batch)
-    assert str(caught.value) == (
-        "the optimizer's update needs 'grad' and 'value_fn': a step passes value=, "
-        "the loss, and nothing else besides gradients and parameters. A line search, "
-        "which calls the loss again, cannot run inside a step; give a learning rate "
-        "instead, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
-    )
-    without = optax.lbfgs(0.1, linesearch=None)
-    state, _ = ml.make_train_step(squares)(create(mesh, without), batch)
-    assert int(state.step) == 1
-
-
 # Several steps in one call.
 
 
@@ -631,12 +586,17 @@ def test_a_mesh_of_explicit_axes(option):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Largest:
-    """Any pytree with update, merge and compute."""
+    """Any pytree with clu's protocol."""
 
     value: Any = -np.inf
 
-    def update(self, off):
-        return Largest(jnp.maximum(self.value, off.max()))
+    @classmethod
+    def empty(cls):
+        return cls()
+
+    @classmethod
+    def from_model_output(cls, off):
+        return cls(off.max())
 
     def merge(self, other):
         return Largest(jnp.maximum(self.value, other.value))
@@ -678,17 +638,12 @@ STEPS = {
     ),
     "on_nonfinite": (
         lambda: ml.make_train_step(squares, on_nonfinite="skpi"),
-        "make_train_step: on_nonfinite must be 'error', 'skip' or 'ignore', got 'skpi'. "
+        "make_train_step: on_nonfinite must be 'skip' or 'ignore', got 'skpi'. "
         "Did you mean 'skip'?",
     ),
     "ema": (
         lambda: ml.make_train_step(squares, ema=1.0),
         "make_train_step: ema must be a finite number of at least 0 and below 1, got 1.0.",
-    ),
-    "trainable": (
-        lambda: ml.make_train_step(squares, trainable="*"),
-        "make_train_step: trainable='*' is not a regular expression: nothing to repeat "
-        "at position 0.",
     ),
     "zero": (
         lambda: ml.make_train_step(squares, zero=2),
@@ -764,9 +719,7 @@ def test_wrong_options_are_refused_in_words(name):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "option", [{"learning_rate": 0.1}, {"weights": 1.5}, {"weights": ["weight"]}]
-)
+@pytest.mark.parametrize("option", [{"weights": 1.5}, {"weights": ["weight"]}])
 def test_options_of_another_type_are_refused_when_the_step_is_made(option):
     (name,) = option
     with pytest.raises(ml.MeshLayoutError, match=name):
@@ -835,12 +788,6 @@ CALLS = {
         {},
         "a global batch of 16 examples does not divide into 3 microbatches over 8 "
         "shards. Global batch sizes that do: 24.",
-    ),
-    "nothing to train": (
-        squares,
-        {"trainable": "decoder"},
-        {},
-        "trainable='decoder' matches no parameter; there are 'bias', 'kernel'.",
     ),
     "nothing to regularize": (
         squares,
@@ -936,7 +883,7 @@ def test_a_state_that_is_not_prepared_is_refused_in_words_by_lower(mesh, batch):
         train_step.lower(create(mesh), batch)
 
 
-def test_any_pytree_with_update_merge_and_compute_is_a_metric(mesh, batch):
+def test_any_pytree_with_the_protocol_of_clu_is_a_metric(mesh, batch):
     state = create(mesh)
     params = on_host(state.params)
 
@@ -944,8 +891,7 @@ def test_any_pytree_with_update_merge_and_compute_is_a_metric(mesh, batch):
         each = squares(model, batch)
         return each, {"off": each}
 
-    largest = Largest(jnp.float32(-np.inf))
-    train_step = ml.make_train_step(loss_fn, metrics={"largest": largest})
+    train_step = ml.make_train_step(loss_fn, metrics={"largest": Largest})
     _, metrics = train_step(state, batch)
     error = X @ params["kernel"] + params["bias"] - Y
     np.testing.assert_allclose(metrics["largest"], np.square(error).max(), rtol=1e-5)

@@ -501,7 +501,7 @@ def test_nothing_is_read_before_the_end_of_an_epoch(mesh, monkeypatch, tmp_path)
     callbacks = [
         ml.callbacks.Progress(terminal),
         ml.callbacks.StopOnNaN(),
-        ml.callbacks.JSONLLogger(tmp_path / "log", every=1),
+        ml.callbacks.Log(tmp_path / "log.jsonl", every=1),
         Count(),
     ]
     trainer.fit(cut(examples(24), 8), callbacks=callbacks)
@@ -1193,22 +1193,6 @@ def test_batches_of_a_mean_never_reach_the_loss_with_weights_in_a_step_that_runs
     quiet_fit(trainer, lambda: iter(batches), 2)
     jax.effects_barrier()
     assert keys == [["x", "y"]] * 4
-
-
-def test_a_step_that_is_not_finite_names_the_newest_checkpoint(mesh, tmp_path):
-    batches = cut(examples(24), 8)
-    batches[2]["y"] = np.full(8, np.inf, "float32")
-    trainer = ml.Trainer(create_state(mesh), loss_fn, on_nonfinite="error")
-    with ml.Checkpointer(tmp_path) as checkpointer:
-        saving = ml.callbacks.Checkpoint(checkpointer, every=2)
-        with pytest.raises(ml.errors.StepError) as caught:
-            quiet_fit(trainer, batches, callbacks=[saving])
-        assert "was not finite in step 2: the loss first" in str(caught.value)
-        assert checkpointer.latest_step() == 2
-    assert caught.value.__notes__[-1] == (
-        f"The newest checkpoint is step 2 in {checkpointer.directory}; "
-        "fit(resume=True) resumes from it."
-    )
 
 
 def test_the_trainer_runs_under_a_mesh_that_is_set(mesh):

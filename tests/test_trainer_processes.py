@@ -85,7 +85,7 @@ def job(folder):
             epochs=3,
             validation_data=in_order,
             callbacks=[
-                ml.callbacks.CSVLogger(path),
+                ml.callbacks.Log(path),
                 ml.callbacks.EarlyStopping("val_loss", patience=5),
             ],
         )

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,27 +16,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.distribute.values import PerReplica, check_replicas
-from meshlayout.errors import LayoutError, StrategyError
+from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
+from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh
 
 
 @functools.cache  # Flax's classes are slow to ask
-def _is_kind(kind: type, *kinds: type) -> bool:
-    return issubclass(kind, kinds)
+def _is_leaf(kind: type) -> bool:
+    return _is_object(kind) or issubclass(kind, PerReplica | nnx.State)
 
 
-def _is_object(value: object) -> bool:
-    return _is_kind(type(value), nnx.Pytree, nnx.Variable)
-
-
-def _is_per_replica(value: object) -> bool:
-    return type(value) is PerReplica
+@functools.cache
+def _is_object(kind: type) -> bool:
+    is_object = issubclass(kind, nnx.Pytree | nnx.Variable)
+    return is_object and not issubclass(kind, nnx.State)
 
 
 def is_leaf(value: object) -> bool:
     """Returns whether this is an NNX object, a state, or a value of replicas."""
-    return _is_kind(type(value), PerReplica, nnx.State, nnx.Pytree, nnx.Variable)
+    return _is_leaf(type(value))
 
 
 class Arguments:
@@ -59,70 +57,59 @@ class Arguments:
         kwargs: dict[str, Any],
         mesh: Mesh,
     ) -> None:
-        self._fn, self._call = fn, (args, kwargs)
+        self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
         leaves, self._treedef = jax.tree.flatten(self._call, is_leaf=is_leaf)
-        self.objects = [x for x in leaves if _is_object(x)]
+        self.objects = [x for x in leaves if _is_object(type(x))]
         # A state is a tree of values: its Variables are not objects of the user's.
         values, self._values = jax.tree.flatten(
-            [None if _is_object(x) else x for x in leaves],
-            is_leaf=_is_per_replica,
+            [None if _is_object(type(x)) else x for x in leaves], is_leaf=is_per_replica
         )
-        self.arrays: list[Any] = []
-        self.is_own: list[bool] = []
-        self.scalars: set[int] = set()
-        self.mask: Any = None
+        self.arrays, self.is_own = list[Any](), list[bool]()
+        self.scalars, self.mask = set[int](), None
         # A bool, such as `training`, is for Python to decide on.
-        self._bools = [x if isinstance(x, bool) else None for x in values]
-        forms = [self._add(x, mesh) for x in values if not isinstance(x, bool)]
+        self._forms = tuple([x if type(x) is bool else self._add(x) for x in values])
         if self.mask is not None:
             self.arrays.append(self.mask)
             self.is_own.append(True)
-        fixed = tuple(self._bools), self.mask is not None
-        self.signature = self._treedef, self._values, tuple(forms), fixed
+        self.signature = self._treedef, self._values, self._forms
 
-    def _add(self, x: Leaf, mesh: Mesh) -> tuple[Any, ...]:
+    def _add(self, x: Leaf) -> tuple[Any, ...]:
         """Adds an array; returns what a program depends on."""
-        self.is_own.append(_is_per_replica(x))
-        if _is_per_replica(x):
-            check_replicas(x, mesh, "run")
-            if x.mask is not None and x.mask is not self.mask:
-                is_traced = isinstance(x.mask, Tracer) or isinstance(self.mask, Tracer)
-                if self.mask is not None and (
-                    is_traced or not jnp.array_equal(x.mask, self.mask)
-                ):
+        mask, is_own = None, type(x) is PerReplica
+        if is_own:
+            check_replicas(x, self._mesh, "run")
+            mask, is_scalar, x = x.mask, x.is_scalar, x.array
+            if mask is not None and mask is not self.mask:
+                if self.mask is not None and not _are_equal(mask, self.mask):
                     msg = (
                         "run: two arguments have different rows that are padding, and "
                         "a replica cannot tell which are meant. Pass values of one "
                         "batch."
                     )
                     raise StrategyError(msg)
-                self.mask = x.mask
-            if x.is_scalar:
+                self.mask = mask
+            if is_scalar:
                 self.scalars.add(len(self.arrays))
-            self.arrays.append(x.array)
-            return x.array.shape, x.array.dtype, "scalar" if x.is_scalar else "rows"
-        if isinstance(x, jax.Array):
-            # It may be elsewhere, as another strategy's.
-            if is_on(x, mesh.jax_mesh) is False and x.is_fully_addressable:
-                x = _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
-        elif isinstance(x, (np.ndarray, np.generic, int, float, complex)):
-            try:
-                array = host_array(x)
-            except LayoutError as error:
-                where = f"run: the argument {self._name(x)}"
-                msg = str(error).replace("the array", where, 1)
-                raise StrategyError(msg) from None
-            x = array if isinstance(x, (np.ndarray, np.generic)) else x
-        elif not isinstance(x, jax.ShapeDtypeStruct):
+        elif isinstance(x, jax.Array):
+            # It may have been placed elsewhere, as another strategy's.
+            is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
+            is_here = is_placed and _is_whole(x.sharding, x.ndim, self._mesh.jax_mesh)
+            if is_placed and not is_here and x.is_fully_addressable:
+                x = _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
+        elif isinstance(x, (np.ndarray, np.generic)):
+            x = host_array(x, "run: an argument")
+        elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
+            name = next((name for name, y in self._named() if y is x), "of a state")
             msg = (
-                f"run: the argument {self._name(x)} is {_checks.shown(x)}. A replica's "
+                f"run: the argument {name} is {_checks.shown(x)}. A replica's "
                 "function takes arrays, numbers, values of replicas and NNX objects; "
                 "fix anything else with functools.partial or a closure."
             )
             raise StrategyError(msg)
         self.arrays.append(x)
-        kind = jax.typeof(x)
-        return kind.shape, kind.dtype, kind.weak_type
+        self.is_own.append(is_own)
+        kind = getattr(x, "aval", None) or jax.typeof(x)
+        return kind, is_own and (is_scalar, mask is not None)
 
     @property
     def name(self) -> str:
@@ -131,48 +118,33 @@ class Arguments:
 
     def named_objects(self) -> list[tuple[str, Any]]:
         """Returns the NNX objects with their names, by the function's parameters."""
-        return [(self._name(x), x) for x in self.objects]
+        return [(name, x) for name, x in self._named() if _is_object(type(x))]
 
-    def _name(self, value: object) -> str:
-        paths, _ = jax.tree.flatten_with_path(
-            self._call, is_leaf=lambda x: x is value or _is_per_replica(x)
-        )
-        side, first, *rest = next(path for path, x in paths if x is value)
-        name = str(getattr(first, "key", getattr(first, "idx", first)))
-        if side.idx == 0:
-            with contextlib.suppress(TypeError, ValueError, IndexError):
-                name = list(inspect.signature(self._fn).parameters)[first.idx]
-        return name + jax.tree_util.keystr(tuple(rest))
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        args, kwargs = self._call
+        call: Any = [*args, kwargs]
+        with contextlib.suppress(TypeError, ValueError):  # not all have a signature
+            call = dict(inspect.signature(self._fn).bind(*args, **kwargs).arguments)
+        for path, x in jax.tree.leaves_with_path(call, is_leaf=is_leaf):
+            yield jax.tree_util.keystr(path, simple=True, separator="/"), x
 
     def unflatten(self, arrays: list[Any]) -> Any:
         """Returns `(args, kwargs)` with other arrays."""
         own, objects = iter(arrays), iter(self.objects)
-        values = [next(own) if x is None else x for x in self._bools]
+        values = [x if type(x) is bool else next(own) for x in self._forms]
         leaves = self._values.unflatten(values)
         return self._treedef.unflatten(
             next(objects) if x is None else x for x in leaves
         )
 
-    def call(self, fn: Callable[..., PyTree], arrays: list[Any]) -> PyTree:
-        """Calls the function with one replica's arrays, and with the objects."""
-        args, kwargs = self.unflatten(arrays)
-        return fn(*args, **kwargs)
 
-
-def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
-    """Returns whether a value is replicated over the devices of a mesh.
-
-    True if it is; None if it may be moved there freely, as NumPy arrays, numbers and
-    JAX arrays that were never placed; False if it was placed elsewhere.
-    """
-    if isinstance(x, Tracer):
-        return True  # the program that is traced is for devices of the mesh, or fails
-    return _is_whole(x.sharding, x.ndim, mesh) if _jax.is_committed(x) else None
+def _are_equal(mask: jax.Array, other: jax.Array) -> bool:
+    is_traced = isinstance(mask, Tracer) or isinstance(other, Tracer)
+    return not is_traced and bool(jnp.array_equal(mask, other))
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_whole(sharding: Any, ndim: int, mesh: jax.sharding.Mesh) -> bool:
-    kind = sharding.memory_kind
-    whole = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    whole = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     is_there = sharding.is_equivalent_to(whole, ndim)
     return is_there and not _jax.is_in_other_memory(sharding)

@@ -139,21 +139,21 @@ class Roots:
             row = (places[parent], get, key, token, token(value), path)
             self._rows.append(row)
 
-    def difference(self, fn: Any, objects: Sequence[Any]) -> tuple[str, Any] | None:
-        """Returns the name and value of the first root that is another one, or None."""
+    def difference(self, fn: Any, objects: Sequence[Any]) -> str | None:
+        """Returns the name of the first root that is another one, or None."""
         values: list[Any] = [(fn, *objects)]
         for parent, get, key, token, expected, path in self._rows[1:]:
             try:
                 value = get(values[parent], key)
-                is_same = token(value) == expected
+                if token(value) != expected:
+                    # Numbers and strings are frozen in what is not defined anew.
+                    is_frozen = token is repr and isinstance(value, _NUMBERS)
+                    function = self._functions.get(parent, lambda: None)()
+                    is_same = function is values[parent] or get is _attribute
+                    if not (is_frozen and is_same):
+                        return path
             except (AttributeError, LookupError, TypeError, ValueError):
-                return path, None
-            if not is_same:
-                # Numbers and strings are frozen in what is not defined anew.
-                same = self._functions.get(parent, lambda: None)() is values[parent]
-                is_frozen = token is repr and isinstance(value, _NUMBERS)
-                if not is_frozen or not (same or get is _attribute):
-                    return path, value
+                return path
             values.append(value)
         return None
 
@@ -189,8 +189,11 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
     for get, key, path in found:
         with contextlib.suppress(AttributeError, ValueError):  # an empty cell
             part, is_named = get(value, key), get is not _attribute or key in names
+            is_named &= are_named
+            if get is getitem and _is_users(type(part)):  # its methods may be called
+                is_named |= bool(names & {*dir(type(part))} - {*dir(object)})
             if part is not None or get is not getattr:
-                yield _Entry(index, get, key, path, part, are_named and is_named)
+                yield _Entry(index, get, key, path, part, is_named)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -10,10 +10,13 @@ constant, as in every recurrent layer.)
 """
 
 import collections
+import functools
+import gc
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,192 +24,400 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.collectives import ReplicaContext, entered
-from meshlayout.distribute.aggregation import ADDED_UP, COMBINED, ReplicaTrace, patches
 from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
-from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
+from meshlayout.distribute.replica_trace import (
+    MARKS,
+    MarksNeeded,
+    ReplicaTrace,
+    patches,
+)
+from meshlayout.distribute.values import (
+    REPLICA_AXIS,
+    PerReplica,
+    check_replicas,
+    is_per_replica,
+)
 from meshlayout.distribute.variables import (
+    TRACE,
     Modes,
-    TraceWatch,
     Variable,
     aggregation,
-    belongs_here,
     raw_value,
     set_raw_value,
 )
-from meshlayout.errors import StrategyError
+from meshlayout.errors import RecompileWarning, StrategyError, stack_level
 from meshlayout.step import compile_step
 
 
+_MOST_PROGRAMS = 64
 _phases = itertools.count()
 
 
-class Examination(NamedTuple):
-    """What the first trace of a function shows."""
+class ReplicaProgram:
+    """A function, compiled for the replicas of a strategy and one signature.
 
-    variables: list[Variable]  # that it reads or sets
-    is_changed: list[bool]  # which of them it sets
-    nodes: list[Any]  # the modules whose attributes it reads
-    treedef: Any  # of its results
-    shapes: list[tuple[int, ...]]
-    differs: list[bool]  # which results differ between replicas
-    rows: int  # of each replica, if some are padding; else 0
-    decisions: list[Any]  # how values of replicas are combined, in order
-
-
-def examine(strategy: Any, fn: Any, arguments: Arguments, path_of: Any) -> Examination:
-    """Traces a function under `jax.vmap` over the replicas, for what it does.
-
-    A batch with padding gets twice its rows, so that the second trace, which has as
-    many as there are, shows which results have one value for each.
+    Args:
+        strategy: The strategy.
+        fn: The function.
+        arguments: Its arguments.
+        gone: Called when an object that the program is for is gone.
     """
-    found: list[Examination] = []
 
-    def examined(arrays: list[Any], **marks: jax.Array) -> tuple[()]:
-        options = {"marks": marks, "path_of": path_of}
-        traced = _traced(strategy, fn, arguments, arrays, _placeholder, **options)
-        found.append(_read(arguments, path_of, *traced))
-        _check_states(arguments, arrays, traced[2], traced[0].is_mapped)
-        return ()
+    def __init__(
+        self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
+    ) -> None:
+        self._strategy, self._name = strategy, arguments.name
+        self._count = strategy.num_replicas_in_sync
+        self.roots = roots = Roots(fn, arguments.named_objects())
+        with roots.refuse_appends(self._name):
+            self._examine(fn, arguments)
+        nodes, self._nodes = self._nodes, []  # which a program does not keep alive
+        roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
+        self.modes = Modes(nodes, gone)
+        # The values of Variables after the last call.
+        self._state: Any = (self,) * len(self._changed)
+        self._rest: Any = (self,) * len(self._others)
+        # Which results have one value per row of a short batch.
+        self._aligned: set[int] = set()
+        self._call: Any = None
 
-    def marked(arrays: list[Any]) -> tuple[()]:
-        def call(added_up: jax.Array, combined: jax.Array) -> tuple[()]:
-            return examined(arrays, added_up=added_up, combined=combined)
+        def step(state: Any, rest: Any, arrays: Any) -> Any:
+            return self._traced_step(state, rest, arrays)
 
-        once = jax.vmap(call, (0, None), axis_name=ADDED_UP)
-        twice = jax.vmap(once, (None, 0), axis_name=COMBINED)
-        return twice(jnp.zeros(1, bool), jnp.zeros(1, bool))
+        step.__name__ = self._name
+        self._step = compile_step(step, on_recompile="ignore")
 
-    count, has_mask = strategy.num_replicas_in_sync, arguments.mask is not None
-    axes = [0 if is_own else None for is_own in arguments.is_own]
-    arrays = list(arguments.arrays)
-    for index in itertools.compress(range(len(arrays)), arguments.is_own):
-        (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
-        rows = length // count * (1 + has_mask)
-        shape = rest if index in arguments.scalars else (rows, *rest)
-        shape = (count, *shape) if count > 1 else shape
-        arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
-    try:
-        if count > 1:
-            sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
-            jax.eval_shape(jax.vmap(marked, (axes,), **sizes), arrays)
-        else:
-            jax.eval_shape(examined, arrays)
-    except Exception as error:
-        if has_mask or isinstance(error, NotImplementedError):
-            error.add_note(
-                "run: a function is traced first under jax.vmap over the replicas, to "
-                "see what differs between them, and for a batch with padding with "
-                "twice its rows, to see which results have one value for each. So give "
-                "callbacks a vmap_method, and write -1 for the number of rows."
+    # The first trace.
+
+    def _examine(self, fn: Any, arguments: Arguments) -> None:
+        """Traces the function under `jax.vmap` over the replicas, for what it does.
+
+        A batch with padding gets twice its rows, so that the second trace, which has as
+        many as there are, shows which results have one value for each.
+        """
+        count, has_mask = self._count, arguments.mask is not None
+
+        def trace(*names: str) -> None:
+            def examined(arrays: list[Any], *values: jax.Array) -> tuple[()]:
+                marks = dict(zip(names, values, strict=True))
+                of, options = self._placeholder, {"path_of": path_of, "marks": marks}
+                traced = self._traced(fn, arguments, arrays, of, **options)
+                self._read(arguments, arrays, *traced)
+                return ()
+
+            function: Any = examined
+            for name in names:
+                axes = [0 if name == other else None for other in names]
+                function = jax.vmap(function, (None, *axes), axis_name=name)
+            if count > 1:
+                axes = [0 if is_own else None for is_own in arguments.is_own]
+                sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
+                function = jax.vmap(function, (axes, *[None] * len(names)), **sizes)
+            jax.eval_shape(function, arrays, *[jnp.zeros(1, bool)] * len(names))
+
+        path_of = self.roots.path_of
+        arrays = list(arguments.arrays)
+        for index in itertools.compress(range(len(arrays)), arguments.is_own):
+            (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
+            rows = length // count * (1 + has_mask)
+            shape = rest if index in arguments.scalars else (rows, *rest)
+            shape = (count, *shape) if count > 1 else shape
+            arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
+        collects = gc.isenabled()
+        gc.disable()  # it would look in vain at all that a trace keeps
+        try:
+            try:
+                trace()
+            except MarksNeeded:
+                trace(*MARKS)
+        except Exception as error:
+            if has_mask or isinstance(error, NotImplementedError):
+                error.add_note(
+                    "run: the first trace is under jax.vmap over the replicas, and for "
+                    "a batch with padding with twice its rows. So give callbacks a "
+                    "vmap_method, and write -1 for the number of rows."
+                )
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+    def _placeholder(self, variable: Variable) -> Any:
+        """Returns a traced value: Python must not compute with the numbers of today."""
+
+        def value(x: Leaf) -> Any:
+            if isinstance(x, PerReplica):
+                where = "a variable of each replica's own"
+                check_replicas(x, self._strategy.mesh, where)
+                own = x.array.reshape(x.num_replicas, *x.shape)
+                return own[jax.lax.axis_index(REPLICA_AXIS)]
+            is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+            x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
+            return jax.lax.optimization_barrier(x)
+
+        return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
+
+    def _read(
+        self, arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: Any
+    ) -> None:
+        """Reads a first trace, inside of it; refuses what replicas cannot do."""
+        self._changed, ids = trace.changed(), {*map(id, trace.changed())}
+        entered = [variable for variable, _ in trace.entered.values()]
+        self._others = [x for x in entered if id(x) not in ids]
+        self._nodes = [node for node, *_ in trace.nodes.values()]
+        self._decisions = trace.decisions
+        differing = [
+            self.roots.path_of(x)
+            for x in self._changed
+            if aggregation(x) != "per_replica" and trace.differs(trace.values[id(x)])
+        ]
+        if differing:
+            msg = (
+                f"{self._name} would leave different values of "
+                f"{', '.join(differing[:3])} on the replicas: the new values are "
+                "computed from what differs between them. Combine that first, as "
+                "get_replica_context().all_reduce('MEAN', x) does, or say how the "
+                "variable's values become one: nnx.Variable(x, aggregation='mean'), "
+                "or 'sum', 'first', 'per_replica'."
             )
-        raise
-    return found[0]
-
-
-def _traced(
-    strategy: Any,
-    fn: Any,
-    arguments: Arguments,
-    arrays: Any,
-    value_of: Any,
-    **options: Any,
-) -> tuple[ReplicaTrace, TraceWatch, PyTree]:
-    """Runs a function on one replica, while it is traced."""
-    mask = arrays[-1] if arguments.mask is not None else None
-    count = strategy.num_replicas_in_sync
-    axis = REPLICA_AXIS if count > 1 else None
-    context = ReplicaContext(strategy, axis, count, mask)
-    trace = ReplicaTrace(context, value_of, **options)
-    # Functions that are jitted inside are traced anew: what they ask of the context
-    # belongs to this trace.
-    with (
-        _jax.trace_phase(next(_phases)),
-        strategy._inside(),
-        entered(context),
-        patches,
-        padding_left_out(),
-        TraceWatch(trace) as watch,
-    ):
-        result = arguments.call(fn, arrays)
-        watch.check_attributes(arguments.name)
-    return trace, watch, result
-
-
-def _placeholder(variable: Variable) -> Any:
-    """Returns a value for a first trace, which has no numbers that Python could use."""
-
-    def value(x: Leaf) -> Any:
-        if isinstance(x, PerReplica):
-            own = x.array.reshape(x.num_replicas, *x.shape)
-            return own[jax.lax.axis_index(REPLICA_AXIS)]
-        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-        x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
-        return jax.lax.optimization_barrier(x)
-
-    return jax.tree.map(value, raw_value(variable), is_leaf=_is_per_replica)
-
-
-def _read(
-    arguments: Arguments,
-    path_of: Any,
-    trace: ReplicaTrace,
-    watch: TraceWatch,
-    result: Any,
-) -> Examination:
-    """Reads a first trace, inside of it; refuses what replicas cannot do."""
-    is_changed, differing, is_safe = [], [], True
-    for variable, before in watch.entered.values():
-        after = watch.values[id(variable)]
-        differs, kind = trace.is_mapped(after), aggregation(variable)
-        # nnx.scan hands a replica's own keys back as new arrays.
-        is_key = isinstance(variable, nnx.RngKey) and differs
-        is_changed.append(_is_changed(before, after) and not is_key)
-        if is_changed[-1]:
-            is_statistic = isinstance(variable, nnx.BatchStat) or kind == "metric"
-            is_safe &= is_statistic and "aggregation" not in variable.get_metadata()
-            if differs and kind != "per_replica":
-                differing.append(path_of(variable))
-    if differing:
-        msg = (
-            f"{arguments.name} would leave different values of "
-            f"{', '.join(differing[:3])} on the replicas: the new values are computed "
-            "from what differs between them. Combine that first, as "
-            "get_replica_context().all_reduce('MEAN', x) does, or say how the "
-            "variable's values become one: nnx.Variable(x, aggregation='mean'), or "
-            "'sum', 'first', 'per_replica'."
+            raise StrategyError(msg)
+        self._check_states(arguments.unflatten(inputs), trace, result)
+        arrays, self._treedef = _flattened(self._name, result)
+        self._shapes = [x.shape for x in arrays]
+        self._differs = list(map(trace.differs, arrays))
+        mask = trace.context.mask
+        self._rows = rows = 0 if mask is None else mask.shape[0]
+        is_safe = all(shape[:1] == (rows,) for shape in self._shapes) and all(
+            (isinstance(x, nnx.BatchStat) or aggregation(x) == "metric")
+            and "aggregation" not in x.get_metadata()
+            for x in self._changed
         )
-        raise StrategyError(msg)
-    arrays, treedef = _flattened(arguments.name, result)
-    mask, shapes = trace.context.mask, [x.shape for x in arrays]
-    rows = 0 if mask is None else mask.shape[0]
-    is_safe &= all(shape[:1] == (rows,) for shape in shapes)
-    if rows and not is_safe and not trace.context.mask_was_read:
-        msg = (
-            f"{arguments.name} got a short batch, which is padded to the shape of the "
-            "others, and did not ask which rows are real: padding would count. Use "
-            "losses.compute_average_loss, which asks; or multiply by "
-            "get_replica_context().example_mask and divide by its num_examples; or "
-            "return one value per row and combine these with reduce(..., axis=0); or "
-            "leave such batches out with distribute_dataset(..., remainder='drop')."
-        )
-        raise StrategyError(msg)
-    variables = [variable for variable, _ in watch.entered.values()]
-    nodes = [node for node, *_ in watch.nodes.values()]
-    differs, decisions = list(map(trace.is_mapped, arrays)), trace.decisions
-    return Examination(
-        variables, is_changed, nodes, treedef, shapes, differs, rows, decisions
-    )
+        if rows and not is_safe and not trace.context.mask_was_read:
+            msg = (
+                f"{self._name} got a short batch, which is padded to the shape of the "
+                "others, and did not ask which rows are real: padding would count. Use "
+                "losses.compute_average_loss, which asks; or multiply by "
+                "get_replica_context().example_mask and divide by its num_examples; or "
+                "return one value per row and combine these with reduce(..., axis=0); "
+                "or leave such batches out with distribute_dataset(..., "
+                "remainder='drop')."
+            )
+            raise StrategyError(msg)
+
+    def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
+        """Refuses a state of Linen that is returned with changes that differ.
+
+        NNX objects are changed in place, where that is an error. A state is returned,
+        and a forgotten all-reduce would give each replica one of its own. It is one if
+        a result has the structure of an argument, and something was added to one of its
+        leaves: gradients, to which nothing was added, may differ.
+        """
+        args, kwargs = call
+        parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
+        for state, part in itertools.product((*args, *kwargs.values()), parts):
+            before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
+            after, new_structure = jax.tree.flatten_with_path(part)
+            is_bare = jax.tree_util.treedef_is_leaf(structure)  # numbers are no state
+            if is_bare or structure != new_structure:
+                continue
+            differing = [(key, x) for key, x in after if trace.differs(x)]
+            ids = {id(x) for x in before if np.ndim(x)}
+            if any(ids & trace.terms_of(x) for _, x in differing):
+                keys = [key for key, _ in differing]
+                text = functools.partial(jax.tree_util.keystr, separator="/")
+                msg = (
+                    f"{self._name} returns a state that came in the same on all "
+                    "replicas, and would leave different values of "
+                    f"{', '.join(text(key, simple=True) for key in keys)} on them. "
+                    "Combine gradients and losses first: "
+                    "get_replica_context().all_reduce('SUM', grads)."
+                )
+                raise StrategyError(msg)
+
+    # Both traces.
+
+    def _traced(
+        self,
+        fn: Any,
+        arguments: Arguments,
+        arrays: list[Any],
+        value_of: Callable[[Variable], Any],
+        **options: Any,
+    ) -> tuple[ReplicaTrace, PyTree]:
+        """Runs the function on one replica, while it is traced."""
+        mask = arrays[-1] if arguments.mask is not None else None
+        axis = REPLICA_AXIS if self._count > 1 else None
+        context = ReplicaContext(self._strategy, axis, self._count, mask)
+        # Functions that are jitted inside are traced anew: what they ask of the context
+        # belongs to this trace.
+        with (
+            _jax.trace_phase(next(_phases)),
+            self._strategy._inside(),
+            entered(context),
+            patches,
+            _jaxprs.short_sharding_errors,  # Flax asks for one at each value
+            padding_left_out(),
+            ReplicaTrace(context, value_of, **options) as trace,
+        ):
+            for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
+                trace.note_terms(x, frozenset([id(x)]))
+            args, kwargs = arguments.unflatten(arrays)
+            result = fn(*args, **kwargs)
+            trace.check_attributes(self._name)
+        return trace, result
+
+    # The second trace.
+
+    def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        if self._count == 1:
+            return self._replica(state, rest, arrays)
+
+        def specs(flags: Iterable[bool]) -> list[PartitionSpec]:
+            return [PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags]
+
+        def of(variables: list[Variable]) -> tuple[PartitionSpec, ...]:
+            return tuple(specs(aggregation(x) == "per_replica" for x in variables))
+
+        changed, (_, arguments) = of(self._changed), self._call
+        return jax.shard_map(
+            self._replica,
+            mesh=self._strategy.mesh.jax_mesh,
+            in_specs=(changed, of(self._others), specs(arguments.is_own)),
+            out_specs=(changed, specs(self._differs)),
+            check_vma=False,
+        )(state, rest, arrays)
+
+    def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        variables = map(id, (*self._changed, *self._others))
+        values = dict(zip(variables, (*state, *rest), strict=True))
+
+        def own_part(x: Leaf) -> Any:
+            if not isinstance(x, PerReplica):
+                return x
+            return x.array[0] if x.is_scalar else x.array
+
+        def value_of(variable: Variable) -> Any:
+            value = values.get(id(variable), raw_value(variable))
+            return jax.tree.map(own_part, value, is_leaf=is_per_replica)
+
+        fn, arguments = self._call
+        scalars, options = arguments.scalars, {"decisions": self._decisions}
+        arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
+        trace, result = self._traced(fn, arguments, arrays, value_of, **options)
+        results, treedef = _flattened(self._name, result)
+        is_same = [*map(id, trace.changed())] == [*map(id, self._changed)]
+        is_same &= trace.entered.keys() <= values.keys()
+        if not is_same or treedef != self._treedef:
+            msg = (
+                f"{self._name} did something else when it was traced again: it depends "
+                "on something that changes in Python. Pass that as an argument."
+            )
+            raise StrategyError(msg)
+        new = []
+        for variable in self._changed:
+            form = self._whole if aggregation(variable) == "per_replica" else _strong
+            new.append(jax.tree.map(form, trace.values[id(variable)]))
+        return tuple(new), list(map(self._result, itertools.count(), results))
+
+    def _whole(self, x: Leaf) -> Any:
+        """Returns a replica's own value as its part of the values of all."""
+        x = _strong(x)
+        if self._count == 1:
+            return x
+        rows, is_scalar = x if x.ndim else x[None], not x.ndim
+        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
+
+    def _result(self, index: int, x: jax.Array) -> jax.Array:
+        shape, rows = self._shapes[index], self._rows
+        if not self._differs[index]:
+            return x
+        if rows and (x.shape[:1], shape[:1]) == ((rows // 2,), (rows,)):
+            self._aligned.add(index)
+        elif x.shape != shape:
+            msg = (
+                f"{self._name} got a short batch and returned an array of shape "
+                f"{x.shape}, which is not one value for each of a replica's "
+                f"{rows // 2} rows: which of its values are padding is unknown. "
+                "Combine rows with get_replica_context().example_mask, or leave such "
+                "batches out with distribute_dataset(..., remainder='drop')."
+            )
+            raise StrategyError(msg)
+        return x if shape else x[None]
+
+    # Calls.
+
+    def _place(self) -> None:
+        """Places the Variables on the devices of all replicas.
+
+        The program uses up the arrays of those that it changes. So what several hold is
+        copied: clones share arrays, and so do Variables that were set to the same one.
+        """
+        seen: dict[int, Any] = {}
+        for variable in (*self._others, *self._changed):
+            before = raw_value(variable)
+            with jax.ensure_compile_time_eval():
+                value = self._strategy._placed(variable)
+            # With jax 0.7, a placed array may have the memory of the one it is from.
+            leaves = {id(x): x for x in jax.tree.leaves((before, value))}
+            if leaves.keys() & seen.keys() and not _jax.is_tracing():
+                value = jax.tree.map(jnp.copy, value)
+            seen |= leaves
+            set_raw_value(variable, value)
+        self._state = tuple(map(raw_value, self._changed))
+        self._rest = tuple(map(raw_value, self._others))
+
+    def lowered(self, fn: Any, arguments: Arguments) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the compiled step and its inputs, for a look at the program alone."""
+        self._call = fn, arguments
+        self._place()
+        return self._step, (self._state, self._rest, arguments.arrays)
+
+    def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
+        """Runs the program, and sets the variables that changed."""
+        step, is_tracing = self._step.again, _jax.is_tracing()
+        before = itertools.chain(self._state, self._rest)
+        now = map(raw_value, itertools.chain(self._changed, self._others))
+        if is_tracing or not all(map(operator.is_, now, before)):
+            if is_tracing:
+                self._check_trace(fn, arguments)
+            step = self._step
+            self._place()
+        # A program does not keep its function alive; JAX may have to trace it anew.
+        self._call = fn, arguments
+        try:
+            self._state, out = step(self._state, self._rest, arguments.arrays)
+        finally:
+            self._call = None
+        collections.deque(map(set_raw_value, self._changed, self._state), 0)
+        for index in itertools.compress(range(len(out)), self._differs):
+            mask = arguments.mask if index in self._aligned else None
+            options = {
+                "num_replicas": self._count,
+                "is_scalar": not self._shapes[index],
+            }
+            out[index] = PerReplica(out[index], mask, **options)
+        return self._treedef.unflatten(out)
+
+    def _check_trace(self, fn: Any, arguments: Arguments) -> None:
+        """Refuses to change variables from outside of the trace under way."""
+        for variable in self._changed:
+            if not getattr(variable, TRACE).is_valid():
+                path = Roots(fn, arguments.named_objects()).path_of(variable)
+                msg = (
+                    f"{self._name} changes the variable {path} from outside of the "
+                    "function that is being compiled. run compiles by itself: call it "
+                    "without jit, or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
 
 
-def _is_changed(before: Leaf, after: Leaf) -> bool:
-    old, structure = jax.tree.flatten(before)
-    new, new_structure = jax.tree.flatten(after)
-    return structure != new_structure or not all(map(operator.is_, old, new))
+def _strong(x: Leaf) -> jax.Array:
+    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
 
 
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
@@ -226,226 +437,48 @@ def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     return list(map(array, leaves)), treedef
 
 
-def _strong(x: Leaf) -> jax.Array:
-    return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
+class ProgramCache:
+    """The programs of a strategy, found by function, arguments, and objects reached.
 
-
-def _check_states(arguments: Arguments, arrays: Any, result: Any, differs: Any) -> None:
-    """Refuses a state that came in the same on all replicas, and goes out different.
-
-    NNX objects are changed in place, where that is an error. A state of Linen is
-    returned, and a forgotten all-reduce would give each replica one of its own.
+    A function is found again if it is defined anew with the same code. What was not
+    called for the longest time is dropped, and what is for objects that are gone.
     """
 
-    def shapes(leaves: list[Any]) -> list[Any]:
-        return [None if is_leaf(x) else np.shape(x) for x in leaves]
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        # Of programs, the last called first: function and signature; roots; the program
+        # itself, until an object of it is gone; how many roots that key had by then.
+        self._programs: list[tuple[Any, Roots, list[ReplicaProgram], int]] = []
 
-    args, kwargs = arguments.unflatten(arrays)
-    parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
-    for state, part in itertools.product((*args, *kwargs.values()), parts):
-        before, structure = jax.tree.flatten(state, is_leaf=is_leaf)
-        after, new_structure = jax.tree.flatten_with_path(part)
-        is_bare = jax.tree_util.treedef_is_leaf(structure)
-        is_state = any(shapes(before)) and not is_bare  # two numbers are none
-        is_same = structure == new_structure and not differs(before)
-        if is_state and is_same and shapes(before) == shapes([x for _, x in after]):
-            text = jax.tree_util.keystr
-            keys = [key for key, x in after if differs(x)]
-            names = [text(key, simple=True, separator="/") for key in keys]
-            if names:
-                msg = (
-                    f"{arguments.name} returns a state that came in the same on all "
-                    "replicas, and would leave different values of "
-                    f"{', '.join(names)} on them. Combine gradients and losses first: "
-                    "get_replica_context().all_reduce('SUM', grads)."
-                )
-                raise StrategyError(msg)
-
-
-class ReplicaProgram:
-    """A function, compiled for the replicas of a strategy and one signature.
-
-    Args:
-        strategy: The strategy.
-        fn: The function.
-        arguments: Its arguments.
-        gone: Called when an object that the program is for is gone.
-    """
-
-    def __init__(
-        self, strategy: Any, fn: Any, arguments: Arguments, gone: Callable[[], None]
-    ) -> None:
-        self._strategy, self._name = strategy, arguments.name
-        self.roots = roots = Roots(fn, arguments.named_objects())
-        with roots.refuse_appends(self._name):
-            seen = examine(strategy, fn, arguments, roots.path_of)
-        self._seen = seen._replace(nodes=[])  # which a program does not keep alive
-        self.roots.keep({*map(id, (*seen.variables, *seen.nodes))}, gone)
-        self.modes = Modes(seen.nodes, gone)
-        is_rest = map(operator.not_, seen.is_changed)
-        self._changed = [*itertools.compress(seen.variables, seen.is_changed)]
-        self._variables = [*self._changed, *itertools.compress(seen.variables, is_rest)]
-        self._values: list[Any] = []  # after the last call
-        # Which results have one value per row of a short batch.
-        self._aligned: set[int] = set()
-        self._call: Any = None
-
-        def step(state: Any, rest: Any, arrays: Any) -> Any:
-            return self._traced_step(state, rest, arrays)
-
-        step.__name__ = self._name
-        self.step = compile_step(step, on_recompile="ignore")
-
-    def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        """Traces the function for the second time."""
-        if self._strategy.num_replicas_in_sync == 1:
-            return self._replica(state, rest, arrays)
-
-        def specs(flags: Iterable[bool]) -> list[PartitionSpec]:
-            return [PartitionSpec(*[REPLICA_AXIS] * is_own) for is_own in flags]
-
-        variables = specs(aggregation(x) == "per_replica" for x in self._variables)
-        changed = tuple(variables[: len(state)])
-        rest_specs = tuple(variables[len(state) :])
-        return jax.shard_map(
-            self._replica,
-            mesh=self._strategy.mesh.jax_mesh,
-            in_specs=(changed, rest_specs, specs(self._call[1].is_own)),
-            out_specs=(changed, specs(self._seen.differs)),
-            check_vma=False,
-        )(state, rest, arrays)
-
-    def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        values = dict(zip(map(id, self._variables), (*state, *rest), strict=True))
-        (fn, arguments), seen = self._call, self._seen
-
-        def value_of(variable: Variable) -> Any:
-            value = values.get(id(variable), raw_value(variable))
-            return jax.tree.map(_own_part, value, is_leaf=_is_per_replica)
-
-        scalars, options = arguments.scalars, {"decisions": seen.decisions}
-        arrays = [x[0] if i in scalars else x for i, x in enumerate(arrays)]
-        traced = _traced(self._strategy, fn, arguments, arrays, value_of, **options)
-        _, watch, result = traced
-        results, treedef = _flattened(self._name, result)
-        expected = {*map(id, self._changed)}
-        is_same = treedef == seen.treedef
-        is_same &= expected <= watch.entered.keys() <= values.keys()
-        for key, (variable, before) in watch.entered.items():
-            is_expected = key in expected or isinstance(variable, nnx.RngKey)
-            is_same &= is_expected or not _is_changed(before, watch.values[key])
-        if not is_same:
-            msg = (
-                f"{self._name} did something else when it was traced again: it depends "
-                "on something that changes in Python. Pass that as an argument."
+    def find(self, fn: Any, arguments: Arguments) -> ReplicaProgram:
+        """Returns the program for a call, compiling it if there is none yet."""
+        code = fn
+        while isinstance(code, functools.partial):
+            code = code.func
+        key = getattr(code, "__code__", type(code)), arguments.signature
+        differences, numbers = list[str | None](), [0]
+        for index, (other, roots, held, number) in enumerate(self._programs):
+            if other == key:
+                difference = roots.difference(fn, arguments.objects)
+                if not difference and held and held[0].modes.are_current():
+                    if index:
+                        self._programs.insert(0, self._programs.pop(index))
+                    return held[0]
+                differences.append(difference)
+                numbers.append(number)
+        held: list[ReplicaProgram] = []
+        program = ReplicaProgram(self._strategy, fn, arguments, held.clear)
+        held.append(program)
+        number = max(numbers) + all(differences)
+        self._programs.insert(0, (key, program.roots, held, number))
+        del self._programs[_MOST_PROGRAMS:]
+        if number == 3 and all(differences):
+            warnings.warn(
+                f"{arguments.name} was compiled a third time for arguments of the same "
+                f"shapes and types: {differences[0]} stands for another object than "
+                "before. Pass arrays and numbers that change as arguments, or keep "
+                "them in an nnx.Variable; each model has its own program.",
+                RecompileWarning,
+                stacklevel=stack_level(),
             )
-            raise StrategyError(msg)
-        new = []
-        for variable in self._changed:
-            form = self._whole if aggregation(variable) == "per_replica" else _strong
-            new.append(jax.tree.map(form, watch.values[id(variable)]))
-        return tuple(new), list(map(self._result, itertools.count(), results))
-
-    def _whole(self, x: Leaf) -> Any:
-        """Returns a replica's own value as its part of the values of all."""
-        count, x = self._strategy.num_replicas_in_sync, _strong(x)
-        is_scalar = not x.ndim
-        rows = x[None] if is_scalar else x
-        value = PerReplica(rows, num_replicas=count, is_scalar=is_scalar)
-        return x if count == 1 else value
-
-    def _result(self, index: int, x: jax.Array) -> jax.Array:
-        shape, rows = self._seen.shapes[index], self._seen.rows
-        if not self._seen.differs[index]:
-            return x
-        if rows and (x.shape[:1], shape[:1]) == ((rows // 2,), (rows,)):
-            self._aligned.add(index)
-        elif x.shape != shape:
-            msg = (
-                f"{self._name} got a short batch and returned an array of shape "
-                f"{x.shape}, which is not one value for each of a replica's "
-                f"{rows // 2} rows: which of its values are padding is unknown. "
-                "Combine rows with get_replica_context().example_mask, or leave such "
-                "batches out with distribute_dataset(..., remainder='drop')."
-            )
-            raise StrategyError(msg)
-        return x if shape else x[None]
-
-    # Calls.
-
-    def inputs(self, arguments: Arguments) -> tuple[Any, Any, list[Any]]:
-        """Returns what the compiled step takes: state, other variables, arguments."""
-        values = list(map(raw_value, self._variables))
-        is_same = len(values) == len(self._values)
-        self._is_again = is_same and all(map(operator.is_, values, self._values))
-        if not self._is_again:
-            values = self._placed()
-        count = len(self._changed)
-        return tuple(values[:count]), tuple(values[count:]), arguments.arrays
-
-    def _placed(self) -> list[Any]:
-        """Places the Variables on the devices of all replicas; returns their values.
-
-        The program uses up the arrays of those that it changes. So what several hold is
-        copied: clones share arrays, and so do Variables that were set to the same one.
-        """
-        seen: set[int] = set()
-        for variable in reversed(self._variables):  # those that change come last
-            before = raw_value(variable)
-            with jax.ensure_compile_time_eval():
-                value = self._strategy._placed(variable)
-            # With jax 0.7, a placed array may have the memory of the one it is from.
-            ids = set(map(id, jax.tree.leaves((before, value))))
-            if ids & seen and not _jax.is_tracing():
-                value = jax.tree.map(jnp.copy, value)
-            seen |= ids
-            set_raw_value(variable, value)
-        return list(map(raw_value, self._variables))
-
-    def held(self, fn: Any, arguments: Arguments) -> Any:
-        """Returns the compiled step, for a look at the program alone."""
-        self._call = fn, arguments
-        return self.step
-
-    def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
-        """Runs the program, and sets the variables that changed."""
-        inputs, step = self.inputs(arguments), self.step
-        if _jax.is_tracing():
-            self._check_trace(fn, arguments)
-        elif self._is_again:  # the state is what the last call returned
-            step = self.step.again
-        # A program does not keep its function alive; JAX may have to trace it anew.
-        self._call = fn, arguments
-        try:
-            state, out = step(*inputs)
-        finally:
-            self._call = None
-        self._values = [*state, *inputs[1]]
-        collections.deque(map(set_raw_value, self._changed, state), 0)
-        count = self._strategy.num_replicas_in_sync
-        for index in itertools.compress(range(len(out)), self._seen.differs):
-            mask = arguments.mask if index in self._aligned else None
-            options = {"num_replicas": count, "is_scalar": not self._seen.shapes[index]}
-            out[index] = PerReplica(out[index], mask, **options)
-        return self._seen.treedef.unflatten(out)
-
-    def _check_trace(self, fn: Any, arguments: Arguments) -> None:
-        """Refuses to change variables from outside of the trace under way, if any."""
-        for variable in itertools.filterfalse(belongs_here, self._changed):
-            path = Roots(fn, arguments.named_objects()).path_of(variable)
-            msg = (
-                f"{self._name} changes the variable {path} from outside of the "
-                "function that is being compiled. run compiles by itself: call it "
-                "without jit, or pass the objects through nnx.jit as arguments."
-            )
-            raise StrategyError(msg)
-
-
-def _is_per_replica(leaf: object) -> bool:
-    return isinstance(leaf, PerReplica)
-
-
-def _own_part(x: Leaf) -> Any:
-    if not isinstance(x, PerReplica):
-        return x
-    return x.array[0] if x.is_scalar else x.array
+        return program

@@ -30,7 +30,7 @@ from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.distribute import datasets, values
 from meshlayout.distribute.arguments import Arguments
 from meshlayout.distribute.datasets import ValueContext
-from meshlayout.distribute.program_cache import ProgramCache
+from meshlayout.distribute.replica_program import ProgramCache
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
 from meshlayout.errors import LayoutWarning, StrategyError, stack_level
@@ -70,19 +70,8 @@ class Strategy:
         True
         >>> (x,) = strategy.distribute_dataset(jnp.arange(4), 4)
         >>> y = strategy.run(lambda x: 2 * x, args=(x,))
-        >>> y
-        PerReplica:{
-          0: Array([0, 2], dtype=int32),
-          1: Array([4, 6], dtype=int32)
-        }
-        >>> strategy.reduce("SUM", y, axis=None).tolist()
-        [4, 8]
-        >>> int(strategy.reduce("SUM", y, axis=0))
-        12
-        >>> strategy.gather(y, axis=0).tolist()
-        [0, 2, 4, 6]
-        >>> [part.tolist() for part in strategy.local_results(y)]
-        [[0, 2], [4, 6]]
+        >>> strategy.gather(y, axis=0).tolist(), int(strategy.reduce("SUM", y, axis=0))
+        ([0, 2, 4, 6], 12)
     """
 
     cluster_resolver: Any = None
@@ -189,7 +178,7 @@ class Strategy:
         with _lock:
             arguments = Arguments(fn, tuple(args), dict(kwargs or {}), self.mesh)
             program = self._programs.find(fn, arguments)
-            return program.held(fn, arguments), program.inputs(arguments)
+            return program.lowered(fn, arguments)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -206,10 +195,9 @@ class Strategy:
     ) -> DistributedDataset:
         """Divides the batches of a source among the replicas.
 
-        Iterating yields trees of the source's structure, whose leaves are `PerReplica`,
-        or plain arrays with one replica. On one process, a short batch whose rows
-        divide among the replicas is divided evenly. Otherwise some replicas have fewer
-        rows than others, or none, and each leaf then says so.
+        Leaves of its batches are `PerReplica`, or plain arrays with one replica. On one
+        process, a short batch whose rows divide among the replicas is divided evenly;
+        otherwise some replicas have fewer rows, or none, and each leaf says so.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data

@@ -1,30 +1,18 @@
-"""The Variables and modules that a function touches, watched while it is traced.
-
-A replica's function reaches its models and optimizers in any way that Python has, as if
-nothing were compiled. So reads and writes are watched where all of them pass: at the
-slot of a Variable's value, exchanged for a property while a trace is open. In the
-thread of that trace, a Variable that was made outside has a traced value, and belongs
-to the trace as Flax sees it; the slot itself never changes, so other threads see what
-they always saw, and nothing has to be put back. Of modules, attributes are put back
-after a trace, and compared before each call: `eval()` is another program.
-"""
+"""Variables and modules, as the programs of a strategy see them."""
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.nnx import tracers
-from flax.nnx.pytreelib import PytreeState
 
-from meshlayout import _checks, _jax, _jaxprs
+from meshlayout import _checks
 from meshlayout._annotations import Leaf
-from meshlayout._patches import SharedPatches
 from meshlayout.errors import StrategyError
 
 
@@ -33,22 +21,16 @@ Variable: TypeAlias = "nnx.Variable[Any]"
 # Flax's private attributes, none of which has a public counterpart. If one is renamed,
 # the look-ups here raise, and all of tests/test_distribute.py fails.
 # - The slot of a Variable's value: `_raw_value`, which was `raw_value` in flax 0.11.
-_VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
+VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
 # - The trace that may change a Variable, or a module by way of its state.
-_TRACE, _STATE = "_trace_state", "_pytree__state"
+TRACE, STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
-# The slots themselves, for calls in C: without hooks, checks, or a watch.
-_slot: Any = vars(nnx.Variable)[_VALUE]
-_trace_slot, _state_trace_slot = vars(nnx.Variable)[_TRACE], vars(PytreeState)[_TRACE]
+# The slot itself, for calls in C: without hooks, checks, or a watch.
+_slot: Any = vars(nnx.Variable)[VALUE]
 raw_value: Callable[[Variable], Any] = _slot.__get__
 set_raw_value: Callable[[Variable, Any], None] = _slot.__set__
-
-
-def belongs_here(variable: Variable) -> bool:
-    """Returns whether the current trace, or code outside of any, may set a Variable."""
-    return getattr(variable, _TRACE).is_valid()
 
 
 def aggregation(variable: Variable) -> str | None:
@@ -66,8 +48,8 @@ def aggregation(variable: Variable) -> str | None:
     return "mean" if isinstance(variable, nnx.BatchStat) else None
 
 
-# The watch of the trace that is under way in this thread.
-current: ContextVar["TraceWatch | None"] = ContextVar("watch", default=None)
+# The `ReplicaTrace` that is under way in this thread.
+current: ContextVar[Any] = ContextVar("trace", default=None)
 
 
 @contextlib.contextmanager
@@ -80,228 +62,54 @@ def unwatched() -> Iterator[None]:
         current.reset(token)
 
 
-class TraceWatch(contextlib.AbstractContextManager["TraceWatch"]):
-    """Watches what happens to Variables and modules, in this thread.
-
-    Args:
-        replica: Says what values Variables have and get, by `enter(variable)` and
-            `write(variable, old, new)`; `meet(node)` is called for modules.
-
-    Attributes:
-        entered: The Variables from outside that were read or set, by id, and the values
-            with which they entered the trace.
-        values: The values that they have now.
-        nodes: The modules from outside of which an attribute was read or set, by id,
-            and their attributes: live, as they were, and in a form to compare.
-    """
-
-    def __init__(self, replica: Any) -> None:
-        self.replica = replica
-        self._level, self._trace = tracers.TraceState(), _jax.current_trace()
-        # What the objects belong to that are made in this trace, by id.
-        self._levels: dict[int, Any] = {}
-        self.entered: dict[int, tuple[Variable, Any]] = {}
-        self.values: dict[int, Any] = {}
-        self.nodes: dict[int, tuple[Any, dict[str, Any], dict[str, Any], Any]] = {}
-
-    def __enter__(self) -> "TraceWatch":
-        _patches.__enter__()
-        _jaxprs.short_sharding_errors.__enter__()  # Flax asks for one at each value
-        self._token = current.set(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        current.reset(self._token)
-        _jaxprs.short_sharding_errors.__exit__()
-        _patches.__exit__()
-        for _, live, before, _ in self.nodes.values():
-            live.clear()
-            live.update(before)
-
-    def check_attributes(self, name: str) -> None:
-        """Refuses a function that changes modules in Python, once for all calls."""
-        for node, live, before, frozen in self.nodes.values():
-            now = _frozen(live)
-            for key in {**frozen, **now}:
-                if (key in frozen, frozen.get(key)) == (key in now, now.get(key)):
-                    continue
-                verb = "removes" if key not in live else "sets"
-                verb = verb if key in before else "adds"
-                is_variable = isinstance(live.get(key), nnx.Variable)
-                msg = (
-                    f"run: {name} {verb} {'the variable ' * is_variable}"
-                    f"{type(node).__name__}.{key}. It runs in Python once per compiled "
-                    "program, not at every call: create variables before the call, set "
-                    "them with variable[...] = value, return other values (nnx.pop "
-                    "takes out what sow() keeps), and call model.eval() outside."
-                )
-                raise StrategyError(msg)
-
-    def read(self, variable: Variable, _: object = None) -> Any:
-        """Returns the value of a Variable in the trace."""
-        key = id(variable)
-        if key not in self.values:
-            if self._is_made(variable, _trace_slot):
-                return raw_value(variable)
-            # Of the whole function, wherever in it, as in a scan, the value is read.
-            with unwatched(), _jax.in_trace(self._trace):
-                self.values[key] = value = self.replica.enter(variable)
-            self.entered[key] = variable, value
-        return self.values[key]
-
-    def set(self, variable: Variable, _: object, value: Leaf) -> None:
-        """Sets the value of a Variable in the trace."""
-        if self._is_made(variable, _trace_slot):
-            set_raw_value(variable, value)
-            return
-        before = self.read(variable)
-        with unwatched():
-            self.values[id(variable)] = self.replica.write(variable, before, value)
-
-    def read_level(self, holder: Any, slot: Any) -> Any:
-        """Returns the trace that may change a Variable, or a module by its state."""
-        return slot.__get__(holder) if self._is_made(holder, slot) else self._level
-
-    def set_level(self, holder: Any, slot: Any, level: Any) -> None:
-        """Sets it for what is made in this trace."""
-        self._levels[id(level)] = level
-        slot.__set__(holder, level)
-
-    def _is_made(self, holder: Any, slot: Any) -> bool:
-        """Returns whether an object was made in this trace, or still is made."""
-        try:
-            return id(slot.__get__(holder)) in self._levels
-        except AttributeError:
-            return True
-
-    def meet(self, node: Any) -> None:
-        """Notes a module from outside, whose attributes are put back and compared."""
-        if id(node) not in self.nodes:
-            live = object.__getattribute__(node, "__dict__")
-            state = live.get(_STATE)
-            if state is not None and not self._is_made(state, _state_trace_slot):
-                self.nodes[id(node)] = node, live, dict(live), _frozen(live)
-                self.replica.meet(node, live)
-
-
-# The patches. Other threads come here, too, and have no watch.
-
-
-def _watched(read: Any, write: Any) -> Callable[[Any], property]:
-    def make(slot: Any) -> property:
-        def get(holder: Any) -> Any:
-            watch = current.get()
-            return slot.__get__(holder) if watch is None else read(watch, holder, slot)
-
-        def put(holder: Any, value: Leaf) -> None:
-            watch = current.get()
-            if watch is None:
-                slot.__set__(holder, value)
-            else:
-                write(watch, holder, slot, value)
-
-        return property(get, put)
-
-    return make
-
-
-def _meeting(getattribute: Any) -> Any:
-    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
-        if (watch := current.get()) is not None:
-            watch.meet(self)
-        return getattribute(self, name)
-
-    return __getattribute__
-
-
-def _setting(set_value: Any) -> Any:
-    # Flax computes `variable[...] = 0` from the old value, if types differ.
-    def replacement(self: Any, value: Any, **options: Any) -> Any:
-        if current.get() is not None and options.get("index") is ...:
-            old = getattr(self, _VALUE)
-            value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
-        return set_value(self, value, **options)
-
-    return replacement
-
-
-_levels = _watched(TraceWatch.read_level, TraceWatch.set_level)
-_patches = SharedPatches(
-    (nnx.Variable, _VALUE, _watched(TraceWatch.read, TraceWatch.set)),
-    (nnx.Variable, _TRACE, _levels),
-    (PytreeState, _TRACE, _levels),
-    (nnx.Pytree, "__getattribute__", _meeting),
-    *([(nnx.Variable, "set_value", _setting)] if _VALUE == "_raw_value" else []),
-)
-
-
 # Attributes of modules.
 
 
-class _Same:
-    """Stands for an object that is compared by identity, and keeps it alive."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _frozen(value: Leaf) -> Any:
-    """Returns what an attribute is now, to compare; it keeps no module alive."""
-    if isinstance(value, nnx.Pytree):
-        return _Same(weakref.ref(value))  # of a living object, always the same
+def frozen(value: Leaf) -> Any:
+    """Returns what an attribute is now, to compare while the value is alive."""
     if isinstance(value, (list, tuple)):
-        return type(value), list(map(_frozen, value))
+        return type(value), list(map(frozen, value))
     if type(value) is dict:
         items = value.items()
-        return {k: _frozen(x) for k, x in items if not str(k).startswith(_BOOKKEEPING)}
-    is_object = isinstance(value, nnx.Variable | jax.Array)
+        return {k: frozen(x) for k, x in items if not str(k).startswith(_BOOKKEEPING)}
+    is_object = isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
     is_object |= type(value).__hash__ is None
-    return _Same(value) if is_object else (type(value), value)
+    return type(value), id(value) if is_object else value
 
 
-def _containers(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
-    """Yields the values in lists and dicts, which follow changes of these."""
+def _views(values: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """Yields the values in dicts and lists, and in those among them, as they change."""
     for value in values:
         if type(value) is list or type(value) is dict:
-            inner = value.values() if isinstance(value, dict) else value
-            yield inner
-            yield from _containers(inner)
+            view = value.values() if isinstance(value, dict) else value
+            yield view
+            yield from _views(view)
 
 
 class Modes:
     """The attributes of modules for which a program was compiled.
 
-    Modules are not kept alive: once one is gone, `gone` is called. The attributes are
-    nearly always the same objects as before, which is compared in C: a ResNet-50 has
-    2,400.
+    They are nearly always the same objects as before, which is compared in C: a
+    ResNet-50 has 2,400. Modules that no other one holds are not kept alive: once one
+    is gone, `gone` is called.
     """
 
     def __init__(self, nodes: list[Any], gone: Callable[[], None]) -> None:
-        self._refs: list[Any] = [weakref.ref(node, lambda _: gone()) for node in nodes]
-        self._before = [_frozen(vars(node)) for node in nodes]
-        self._ids, self._inner = list[int](), list[Iterable[Any]]()
+        self._refs = [weakref.ref(node, lambda _: gone()) for node in nodes]
+        self._attributes = [vars(node) for node in nodes]
+        self._frozen = list(map(frozen, self._attributes))
+        self._look()
+
+    def _look(self) -> None:
+        self._containers = [*_views(self._attributes)]
+        self._before = [*itertools.chain.from_iterable(self._containers)]
 
     def are_current(self) -> bool:
         """Returns whether all attributes are what they were."""
-        try:
-            attributes = [ref().__dict__ for ref in self._refs]
-        except AttributeError:  # of None: a module is gone
-            return False
-        chain = itertools.chain.from_iterable
-        values = [*map(dict.values, attributes), *self._inner]
-        if self._ids and list(map(id, chain(values))) == self._ids:
+        now = [*itertools.chain.from_iterable(self._containers)]
+        if len(now) == len(self._before) and all(map(operator.is_, now, self._before)):
             return True
-        frozen = list(map(_frozen, attributes))
-        if frozen != self._before:
+        if list(map(frozen, self._attributes)) != self._frozen:
             return False
-        # Flax's transforms replace attributes by equal ones.
-        self._before = frozen
-        self._inner = [*_containers(chain(map(dict.values, attributes)))]
-        values = [*map(dict.values, attributes), *self._inner]
-        self._ids = list(map(id, chain(values)))
+        self._look()  # Flax's transforms replace attributes by equal ones
         return True

@@ -1,32 +1,30 @@
-"""Metrics of predicted classes."""
+"""Metrics of predictions and labels: scores per class with the true class.
 
-from typing import Any, ClassVar, Literal, TypeAlias
+Written without gathers and scatters: comparisons and sums keep logits on their shards,
+whichever dim is sharded. `where` is the name of the metric throughout, which opens the
+message of a MetricError.
+"""
+
+import math
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from meshlayout import _checks
 from meshlayout.errors import MetricError
+from meshlayout.metrics.means import MeanMetric
 from meshlayout.metrics.metric import (
-    MeanMetric,
-    SumMetric,
+    Metric,
     as_array,
+    element_weights,
+    mean_sums,
     metric_class,
     setting,
     source,
     text,
-)
-from meshlayout.metrics.predictions import (
-    PairMetric,
-    check_class_numbers,
-    class_scores,
-    highest_class,
-    is_class,
-    is_explicit,
-    label_numbers,
-    ranks,
-    same_shape,
 )
 
 
@@ -39,45 +37,45 @@ _THRESHOLD = (
     "probabilities"
 )
 _CLASSES = "give class numbers as predictions, as (logits > 0).astype(int)"
+_BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
 
 
-def _above(predictions: jax.Array, threshold: float) -> jax.Array:
-    # Like scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
-    return predictions.astype(jnp.float32) > threshold
+class _PairMetric(Metric):
+    """Base of the metrics of predictions and labels."""
+
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric with a batch added.
+
+        Args:
+            predictions: The model's outputs, in the shape that the class documents.
+            labels: The true values.
+            weights: Per label; see `Metric`.
+
+        Raises:
+            MetricError: If shapes or dtypes do not fit.
+        """
+        return self._added(self._sums_of(predictions, labels, weights))
+
+    def _sums_of(
+        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+    ) -> jax.Array:
+        """Returns the sums of a batch alone."""
+        raise NotImplementedError
 
 
-def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Returns whether both are class numbers, one prediction per label."""
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
-    return predictions.shape == labels.shape and not any(floats)
-
-
-def _class_pair(
-    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
-) -> tuple[jax.Array, jax.Array]:
-    """Returns predicted and true class numbers.
-
-    A row of scores with NaN predicts no class: its number is -1.
-    """
-    predictions = as_array(predictions, "predictions", where)
-    labels = as_array(labels, "labels", where)
-    if _are_classes(predictions, labels):
-        return predictions.astype(jnp.int32), labels.astype(jnp.int32)
-    scores, labels = class_scores(predictions, labels, where, _CLASSES)
-    # A label beyond the state's classes would be counted nowhere.
-    if scores.shape[-1] != num_classes:
-        msg = (
-            f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
-            f"has {scores.shape[-1]} classes in its last dim."
-        )
-        raise MetricError(msg)
-    numbers = label_numbers(scores, labels)
-    check_class_numbers(numbers, where)
-    return highest_class(scores), numbers
+def _num_classes(metric: Any) -> int:
+    """Returns a metric's number of classes, checked."""
+    context = {"at_least": 2, "where": type(metric).__name__, "error": MetricError}
+    return _checks.count("num_classes", metric.num_classes, **context)
 
 
 @metric_class
-class Accuracy(MeanMetric, PairMetric):
+class Accuracy(_PairMetric, MeanMetric):
     """The fraction of labels that are predicted correctly.
 
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
@@ -121,16 +119,19 @@ class Accuracy(MeanMetric, PairMetric):
             )
             raise MetricError(msg)
 
-    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
-        right = self._is_right(predictions, labels, type(self).__name__)
-        return right, right
+    def _sums_of(
+        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+    ) -> jax.Array:
+        where = type(self).__name__
+        right = self._is_right(predictions, labels, where).astype(jnp.float32)
+        return mean_sums(right, element_weights(weights, right, "labels", where))
 
     def _is_right(
         self, predictions: ArrayLike, labels: ArrayLike, where: str
     ) -> jax.Array:
         """Returns for each label whether it was predicted."""
         if self.threshold is not None:
-            scores, labels = same_shape(predictions, labels, where)
+            scores, labels = _same_shape(predictions, labels, where)
             right = _above(scores, self.threshold) == (labels > 0)
             return right & (scores == scores)  # NaN predicts neither class
         predictions = as_array(predictions, "predictions", where)
@@ -144,17 +145,17 @@ class Accuracy(MeanMetric, PairMetric):
                 "are class numbers."
             )
             raise MetricError(msg)
-        scores, labels = class_scores(predictions, labels, where, _THRESHOLD)
+        scores, labels = _class_scores(predictions, labels, where, _THRESHOLD)
         if self.top_k > scores.shape[-1]:
             msg = (
                 f"{where}: top_k={self.top_k} is more than the {scores.shape[-1]} "
                 f"classes of {text('predictions', scores)}."
             )
             raise MetricError(msg)
-        numbers = label_numbers(scores, labels)
+        numbers = _label_numbers(scores, labels)
         if self.top_k == 1:  # cheaper than ranks; -1 stands for no class on both sides
-            return (highest_class(scores) == numbers) & (numbers >= 0)
-        rank = ranks(scores, numbers)
+            return (_highest_class(scores) == numbers) & (numbers >= 0)
+        rank = _ranks(scores, numbers)
         return (rank >= 0) & (rank < self.top_k)
 
     @property
@@ -163,23 +164,69 @@ class Accuracy(MeanMetric, PairMetric):
         return self.total
 
 
-class _ClassMetric(SumMetric, PairMetric):
-    """Base of the metrics of a given number of classes."""
+@metric_class
+class CrossEntropy(_PairMetric, MeanMetric):
+    """The mean cross-entropy of labels under predicted classes, in nats.
 
-    num_classes: int | None
+    Predictions have shape `(..., classes)`; labels are integers of shape `(...)`, or
+    probabilities of shape `(..., classes)`, such as one-hot labels. A label that is not
+    a class makes the result NaN; give it weight 0 to leave it out.
 
-    def _check_num_classes(self) -> None:
-        context = {"at_least": 2, **self._context}
-        self._set(num_classes=_checks.count("num_classes", self.num_classes, **context))
+    Args:
+        predictions: The name of the logits in a step's outputs or batch.
+        labels: The name of the labels there.
+        from_logits: Whether predictions are logits; otherwise they are probabilities.
 
-    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
-        size, where = self.num_classes or 0, type(self).__name__
-        predicted, true = _class_pair(predictions, labels, size, where)
-        return (predicted, true), true
+    Example:
+        >>> loss = CrossEntropy().update(jnp.zeros((2, 4)), jnp.array([1, 3]))
+        >>> round(float(loss.compute()), 4)  # log(4)
+        1.3863
+    """
+
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
+    from_logits: bool = setting(default=True)
+
+    def _check(self) -> None:
+        flag = _checks.flag("from_logits", self.from_logits, **self._context)
+        self._set(from_logits=flag)  # a Python bool, which is part of the structure
+
+    def _sums_of(
+        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+    ) -> jax.Array:
+        where = type(self).__name__
+        scores, true = _class_scores(predictions, labels, where, _BINARY)
+        logs = jax.nn.log_softmax(scores) if self.from_logits else jnp.log(scores)
+        if true.ndim == logs.ndim:
+            # 0 times the log of 0 is 0 here, not NaN.
+            shares = true.astype(jnp.float32)
+            losses = -jnp.sum(jnp.where(shares != 0, shares * logs, 0), axis=-1)
+        else:
+            # A comparison with all classes rather than a gather, which would fetch
+            # logits whose classes are sharded.
+            is_own = _is_class(true, logs.shape[-1])
+            losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
+            losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)
+        return mean_sums(losses, element_weights(weights, losses, "labels", where))
 
 
 @metric_class
-class ConfusionMatrix(_ClassMetric):
+class Perplexity(CrossEntropy):
+    """The exponential of the mean cross-entropy: `CrossEntropy`, read as a perplexity.
+
+    Example:
+        >>> value = Perplexity().update(jnp.zeros((2, 4)), jnp.array([1, 3])).compute()
+        >>> round(float(value), 4)
+        4.0
+    """
+
+    def compute(self) -> jax.Array:
+        """Returns the perplexity; NaN if nothing was counted."""
+        return jnp.exp(super().compute())
+
+
+@metric_class
+class ConfusionMatrix(_PairMetric):
     """How often each class was predicted for each label: labels in rows.
 
     Predictions are scores of shape `(..., classes)`, or class numbers of shape `(...)`;
@@ -205,19 +252,23 @@ class ConfusionMatrix(_ClassMetric):
     labels: str | int = source(default="label")
 
     def _check(self) -> None:
-        self._check_num_classes()
+        self._set(num_classes=_num_classes(self))
 
     @property
     def _shape(self) -> tuple[int, ...]:
         return (self.num_classes or 0,) * 2
 
-    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        predicted, true = elements
-        size, dims = self.num_classes or 0, tuple(range(true.ndim))
-        rows = jnp.where(is_class(true, size), weights[..., None], 0)
-        columns = is_class(predicted, size).astype(jnp.float32)
+    def _sums_of(
+        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+    ) -> jax.Array:
+        size, where = self.num_classes or 0, type(self).__name__
+        guess, true = _class_pair(predictions, labels, size, where)
+        counts = element_weights(weights, true, "labels", where)
+        dims = tuple(range(true.ndim))
+        rows = jnp.where(_is_class(true, size), counts[..., None], 0)
+        columns = _is_class(guess, size).astype(jnp.float32)
         # JAX does not infer the layout of a contraction over sharded Explicit axes.
-        if is_explicit(rows) or is_explicit(columns):
+        if _is_explicit(rows) or _is_explicit(columns):
             return jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
         # A matrix product of one-hot rows: no scatter, and partial sums stay on their
         # shards. At the highest precision, since TPUs would round weights to bfloat16.
@@ -226,7 +277,7 @@ class ConfusionMatrix(_ClassMetric):
 
     def compute(self) -> jax.Array:
         """Returns the weights, of shape `(num_classes, num_classes)`."""
-        return self.sums.value
+        return jnp.asarray(self.sums)
 
 
 # The rows of the sums of precision, recall and F1, each with a column per class.
@@ -234,7 +285,7 @@ _COUNTED = ("hits", "predicted", "actual", "count")
 
 
 @metric_class
-class _ClassShare(_ClassMetric):
+class _ClassShare(_PairMetric):
     """Base of precision, recall and F1: hits, divided by a mean of some of the sums.
 
     F1 is the harmonic mean of the other two, which is hits divided by the mean of what
@@ -252,7 +303,7 @@ class _ClassShare(_ClassMetric):
         name = type(self).__name__
         average = _checks.choice("average", self.average, _AVERAGES, **self._context)
         if average != "binary":
-            self._check_num_classes()
+            self._set(num_classes=_num_classes(self))
             if self.threshold is not None:
                 msg = (
                     f"{name}: threshold={self.threshold!r} is for average='binary'; "
@@ -276,29 +327,22 @@ class _ClassShare(_ClassMetric):
         classes = () if self.num_classes is None else (self.num_classes,)
         return (len(_COUNTED), *classes)
 
-    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
-        if self.num_classes is not None:
-            return super()._elements(predictions, labels)
-        scores, labels = same_shape(predictions, labels, type(self).__name__)
-        return (scores, labels), labels
-
-    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        predictions, labels = elements
+    def _sums_of(
+        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+    ) -> jax.Array:
+        where = type(self).__name__
         if self.num_classes is None:
-            guess, truth = _above(predictions, self.threshold or 0), labels > 0
+            scores, true = _same_shape(predictions, labels, where)
+            guess, truth = _above(scores, self.threshold or 0), true > 0
+            counts = element_weights(weights, true, "labels", where)
         else:
-            guess = is_class(predictions, self.num_classes)
-            truth = is_class(labels, self.num_classes)
-            weights = weights[..., None]
-        counted = {
-            "hits": guess & truth,
-            "predicted": guess,
-            "actual": truth,
-            "count": jnp.ones_like(guess),
-        }
-        dims = tuple(range(labels.ndim))
-        sums = [jnp.sum(jnp.where(counted[k], weights, 0), axis=dims) for k in _COUNTED]
-        return jnp.stack(sums)
+            numbers, true = _class_pair(predictions, labels, self.num_classes, where)
+            guess = _is_class(numbers, self.num_classes)
+            truth = _is_class(true, self.num_classes)
+            counts = element_weights(weights, true, "labels", where)[..., None]
+        counted = (guess & truth, guess, truth, jnp.ones_like(guess))  # as _COUNTED
+        dims = tuple(range(true.ndim))
+        return jnp.stack([jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in counted])
 
     @property
     def hits(self) -> jax.Array:
@@ -322,7 +366,7 @@ class _ClassShare(_ClassMetric):
         return count[0] if count.ndim else count
 
     def _row(self, name: str) -> jax.Array:
-        return self.sums.value[_COUNTED.index(name)]
+        return jnp.asarray(self.sums)[_COUNTED.index(name)]
 
     def compute(self) -> jax.Array:
         """Returns the value, averaged as configured; NaN if nothing was counted."""
@@ -400,3 +444,178 @@ class F1(_ClassShare):
     """
 
     _denominators: ClassVar[tuple[str, ...]] = ("predicted", "actual")
+
+
+# Predictions and labels.
+
+
+def _same_shape(
+    predictions: ArrayLike, labels: ArrayLike, where: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns predictions and labels, checked to have one shape.
+
+    Predictions may have an extra last dim of 1, as a dense layer with one output makes.
+    """
+    predictions = as_array(predictions, "predictions", where)
+    labels = as_array(labels, "labels", where)
+    # Left as it is, broadcasting would compare every prediction with every label.
+    if predictions.shape == (*labels.shape, 1):
+        predictions = predictions[..., 0]
+    if predictions.shape != labels.shape:
+        msg = (
+            f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
+            "differ in shape; there must be one prediction per label."
+        )
+        raise MetricError(msg)
+    return predictions, labels
+
+
+def _class_scores(
+    predictions: ArrayLike, labels: ArrayLike, where: str, binary: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 scores per class, and labels as class numbers or one-hot.
+
+    Args:
+        predictions: One score per class in the last dim.
+        labels: Of one dim less, or of the same shape.
+        where: The name of the metric.
+        binary: The advice for two classes with one score per example, for messages.
+
+    Raises:
+        MetricError: If the shapes or dtypes do not fit.
+    """
+    predictions = as_array(predictions, "predictions", where)
+    scores = predictions.astype(jnp.float32)
+    labels = as_array(labels, "labels", where)
+    is_alike = labels.shape == scores.shape
+    # Two arrays of shape (batch,) are one score per example, not one-hot labels.
+    if scores.shape[-1:] in ((0,), (1,)) or (scores.ndim == 1 and is_alike):
+        msg = (
+            f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
+            "have no dim of two or more classes. For two classes and one score per "
+            f"example {binary}."
+        )
+        raise MetricError(msg)
+    if scores.ndim and is_alike:
+        return scores, labels
+    if not scores.ndim or labels.shape != scores.shape[:-1]:
+        msg = (
+            f"{where}: {text('predictions', scores)} and {text('labels', labels)} do "
+            "not fit. Predictions have one more dim than class numbers, for the "
+            "classes, and the shape of one-hot labels."
+        )
+        raise MetricError(msg)
+    _check_class_numbers(labels, where)
+    return scores, labels
+
+
+def _check_class_numbers(labels: jax.Array, where: str) -> None:
+    """Raises MetricError if labels are not integers."""
+    # Rounded class numbers, or probabilities of the wrong shape: nobody means these.
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        msg = (
+            f"{where}: {text('labels', labels)} must hold class numbers, which are "
+            "integers."
+        )
+        raise MetricError(msg)
+
+
+def _label_numbers(scores: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns labels as class numbers."""
+    is_one_hot = labels.ndim == scores.ndim
+    return (jnp.argmax(labels, axis=-1) if is_one_hot else labels).astype(jnp.int32)
+
+
+def _is_class(labels: jax.Array, num_classes: int) -> jax.Array:
+    """Returns for each label and class whether the label is the class."""
+    return labels[..., None] == _class_numbers(num_classes, labels.ndim + 1)
+
+
+def _class_numbers(num_classes: int, ndim: int) -> jax.Array:
+    """Returns 0, 1, ... in the last of `ndim` dims."""
+    numbers = jnp.arange(num_classes, dtype=jnp.int32)
+    return numbers.reshape(*[1] * (ndim - 1), num_classes)
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    """Returns whether an array is on Explicit axes, where JAX infers no layouts."""
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return AxisType.Explicit in getattr(mesh, "axis_types", ())
+
+
+def _highest_class(scores: jax.Array) -> jax.Array:
+    """Returns the class with the highest score; -1 where a score is NaN.
+
+    Of equal scores the lower class number is taken. The classes are read once, in
+    blocks: the highest of each block, then the highest of those. A comparison of all
+    scores with the highest one would keep a copy of the logits alive past the loss,
+    and a plain argmax gathers logits whose classes are sharded; blocks stay on their
+    shards. `test_accuracy_costs_no_memory_and_no_collectives` counts both.
+
+    Args:
+        scores: Float scores of shape `(..., classes)`.
+    """
+    num_classes = scores.shape[-1]
+    largest = 2 ** int(math.log2(max(1, math.isqrt(num_classes))))
+    # JAX refuses to split a sharded dim on Explicit axes.
+    num_blocks = 1 if _is_explicit(scores) else math.gcd(num_classes, largest)
+    size = num_classes // num_blocks
+    blocks = scores.reshape(*scores.shape[:-1], num_blocks, size)
+    highest = jnp.max(blocks, axis=-1)
+    first = _class_numbers(num_blocks, scores.ndim) * size
+    classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32) + first
+    is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
+    predicted = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
+    return jnp.where(predicted < num_classes, predicted, -1)
+
+
+def _ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns how many classes rank above each label's class; -1 for no such class.
+
+    Of equal scores the lower class number ranks higher, and NaN ranks above all: a row
+    with NaN is never right.
+    """
+    # Counting takes one pass over the scores; `jax.lax.top_k` sorts, and gathers logits
+    # whose classes are sharded.
+    num_classes = scores.shape[-1]
+    is_own = _is_class(labels, num_classes)
+    own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
+    is_lower = _class_numbers(num_classes, scores.ndim) < labels[..., None]
+    tied = (scores == own) & is_lower
+    rank = jnp.sum(~(scores <= own) | tied, axis=-1)
+    return jnp.where(jnp.any(is_own, axis=-1), rank, -1)
+
+
+def _above(predictions: jax.Array, threshold: float) -> jax.Array:
+    # Like scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
+    return predictions.astype(jnp.float32) > threshold
+
+
+def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
+    """Returns whether both are class numbers, one prediction per label."""
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
+    return predictions.shape == labels.shape and not any(floats)
+
+
+def _class_pair(
+    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns predicted and true class numbers.
+
+    A row of scores with NaN predicts no class: its number is -1.
+    """
+    predictions = as_array(predictions, "predictions", where)
+    labels = as_array(labels, "labels", where)
+    if _are_classes(predictions, labels):
+        return predictions.astype(jnp.int32), labels.astype(jnp.int32)
+    scores, labels = _class_scores(predictions, labels, where, _CLASSES)
+    # A label beyond the state's classes would be counted nowhere.
+    if scores.shape[-1] != num_classes:
+        msg = (
+            f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
+            f"has {scores.shape[-1]} classes in its last dim."
+        )
+        raise MetricError(msg)
+    numbers = _label_numbers(scores, labels)
+    _check_class_numbers(numbers, where)
+    return _highest_class(scores), numbers

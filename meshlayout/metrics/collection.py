@@ -16,8 +16,8 @@ from meshlayout import _jax, _render
 from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.inputs import update_from
-from meshlayout.metrics.metric import NEEDED, is_metric
+from meshlayout.metrics.inputs import as_metric, measured, named_inputs
+from meshlayout.metrics.metric import Metric
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -28,8 +28,9 @@ class Metrics(Mapping[str, Any]):
     for all of them. Names keep their order.
 
     Args:
-        metrics: The metrics by name: of this library, adapted ones, or any pytrees
-            with `update`, `merge` and `compute`.
+        metrics: The metrics by name: of this library, clu, metrax or any pytrees that
+            follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
+            nnx's Average, Accuracy and Welford.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,14 +59,11 @@ class Metrics(Mapping[str, Any]):
         if not isinstance(metrics, Mapping):
             msg = f"Metrics takes a dict from names to metrics, got {shown(metrics)}."
             raise MetricError(msg)
-        for name, metric in metrics.items():
+        for name in metrics:
             if not isinstance(name, str) or not name:
                 msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
                 raise MetricError(msg)
-            if not is_metric(metric):
-                msg = f"Metrics: {name!r} is {shown(metric)}, and {NEEDED}"
-                raise MetricError(msg)
-        self._fill(dict(metrics))
+        self._fill({name: _named_metric(name, x) for name, x in metrics.items()})
 
     @classmethod
     def from_flat(cls, leaves: Sequence[Any], treedef: Any) -> "Metrics":
@@ -148,16 +146,33 @@ class Metrics(Mapping[str, Any]):
         losses: Any = None,
         weights: ArrayLike | None = None,
     ) -> "Metrics":
-        """Returns the metrics with one step's batch added; as `metrics.update_from`."""
-        step = {"outputs": outputs, "batch": batch, "losses": losses}
+        """Returns the metrics with one step's batch added.
+
+        Use this in your own loop; the steps of this library call it for `metrics=`.
+        Arguments are found by name: an output of that name, otherwise an entry of the
+        batch, otherwise `losses`, `outputs` or `batch` themselves. A built-in metric
+        has the names in its fields, as in `Accuracy(labels="class")`; another one in
+        the parameters of its `from_model_output`.
+
+        Args:
+            outputs: The outputs of the loss function, by name; None if there are none.
+            batch: A mapping; or a tuple or list, whose entries are named by indices.
+            losses: Per-example losses.
+            weights: Per-example weights; None if all count.
+
+        Raises:
+            MetricError: If an argument is not found, or does not fit; or if there are
+                weights, and a metric cannot leave anything out.
+        """
+        named = named_inputs(outputs, batch, losses)
         updated: dict[str, Any] = {}
         for name, metric in self._metrics.items():
             try:
-                updated[name] = update_from(metric, **step, weights=weights)
+                updated[name] = metric.merge(measured(metric, named, weights))
             except MetricError as error:  # names its class, of which there may be two
                 msg = f"metric {name!r}: {error}"
                 raise MetricError(msg) from None
-        return Metrics(updated)
+        return object.__new__(Metrics)._fill(updated)
 
     def merge(self, other: "Metrics") -> "Metrics":
         """Returns the metrics of everything that both have counted.
@@ -183,17 +198,9 @@ class Metrics(Mapping[str, Any]):
             {name: m.merge(other.metric(name)) for name, m in self._metrics.items()}
         )
 
-    def reset(self) -> "Metrics":
-        """Returns the empty metrics of the same configuration.
-
-        Raises:
-            MetricError: If one of them has no `reset`.
-        """
-        for name, metric in self._metrics.items():
-            if not hasattr(metric, "reset"):
-                msg = f"metric {name!r}, a {type(metric).__name__}, has no reset."
-                raise MetricError(msg)
-        return Metrics({name: metric.reset() for name, metric in self._metrics.items()})
+    def empty(self) -> "Metrics":
+        """Returns the empty metrics of the same configuration."""
+        return Metrics({name: metric.empty() for name, metric in self._metrics.items()})
 
     def compute(self) -> dict[str, Any]:
         """Returns the values by name, as arrays that may still be being computed."""
@@ -257,6 +264,16 @@ class Metrics(Mapping[str, Any]):
 
 # Faster than `object.__setattr__`: a small step takes the device as long as this file.
 set_flat: Any = vars(Metrics)["_flat"].__set__
+
+
+def _named_metric(name: str, metric: Any) -> Any:
+    if isinstance(metric, Metric):
+        return metric
+    try:
+        return as_metric(metric)
+    except MetricError as error:
+        msg = f"Metrics: {name!r}: {error}"
+        raise MetricError(msg) from None
 
 
 def _names(names: list[str]) -> str:

@@ -5,186 +5,129 @@ first: a loss function that returns `label` means that one rather than the batch
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any
 
+import jax.numpy as jnp
+from flax import nnx
 from jax.typing import ArrayLike
 
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
-from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.metric import NEEDED, Metric, is_metric
+from meshlayout.errors import MetricError
+from meshlayout.metrics.metric import Metric, as_array, find
+from meshlayout.metrics.nnx_metrics import STATISTICS
 
 
-@dataclass(frozen=True)
-class MetricInputs:
-    """The inputs of one step, from which metrics take their arguments.
-
-    Attributes:
-        outputs: The outputs that the loss function returned with the losses, by name.
-        batch: The batch.
-        losses: The losses per example, or None.
-        weights: The weights per example; None if all count.
-    """
-
-    outputs: Mapping[Any, Any]
-    batch: Batch
-    losses: Any
-    weights: ArrayLike | None
-
-    @property
-    def entries(self) -> Mapping[Any, Any]:
-        """The batch's entries, by key or index."""
-        # A batch that is an array or an object with fields has no entries: a metric
-        # can still take all of it, as `batch`.
-        if isinstance(self.batch, Mapping):
-            return self.batch
-        if isinstance(self.batch, (tuple, list)):
-            return dict(enumerate(self.batch))
-        return {}
-
-    def find(self, name: str | int, where: str) -> Any:
-        """Returns an output, an entry of the batch, or the losses, by name.
-
-        Raises:
-            MetricError: If nothing has this name.
-        """
-        if name in self.outputs:
-            return self.outputs[name]
-        entries = self.entries
-        if name in entries:
-            return entries[name]
-        # Last, so that a batch may have an entry called `weights` or `losses`. None
-        # counts as missing: a metric of losses needs a step that has some.
-        special = self.special()
-        if isinstance(name, str) and special.get(name) is not None:
-            return special[name]
-        msg = (
-            f"{where}: {name!r} is neither among the outputs ({_names(self.outputs)}) "
-            f"nor in the batch ({_names(entries)})."
-            f"{did_you_mean(name, map(str, [*self.outputs, *entries]))}"
-        )
-        raise MetricError(msg)
-
-    def special(self) -> dict[str, Any]:
-        """Returns the inputs that every step has, by name."""
-        return {
-            "weights": self.weights,
-            "losses": self.losses,
-            "outputs": self.outputs,
-            "batch": self.batch,
-        }
+_PROTOCOL = ("empty", "from_model_output", "merge", "compute")
 
 
-def _names(entries: Mapping[Any, Any]) -> str:
-    return ", ".join(map(repr, entries)) or "none"
-
-
-def update_from(
-    metric: Any,
-    *,
-    outputs: Mapping[str, Any] | None,
-    batch: Batch,
-    losses: Any = None,
-    weights: ArrayLike | None = None,
-) -> Any:
-    """Returns a metric with one step's batch added; its arguments are found by name.
-
-    Use this in your own loop; the steps of this library call it for their `metrics=`.
-
-    A built-in metric has the names in its fields, as in `Accuracy(labels="class")`. An
-    output of that name is taken, otherwise an entry of the batch, otherwise `losses`.
-
-    For any other metric, each parameter of its `update` is filled with the output of
-    that name, otherwise with an entry of the batch; `weights`, `losses`, `outputs` and
-    `batch` are those of the step. A parameter with a default may be missing, and
-    `**kwargs` gets all outputs and all entries of the batch.
+def as_metric(metric: Any) -> Any:
+    """Returns an object that follows the protocol of clu and metrax, or MetricError.
 
     Args:
-        metric: A metric: any object with an `update` that returns a new one.
-        outputs: The outputs of the loss function, by name; None if there are none.
-        batch: A mapping; or a tuple or list, whose entries are named by their indices.
-        losses: Per-example losses.
-        weights: Per-example weights; None if all count.
-
-    Raises:
-        MetricError: If an argument is not found, or does not fit.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from meshlayout.metrics import Accuracy
-        >>> logits, batch = jnp.eye(3), {"label": jnp.array([0, 1, 0])}
-        >>> metric = update_from(Accuracy(), outputs={"logits": logits}, batch=batch)
-        >>> round(float(metric.compute()), 3)
-        0.667
+        metric: One of this library; a class or an instance of clu or metrax; or nnx's
+            Average, Accuracy or Welford.
     """
+    if isinstance(metric, type) and issubclass(metric, (Metric, nnx.metrics.Metric)):
+        name = metric.__name__
+        msg = f"{name} is a class, and a metric is an instance of it: call {name}()."
+        raise MetricError(msg)
+    if type(metric) in STATISTICS:
+        return STATISTICS[type(metric)](metric)
+    if not all(hasattr(metric, name) for name in _PROTOCOL):
+        msg = (
+            f"{shown(metric)} is not a metric: it must have {', '.join(_PROTOCOL)}, "
+            "like those of this library, clu and metrax, or be nnx's Average, Accuracy "
+            "or Welford."
+        )
+        raise MetricError(msg)
+    return metric.empty() if isinstance(metric, type) else metric
+
+
+def named_inputs(
+    outputs: Mapping[str, Any] | None, batch: Batch, losses: Any
+) -> dict[Any, Any]:
+    """Returns all inputs of a step by name, or by position for those of a tuple."""
     if outputs is not None and not isinstance(outputs, Mapping):
         msg = (
             f"outputs is {shown(outputs)}; metrics find them by name, so it must be a "
             "dict, such as {'logits': logits}."
         )
         raise MetricError(msg)
-    inputs = MetricInputs({} if outputs is None else outputs, batch, losses, weights)
-    return updated(metric, inputs)
+    entries: Mapping[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        entries = batch
+    elif isinstance(batch, (tuple, list)):
+        entries = dict(enumerate(batch))
+    return {"losses": losses, "batch": batch, **entries, **(outputs or {})}
 
 
-def updated(metric: Any, inputs: MetricInputs) -> Any:
-    """Returns a metric with the inputs of a step added; see `update_from`."""
-    if isinstance(metric, Metric):
-        return metric._update_from(inputs)
-    if not is_metric(metric):
-        msg = f"{shown(metric)} is not a metric: it {NEEDED}"
-        raise MetricError(msg)
-    where = type(metric).__name__
-    args, kwargs = bound_arguments(metric.update, inputs, {}, f"{where}.update")
-    new = metric.update(*args, **kwargs)
-    if new is None:  # a metric that changes itself would be lost inside jit
-        msg = (
-            f"{where}.update returned None; it must return a new metric. For metrics "
-            "of flax.nnx, which change themselves, use metrics.adapt."
-        )
-        raise MetricError(msg)
-    return new
+def measured(
+    metric: Any, named: Mapping[Any, Any], weights: ArrayLike | None = None
+) -> Any:
+    """Returns the metric of one batch alone; its arguments are found by name.
 
-
-def bound_arguments(
-    function: Callable[..., Any],
-    inputs: MetricInputs,
-    renamed: Mapping[str, str | int],
-    where: str,
-) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the positional and the keyword arguments to call a function with.
+    A built-in metric has the names in its fields, as in `Accuracy(labels="class")`. For
+    any other, each parameter of its `from_model_output` gets the input of that name;
+    one with a default may be missing, and `**kwargs` gets all. Elements of weight 0 are
+    set to 0 before it sees them, so that NaN in them cannot leak; `mask` gets whether
+    weights are not 0, and `weights` and `sample_weights` get the weights.
 
     Args:
-        function: A method of a metric.
-        inputs: The inputs of a step.
-        renamed: The name of the input, for parameters where it differs.
-        where: The name of the function, for messages.
+        metric: The metric.
+        named: The inputs by name, from `named_inputs`.
+        weights: Per-example weights; None if all count.
+
+    Raises:
+        MetricError: If an argument is not found, or does not fit; or if there are
+            weights, and the metric cannot leave anything out.
+
+    Example:
+        >>> from meshlayout.metrics import Accuracy
+        >>> logits, labels = jnp.eye(3), jnp.array([0, 1, 0])
+        >>> metric = measured(Accuracy(), {"logits": logits, "label": labels})
+        >>> round(float(metric.compute()), 3)
+        0.667
     """
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    special, everything = inputs.special(), {**inputs.entries, **inputs.outputs}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is Parameter.VAR_POSITIONAL:
-            continue
-        if parameter.kind is Parameter.VAR_KEYWORD:
-            # Compositions such as nnx.MultiMetric pass on what their parts pick out.
-            named = {of: x for of, x in everything.items() if isinstance(of, str)}
-            extra = {to: inputs.find(of, where) for to, of in renamed.items()}
-            kwargs = {**named, **extra, **kwargs}
-            continue
-        if name in renamed:
-            value = inputs.find(renamed[name], where)
-        elif name in special:  # weights may be None, which most metrics take for ones
-            value = special[name]
-        elif parameter.default is not Parameter.empty and name not in everything:
-            continue
-        else:
-            value = inputs.find(name, where)
-        if parameter.kind is Parameter.POSITIONAL_ONLY:
-            args.append(value)
-        else:
-            kwargs[name] = value
-    return args, kwargs
+    if isinstance(metric, Metric):
+        return metric.of(named, weights)
+    where = f"{type(metric).__module__.partition('.')[0]}'s {type(metric).__name__}"
+    parameters = inspect.signature(metric.from_model_output).parameters
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    values = {name: x for name, x in named.items() if isinstance(name, str)}
+    if weights is not None:
+        counts = as_array(weights, "weights", where)
+        values = {name: _blanked(x, counts) for name, x in values.items()}
+        every = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
+        masks = {name: x for name, x in every.items() if name in parameters}
+        if not masks and not takes_any:
+            msg = (
+                f"{where} takes neither 'mask' nor 'sample_weights', so it cannot "
+                "leave out what has weight 0. Use a metric of meshlayout.metrics, or "
+                "batches without padding and weights."
+            )
+            raise MetricError(msg)
+        # A function of **kwargs alone is a composition, which passes a mask on.
+        values |= masks or {"mask": counts != 0}
+    for name, parameter in parameters.items():
+        is_variable = parameter.kind in (
+            Parameter.VAR_KEYWORD,
+            Parameter.VAR_POSITIONAL,
+        )
+        if parameter.default is Parameter.empty and not is_variable:
+            find(values, name, where)
+    taken = {name: x for name, x in values.items() if takes_any or name in parameters}
+    return metric.from_model_output(**taken)
+
+
+def _blanked(value: Leaf, weights: Any) -> Any:
+    """Returns a value with 0 where the weight is 0."""
+    # A value of another shape is not per element, and integers cannot be NaN.
+    if getattr(value, "shape", (None,))[: weights.ndim] != weights.shape:
+        return value
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    missing = tuple(range(weights.ndim, value.ndim))
+    return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)

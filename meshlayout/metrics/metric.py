@@ -1,24 +1,16 @@
-"""The base of the built-in metrics: frozen values whose accumulators are exact sums.
+"""The base of the built-in metrics: frozen values that hold sums.
 
 A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its arrays
-must keep their structure, shapes and dtypes from the first update to the last, and
-metrics must merge in any grouping. Sums do both. Each is kept as two float32 numbers:
-a single one stops counting at 2**24, and float64 is slow or missing on accelerators.
+must keep their structure, shapes and dtypes from the first batch to the last, and
+metrics must merge in any grouping. Sums do both, in one array, because every array of
+its state costs a step host time.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Self,
-    TypeVar,
-    cast,
-    dataclass_transform,
-)
+from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +19,13 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _render
 from meshlayout.collectives import current_context
-from meshlayout.errors import MetricError
-
-
-if TYPE_CHECKING:
-    from meshlayout.metrics.inputs import MetricInputs
+from meshlayout.errors import MetricError, did_you_mean
 
 
 _Class = TypeVar("_Class", bound=type)
 
-# Stands for an accumulator that `_start` has to fill. Not None: a function that is
-# mapped over a metric may return that, and it must stay.
-EMPTY = cast(Any, object())
 
-
-def setting(*, default: Any = dataclasses.MISSING) -> Any:
+def setting(*, default: Any) -> Any:
     """Returns a field for a metric's configuration, which is not an array."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -51,14 +35,7 @@ def source(*, default: str | int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "source": True})
 
 
-def accumulator(*, default: Any, kw_only: Literal[True]) -> Any:
-    """Returns a field for a metric's state, which `_start` fills if it is EMPTY."""
-    return dataclasses.field(default=default, repr=False, kw_only=kw_only)
-
-
-@dataclass_transform(
-    frozen_default=True, field_specifiers=(setting, source, accumulator)
-)
+@dataclass_transform(frozen_default=True, field_specifiers=(setting, source))
 def metric_class(cls: _Class) -> _Class:
     """Makes a class a frozen dataclass and a pytree.
 
@@ -70,20 +47,21 @@ def metric_class(cls: _Class) -> _Class:
     metric_type = dataclass(frozen=True, eq=False)(cls)
     fields = dataclasses.fields(metric_type)
     static = tuple(field.name for field in fields if field.metadata.get("static"))
-    names = tuple(field.name for field in fields if field.name not in static)
-    keys = [jax.tree_util.GetAttrKey(name) for name in names]
+    keys = [jax.tree_util.GetAttrKey("sums")]
 
     def flatten(metric: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        arrays = [getattr(metric, name) for name in names]
-        return arrays, tuple(getattr(metric, name) for name in static)
+        return [metric.sums], tuple(getattr(metric, name) for name in static)
 
     def flatten_with_keys(metric: Any) -> tuple[Any, tuple[Any, ...]]:
         arrays, settings = flatten(metric)
         return zip(keys, arrays, strict=True), settings
 
     def unflatten(settings: tuple[Any, ...], arrays: Iterable[Any]) -> Any:
-        values = zip(static + names, (*settings, *arrays), strict=True)
-        return metric_type(**dict(values))
+        # Past __init__: JAX makes metrics of None and of placeholders, too.
+        metric = object.__new__(metric_type)
+        for name, value in zip((*static, "sums"), (*settings, *arrays), strict=True):
+            object.__setattr__(metric, name, value)
+        return metric
 
     jax.tree_util.register_pytree_with_keys(
         metric_type, flatten_with_keys, unflatten, flatten
@@ -98,86 +76,34 @@ def source_fields(kind: type["Metric"]) -> tuple[str, ...]:
     return tuple(field.name for field in fields if field.metadata.get("source"))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class Total:
-    """A sum, or an array of sums, as float32 numbers with their rounding errors.
-
-    Together they count integers exactly up to 2**48.
-
-    Attributes:
-        parts: float32 of shape (2, ...): the rounded sums, and their rounding errors.
-            One array, because every array of its state costs a step host time.
-    """
-
-    parts: jax.Array | np.ndarray[Any, Any]
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...] = ()) -> "Total":
-        """Returns an empty sum, which is not on a device yet."""
-        return cls(np.zeros((2, *shape), np.float32))
-
-    @property
-    def value(self) -> jax.Array:
-        """The sum, in float32."""
-        return jnp.sum(self.parts, axis=0)
-
-    def add(self, x: ArrayLike) -> "Total":
-        """Returns the sum with a float32 array added, element by element."""
-        return self._plus(x, 0)
-
-    def merge(self, other: "Total") -> "Total":
-        """Returns the sum of two sums."""
-        return self._plus(other.parts[0], other.parts[1])
-
-    def _plus(self, high: ArrayLike, low: ArrayLike) -> "Total":
-        rounded, error = _two_sum(self.parts[0], high)
-        low = jnp.add(self.parts[1], low) + error
-        return Total(jnp.stack(_two_sum(rounded, low)))
-
-
-def _two_sum(a: ArrayLike, b: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Returns a sum rounded to float32, and its exact rounding error.
-
-    Knuth's TwoSum, which does not need to know the larger number. It relies on the
-    compiler not to reassociate sums, which XLA does only with fast math.
-    """
-    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
-    rounded = a + b
-    b_part = rounded - a
-    error = (a - (rounded - b_part)) + (b - b_part)
-    # Of an infinite sum the error is NaN, which would turn the infinity into NaN.
-    return rounded, jnp.where(jnp.isfinite(rounded), error, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Metric:
     """Base of the built-in metrics: an immutable value, and a pytree.
 
-    The arrays hold what has been counted so far; the configuration is in static fields.
-    `update`, `merge` and `reset` return new metrics, and `merge` is associative, so
-    that steps, shards and processes can be merged in any grouping. They work eagerly
-    and inside jit, scan, vmap and shard_map, on inputs in any layout.
+    It follows the protocol of clu and metrax, with settings in the instance: `empty`,
+    `from_model_output`, `merge` and `compute`; `update` merges a batch whose arguments
+    are given one by one. `merge` is associative, so that steps, shards and processes
+    can be merged in any grouping, and `jax.lax.psum` of a metric merges those of all
+    shards in `shard_map`. All of it works eagerly and inside jit, scan, vmap and
+    shard_map, on inputs in any layout.
 
     `weights` are per element: None if all elements count, or an array of the shape of
     the elements or of their first dims. An element of weight 0 adds nothing, even if it
-    is NaN. Negative weights are meaningless, and not checked for. Inputs of any dtype
-    are summed in float32. In a function that a strategy runs, rows that pad a short
-    batch add nothing either.
+    is NaN. Inputs of any dtype are summed in float32, so that a count of more than
+    2**24 is rounded. In a function that a strategy runs, rows that pad a short batch
+    add nothing either.
 
-    A subclass may have further fields; every update keeps them. Arrays among them are
-    added when two metrics merge.
+    Attributes:
+        sums: float32: what has been counted so far.
     """
 
+    sums: Any = dataclasses.field(default=None, kw_only=True, repr=False)
+
     def __post_init__(self) -> None:
-        # JAX makes metrics of tracers and placeholders all the time; only those that
-        # a user makes have empty fields, and need to be checked.
-        fields = dataclasses.fields(self)
-        if any(getattr(self, field.name) is EMPTY for field in fields):
+        if self.sums is None:
             self._check_sources()
             self._check()
-            empty = self._start()
-            self._set(**{k: v for k, v in empty.items() if getattr(self, k) is EMPTY})
+            self._set(sums=np.zeros(self._shape, np.float32))
 
     def _set(self, **values: Any) -> None:
         # Only from `__post_init__`: afterwards a metric is frozen.
@@ -205,25 +131,42 @@ class Metric:
     def _check(self) -> None:
         """Checks the configuration; raises MetricError if it is wrong."""
 
-    def _start(self) -> dict[str, Any]:
-        """Returns the empty accumulators by name."""
-        raise NotImplementedError
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """The shape of the sums."""
+        return ()
 
     def update(self, *args: Any, **kwargs: Any) -> Self:
         """Returns the metric with a batch added; subclasses name the inputs."""
         raise NotImplementedError
 
-    def _added(self, elements: Any, weights: jax.Array) -> Self:
-        """Returns the metric with checked elements and their weights added."""
-        raise NotImplementedError
+    def _added(self, sums: jax.Array) -> Self:
+        """Returns the metric with the sums of a batch added."""
+        return dataclasses.replace(self, sums=self._merged(self.sums, sums))
 
-    def _update_from(self, inputs: "MetricInputs") -> Self:
-        """Returns the metric with a step added, whose inputs are found by name."""
-        kind = type(self)
-        names = [getattr(self, field) for field in source_fields(kind)]
-        args = [inputs.find(name, kind.__name__) for name in names]
-        # A metric of the whole batch names none of its parts.
-        return self.update(*(args or [inputs.batch]), inputs.weights)
+    def from_model_output(self, **named: Any) -> Self:
+        """Returns the metric of one batch alone.
+
+        Args:
+            **named: The outputs of the model and the entries of the batch, among them
+                those that the metric's settings name; and `weights`, if any.
+
+        Raises:
+            MetricError: If an input is missing, or does not fit.
+        """
+        return self.of(named, named.get("weights"))
+
+    def of(self, named: Mapping[Any, Any], weights: ArrayLike | None) -> Self:
+        """Returns the metric of one batch alone, with the entries of any batch.
+
+        Args:
+            named: The outputs and entries, by name or position.
+            weights: The weights; None if all count.
+        """
+        where = type(self).__name__
+        names = [getattr(self, field) for field in source_fields(type(self))]
+        args = [find(named, name, where) for name in names]
+        return self.empty().update(*args, weights)
 
     def compute(self) -> jax.Array:
         """Returns the value; NaN where nothing was counted."""
@@ -246,139 +189,31 @@ class Metric:
                 "and configuration."
             )
             raise MetricError(msg)
-        return self._merged(other)
+        return self._added(other.sums)
 
-    def _merged(self, other: Any) -> Self:
-        def add(a: Any, b: Any) -> Any:
-            return a.merge(b) if isinstance(a, Total) else jnp.add(a, b)
+    def _merged(self, sums: ArrayLike, others: ArrayLike) -> jax.Array:
+        """Returns the sums of two metrics together."""
+        return jnp.add(sums, others)
 
-        return jax.tree.map(add, self, other, is_leaf=lambda x: isinstance(x, Total))
-
-    def reset(self) -> Self:
+    def empty(self) -> Self:
         """Returns the empty metric of the same configuration."""
-        settings = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.metadata.get("static")
-        }
-        return type(self)(**settings)
-
-    def all_reduce(self, axis_name: str | tuple[str, ...]) -> Self:
-        """Merges the metrics of all shards of a mesh axis, inside shard_map.
-
-        The shards are merged in the order of the axis. If the metric is a sum,
-        `jax.lax.psum` of it gives the same up to float32 rounding.
-
-        Args:
-            axis_name: The mesh axis, or several.
-
-        Returns:
-            The metric of all shards, the same on each of them.
-
-        Example:
-            >>> from jax.sharding import PartitionSpec as P
-            >>> import meshlayout as ml
-            >>> from meshlayout.metrics import Mean
-            >>> mesh = ml.create_mesh({"batch": 8}).jax_mesh
-            >>> def mean(x):
-            ...     return Mean().update(x).all_reduce("batch").compute()
-            >>> shards = jax.shard_map(
-            ...     mean, mesh=mesh, in_specs=P("batch"), out_specs=P()
-            ... )
-            >>> float(jax.jit(shards)(jnp.arange(16.0)))
-            7.5
-        """
-        size = jax.lax.psum(1, axis_name)
-        index = jax.lax.axis_index(axis_name)
-
-        # An all-gather, written as a sum with zeros: that is exact as well, and JAX
-        # knows that its result is the same on every shard.
-        def gather(x: ArrayLike) -> jax.Array:
-            x = jnp.asarray(x)
-            is_own = jnp.arange(size).reshape(-1, *[1] * x.ndim) == index
-            return jax.lax.psum(jnp.where(is_own, x[None], 0), axis_name)
-
-        # One after another, because not every metric is a sum: `Last` takes the last.
-        shards = jax.tree.map(gather, self)
-        merged = jax.tree.map(lambda x: x[0], shards)
-        for shard in range(1, size):
-            merged = merged.merge(jax.tree.map(lambda x, i=shard: x[i], shards))
-        return merged
+        return dataclasses.replace(self, sums=None)
 
 
-@metric_class
-class SumMetric(Metric):
-    """Base of the metrics that are computed from sums, all in one array.
-
-    One, because every array of its state costs a step host time.
-    """
-
-    sums: Total = accumulator(default=EMPTY, kw_only=True)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """The shape of the sums."""
-        return ()
-
-    def _start(self) -> dict[str, Any]:
-        return {"sums": Total.zeros(self._shape)}
-
-    def _added(self, elements: Any, weights: jax.Array) -> Self:
-        sums = self.sums.add(self._sums_of(elements, weights))
-        return dataclasses.replace(self, sums=sums)
-
-    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        """Returns what the elements add to the sums."""
-        raise NotImplementedError
+# Inputs. `where` is the name of the metric, which opens a message.
 
 
-class MeanMetric(SumMetric):
-    """Base of the metrics that are a weighted mean."""
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (2,)
-
-    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
-
-    @property
-    def total(self) -> jax.Array:
-        """The weighted sum so far, a float32 scalar."""
-        return self.sums.value[0]
-
-    @property
-    def count(self) -> jax.Array:
-        """The sum of the weights so far, a float32 scalar."""
-        return self.sums.value[1]
-
-    def compute(self) -> jax.Array:
-        """Returns the weighted mean; NaN where nothing was counted."""
-        return self.total / self.count
-
-
-class ValueMetric(Metric):
-    """Base of the metrics of one array of numbers."""
-
-    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`. A value without dims counts once per
-                update, unless all weights are 0.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        where = type(self).__name__
-        elements = as_float(values, "values", where)
-        return self._added(
-            elements, element_weights(weights, elements, "values", where)
-        )
-
-
-# Inputs from users. `where` is the name of the metric, which opens a message.
+def find(named: Mapping[Any, Any], name: str | int, where: str) -> Any:
+    """Returns an input by name, or raises MetricError."""
+    if named.get(name) is not None:
+        return named[name]
+    names = [key for key, value in named.items() if value is not None]
+    msg = (
+        f"{where}: there is no {name!r} among the outputs and the entries of the batch "
+        f"({', '.join(map(repr, names)) or 'none'})."
+        f"{did_you_mean(name, map(str, names))}"
+    )
+    raise MetricError(msg)
 
 
 def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
@@ -412,12 +247,14 @@ def element_weights(
     Raises:
         MetricError: If the shapes do not fit.
     """
-    mask = _replica_mask()
+    context = current_context.get()
+    mask = None
+    if context is not None and context.mask is not None:
+        mask = context.example_mask
+    if weights is None and mask is None:
+        return jnp.ones_like(elements, dtype=jnp.float32)
     if weights is None:
-        if mask is None:
-            return jnp.ones_like(elements, dtype=jnp.float32)
-        _check_rows(elements, mask, name, where)
-        weights = mask
+        weights = _mask_of(elements, mask, name, where)
     weights = as_float(weights, "weights", where)
     if mask is not None and weights.shape[:1] == mask.shape:
         is_real = mask.reshape(-1, *[1] * (weights.ndim - 1)) > 0
@@ -435,16 +272,8 @@ def element_weights(
     return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
 
 
-def _replica_mask() -> jax.Array | None:
-    """Returns which rows are real, in a function that a strategy runs."""
-    context = current_context.get()
-    if context is None or context.mask is None:
-        return None
-    return context.example_mask
-
-
-def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> None:
-    """Raises MetricError if it is not known which elements are of padding."""
+def _mask_of(elements: jax.Array, mask: Any, name: str, where: str) -> jax.Array:
+    """Returns which rows are real, if it is known which elements are of padding."""
     if elements.ndim and elements.shape[0] != mask.shape[0]:
         msg = (
             f"{where}: {text(name, elements)} has not one entry per row of this "
@@ -452,6 +281,7 @@ def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> 
             "Give weights, made of get_replica_context().example_mask."
         )
         raise MetricError(msg)
+    return mask
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
@@ -459,13 +289,6 @@ def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(weights != 0, values * weights, 0)
 
 
-NEEDED = (
-    "must be an object with update, merge and compute. For metrics of clu, metrax or "
-    "flax.nnx, use metrics.adapt."
-)
-
-
-def is_metric(value: object) -> bool:
-    """Returns whether an object has the methods of a metric, as NEEDED lists them."""
-    needed = ("update", "merge", "compute")
-    return not isinstance(value, type) and all(hasattr(value, name) for name in needed)
+def mean_sums(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns what a mean sums up: the values times their weights, and the weights."""
+    return jnp.stack([jnp.sum(weighted(values, weights)), jnp.sum(weights)])

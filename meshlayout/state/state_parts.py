@@ -1,10 +1,6 @@
-"""The parts of a train state: a model's, a checked optimizer, and leaves in a pickle.
-
-Everything here runs while a state is created, copied or pickled, never in a step.
-"""
+"""What a train state is made of: the parts of a model, and a checked optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -14,10 +10,9 @@ from flax import linen as nn, nnx
 from flax.core import meta
 
 from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import StateError
-from meshlayout.layout import Layout
 
 
 class ModelParts(NamedTuple):
@@ -123,38 +118,3 @@ def check_rng(rng: object, where: str) -> None:
             "or rng=jax.random.key(0)."
         )
         raise StateError(msg)
-
-
-@dataclass(frozen=True)
-class PickledLeaf:
-    """A leaf in the form that is pickled: gathered to the host.
-
-    Attributes:
-        value: The host value; the raw data of a PRNG key.
-        layout: The layout to restore; None for a leaf that was on the host.
-        key_impl: The implementation of a PRNG key.
-    """
-
-    value: Leaf
-    layout: Layout | None
-    key_impl: str | None
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> "PickledLeaf":
-        """Returns a leaf in this form."""
-        if not isinstance(leaf, jax.Array):
-            return cls(leaf, None, None)
-        layout = Layout.of(leaf)
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has none
-            data = _jax.to_host(jax.random.key_data(leaf))
-            return cls(data, layout, str(jax.random.key_impl(leaf)))
-        return cls(_jax.to_host(leaf), layout, None)
-
-    def restored(self) -> Leaf:
-        """Returns the leaf, on the devices that it came from."""
-        if self.layout is None:
-            return self.value
-        value = self.value
-        if self.key_impl is not None:
-            value = jax.random.wrap_key_data(value, impl=self.key_impl)
-        return _jax.put(value, self.layout.sharding)

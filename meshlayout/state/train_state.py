@@ -8,8 +8,6 @@ together when a user asks for one.
 
 import copy
 import dataclasses
-import pickle
-import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
@@ -19,7 +17,7 @@ import optax
 from flax import linen as nn, nnx
 from jax.core import Tracer
 
-from meshlayout import _jax, _optional, _paths, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import StateError, did_you_mean
@@ -36,7 +34,6 @@ from meshlayout.state.create import (
     marked,
 )
 from meshlayout.state.state_parts import (
-    PickledLeaf,
     as_transformation,
     check_rng,
     split_model,
@@ -51,23 +48,20 @@ Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 class ModelCode:
     """The part of a train state that is code: the model's structure and the optimizer.
 
-    It is static in a compiled step, so every call compares it: by identity first, and
-    then by a token that a pickled copy shares with the original. Two states that were
-    built separately are equal if their structures and optimizers are.
+    It is static in a compiled step, so every call compares it: by identity first. Two
+    states that were built separately are equal if their structures and optimizers are.
 
     Attributes:
         graphdef: The structure of an NNX module; None for Linen.
         module: The Linen module; None for NNX.
         boxed: The structure of Linen's parameters with their metadata.
         tx: The optimizer.
-        token: Equal for pickled copies.
     """
 
     graphdef: Any
     module: Any
     boxed: Any
     tx: Any
-    token: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         # Cheap, the same in every process, and equal for whatever may be equal: the
@@ -79,27 +73,10 @@ class ModelCode:
         if self is other or not isinstance(other, ModelCode):
             return self is other
         mine = (self.graphdef, self.module, self.tx)
-        return self.token == other.token or mine == (
-            other.graphdef,
-            other.module,
-            other.tx,
-        )
+        return mine == (other.graphdef, other.module, other.tx)
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Optimizers consist of local functions, which the standard pickle refuses.
-        cloudpickle: Any = _optional.require(
-            "cloudpickle", extra="ray", purpose="Pickling a TrainState"
-        )
-        code = (self.graphdef, self.module, self.boxed, self.tx)
-        return _load_code, (cloudpickle.dumps(code), self.token)
-
-
-def _load_code(code: bytes, token: str) -> ModelCode:
-    graphdef, module, boxed, tx = pickle.loads(code)
-    return ModelCode(graphdef, module, boxed, tx, token)
 
 
 @jax.tree_util.register_dataclass
@@ -377,19 +354,6 @@ class TrainState(Generic[T]):
             self.__dict__.pop("_flat", None)
             return self.__dict__[name]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # By value: a checkpoint is the better way to keep a state; this is for `copy`,
-        # multiprocessing and notebooks.
-        leaves = {
-            name: jax.tree.map(PickledLeaf.of, getattr(self, name))
-            for name in _ARRAY_FIELDS
-        }
-        return TrainState._unpickle, (leaves, self.program)
-
-    @staticmethod
-    def _unpickle(leaves: dict[str, PyTree], code: ModelCode) -> "TrainState[Any]":
-        return jax.tree.map(PickledLeaf.restored, TrainState(**leaves, program=code))
-
     def __copy__(self) -> Self:
         return self.replace()
 
@@ -429,7 +393,8 @@ def _check_alive(params: PyTree) -> None:
     if any(not isinstance(x, Tracer) and x.is_deleted() for x in arrays[:1]):
         msg = (
             "a step has used up this state: it reused its memory. Continue with the "
-            "state that the step returned, or make the step with donate=False."
+            "state that the step returned, or pass the step a copy: "
+            "jax.tree.map(jnp.copy, state)."
         )
         raise StateError(msg)
 

@@ -210,29 +210,53 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """
         return self._call(args, kwargs)
 
-    def again(self, *args: Any) -> Any:
-        """Runs the step on the state that its last call returned, and is not used up.
+    def again(self, state: Any, rest: Any, arrays: list[Any]) -> Any:
+        """Runs the step on what its last call returned and got, but for some arrays.
 
         Args:
-            *args: As for a call. Only what follows the state is checked.
+            state: The state that the last call returned, which is not used up.
+            rest: The second argument of that call.
+            arrays: The third argument, which alone is checked.
         """
-        return self._call(args, {}, is_again=True)
+        program, now = self.program, activity.now
+        ids = {*map(id, arrays)}
+        if (
+            program is None
+            or program.is_loose
+            or jax.sharding.get_abstract_mesh() is not self._no_mesh
+            or program.is_elsewhere(arrays)
+            or True in [x.is_deleted() for x in arrays]
+            or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
+        ):
+            return self(state, rest, arrays)  # type: ignore[call-arg]
+        now.name, now.moves = self._name, now.moves + 1
+        now.steps += program.is_shared
+        try:
+            result = program.jitted((), state, ((rest, arrays), {}))
+        except Exception:
+            now.steps -= program.is_shared
+            if any(map(is_deleted, jax.tree.leaves(state))):  # it has run
+                raise
+            return self(state, rest, arrays)  # type: ignore[call-arg]
+        if program.is_bounded:
+            self.wait_if_many(result)
+        return result
 
-    def _call(self, args: Any, kwargs: Any, *, is_again: bool = False) -> Any:
+    def _call(self, args: Any, kwargs: Any) -> Any:
         ambient = jax.sharding.get_abstract_mesh()
         try:
             if ambient is self._no_mesh or ambient.empty:
                 self._no_mesh = ambient  # to ask an abstract mesh takes time
-                return self._run(args, kwargs, is_again=is_again)
+                return self._run(args, kwargs)
             with in_own_mesh(args[:1] or kwargs):
-                return self._run(args, kwargs, is_again=is_again)
+                return self._run(args, kwargs)
         except NameError as error:
             self._ignore_axes_after(error)
         finally:
             activity.now.compiling = ""
         return self._call(args, kwargs)
 
-    def _run(self, args: Any, kwargs: dict[str, Any], *, is_again: bool) -> Any:
+    def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._parameters.bind(args, kwargs)
@@ -249,10 +273,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             rest = (args[1:], kwargs)
             structure = program.signature.structure
             state = args[0] if structure is None else program.flattened(args[0])
-            leaves = jax.tree.leaves(rest if is_again else (state, rest))
+            leaves = jax.tree.leaves((state, rest))
             if program.is_elsewhere(leaves):
                 raise Retrace
-            if program.is_spread and may_be_donated_twice(state, rest, is_new=is_again):
+            if program.is_spread and may_be_donated_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
             now = activity.now  # `activity.begin`, without the time of a call
             now.name, now.moves = self._name, now.moves + 1

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
@@ -286,7 +286,7 @@ class LayoutSignature:
             StateStructure.of(leaves, treedef) if is_state else None,
             state_layouts,
             jax.tree.structure(rest),
-            layouts_of(rest, whole),
+            tuple(map(_plainly_replicated, layouts_of(rest, whole))),
             whole,
         )
 
@@ -483,6 +483,14 @@ def layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
     return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
 
 
+def _plainly_replicated(sharding: Any) -> Any:
+    """Returns `P()` for `P(None)`, which JAX makes of it, and compares as another."""
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec):
+        return sharding
+    kind = sharding.memory_kind
+    return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
+
+
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns the path and value of every leaf."""
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -495,18 +503,14 @@ def is_deleted(leaf: Leaf) -> bool:
     return is_array and leaf.is_deleted()
 
 
-def may_be_donated_twice(state: PyTree, rest: PyTree, *, is_new: bool = False) -> bool:
+def may_be_donated_twice(state: PyTree, rest: PyTree) -> bool:
     """Returns, fast, whether an array may be used up, or be passed twice.
 
     Args:
         state: The arrays that will be used up.
         rest: Other arrays.
-        is_new: Whether the state is what a step has just returned.
     """
     leaves, others = jax.tree.leaves(state), jax.tree.leaves(rest)
-    if is_new:
-        is_twice = not {*map(id, others)}.isdisjoint(map(id, leaves))
-        return is_twice or True in map(is_deleted, others)
     try:
         is_used_up = True in [leaf.is_deleted() for leaf in leaves]
     except (AttributeError, jax.errors.ConcretizationTypeError):

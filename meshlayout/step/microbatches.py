@@ -38,7 +38,7 @@ def microbatch_gradients(
     metrics: Metrics,
     count: int,
     mesh: StepMesh,
-    shardings: list[tuple[NamedSharding, NamedSharding]] | None,
+    shardings: tuple[tuple[NamedSharding, NamedSharding], ...] | None,
 ) -> Gradients:
     """Returns the gradients of a batch, which are added up over its microbatches.
 
@@ -52,8 +52,8 @@ def microbatch_gradients(
         metrics: The metrics so far.
         count: How many microbatches.
         mesh: Which axes shard the rows.
-        shardings: Where the update is sharded (zero=1): those of each trained
-            parameter, and of its update. Otherwise the compiler would scatter the
+        shardings: Where the update is sharded (zero=1): those of each parameter, and
+            of its update. Otherwise the compiler would scatter the
             sums in the loop.
 
     Raises:
@@ -92,14 +92,14 @@ def microbatch_gradients(
                 after,
                 before,
             )
-        sums = [a + g.astype(a.dtype) for a, g in zip(sums, grads, strict=True)]
+        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
         return (sums, after, metrics), parts
 
-    zeros = [
-        # Many small gradients would vanish in a sum in bfloat16.
-        jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32"))
-        for x in backward.params
-    ]
+    # Many small gradients would vanish in a sum in bfloat16.
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")),
+        backward.state.params,
+    )
     before = backward.state.model_state
     xs = [leaf for leaf in leaves if jnp.ndim(leaf)], jnp.arange(count), has_examples
 
@@ -116,10 +116,12 @@ def microbatch_gradients(
     if has_examples is not None:
         after = select(has_examples.any(), after, before)
     if shardings is not None:
-        sums = [
+        arrays, treedef = jax.tree.flatten(sums)
+        arrays = [
             _jax.constrain(_jax.constrain(x, whole), sharded)
-            for x, (whole, sharded) in zip(sums, shardings, strict=True)
+            for x, (whole, sharded) in zip(arrays, shardings, strict=True)
         ]
+        sums = treedef.unflatten(arrays)
     return backward.finished(sums, parts, factor, after, metrics_after)
 
 

@@ -21,9 +21,9 @@ from meshlayout.step.placement import layout_of
 from meshlayout.step.updates import in_device_memory
 
 
-# A state, a batch and the arrays of the metrics, to the next state, and the metrics'
-# arrays with a report: `StepProgram.train_step`.
-StepFunction: TypeAlias = Callable[..., tuple[TrainState, tuple[tuple[Leaf, ...], Any]]]
+# A state, a batch and the arrays of the metrics, to the next state and metrics:
+# `StepProgram.train_step`.
+StepFunction: TypeAlias = Callable[..., tuple[TrainState, tuple[Leaf, ...]]]
 
 
 @jax.tree_util.register_dataclass
@@ -83,21 +83,20 @@ def steps_of(step: StepFunction) -> StepFunction:
 
     def train_steps(
         state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
-    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Any]]:
+    ) -> tuple[TrainState, tuple[Leaf, ...]]:
         def body(carry: tuple[TrainState, tuple[Leaf, ...]], batch: Batch) -> Any:
-            new, (metrics, report) = step(carry[0], batch, carry[1])
+            new, metrics = step(carry[0], batch, carry[1])
             # A loop refuses a carry whose leaves become weakly typed, or cease to be.
             new = jax.tree.map(
                 lambda a, b: _jax.with_weak_type(b, weak_type=jax.typeof(a).weak_type),
                 carry[0],
                 new,
             )
-            return (new, metrics), report
+            return (new, metrics), None
 
         # A loop wants its state in one memory throughout.
         start = (in_device_memory(state), metrics)
-        (state, metrics), reports = jax.lax.scan(body, start, batches.batches)
-        return state, (metrics, reports)
+        return jax.lax.scan(body, start, batches.batches)[0]
 
     return train_steps
 

@@ -53,7 +53,6 @@ RESERVED = (
     "learning_rate",
     "loss_scale",
     "skipped",
-    "nonfinite_loss",
 )
 
 _RETURNS = (
@@ -83,6 +82,8 @@ class Outcome:
         self, metrics: Metrics, batch: Batch, weights: jax.Array | None
     ) -> Metrics:
         """Returns metrics with this batch added."""
+        if not metrics:
+            return metrics
         is_scalar = jnp.ndim(self.losses) == 0
         return metrics.update_from(
             outputs=self.outputs,

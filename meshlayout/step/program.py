@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from meshlayout import _batches
+from meshlayout import _batches, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import (
     check_weights_key,
@@ -22,6 +21,7 @@ from meshlayout._batches import (
     without_nan_padding,
 )
 from meshlayout.cluster import activity
+from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.collection import set_flat
@@ -40,16 +40,11 @@ from meshlayout.step.step_metrics import (
 )
 from meshlayout.step.updates import (
     Gradients,
-    StepReports,
-    Trainable,
     Update,
+    is_float,
     learning_rate,
     select,
 )
-
-
-# What `Update.apply` reports; None unless on_nonfinite="error".
-Report: TypeAlias = jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,6 @@ class Plan:
     metrics: Mapping[str, Any]
     accumulate: int
     zero: bool
-    learning_rate: optax.Schedule | None
     steps_per_call: int
 
     @property
@@ -94,8 +88,6 @@ class StepProgram:
         self._on_recompile: OnRecompile = on_recompile
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         self.metrics = StepMetrics("train_step", plan.metrics, mesh)
-        # The names of the parts and gradients in a report, by the code of the state.
-        self.leaf_names: dict[Hashable, list[str]] = {}
 
     def compiled(
         self, kind: Hashable, step: Callable[..., Any]
@@ -113,18 +105,17 @@ class StepProgram:
         plan, update = self._plan, self._plan.update
         check_params(state.params, plan.loss.policies)
         names = {
-            "learning_rate": self._learning_rate(state, state) is not None,
+            "learning_rate": learning_rate(state.opt_state) is not None,
             "loss_scale": update.has_loss_scale,
             "grad_norm": update.clip_norm is not None,
             "skipped": update.may_skip,
-            "nonfinite_loss": update.has_loss_scale and update.on_nonfinite == "error",
         }
         notes = [name for name, is_expected in names.items() if is_expected]
         return [*plan.loss.expected_metrics(), *notes]
 
     def train_step(
         self, state: TrainState, batch: Batch, metrics: tuple[Leaf, ...]
-    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
+    ) -> tuple[TrainState, tuple[Leaf, ...]]:
         """Runs one step, inside jit.
 
         Args:
@@ -133,29 +124,23 @@ class StepProgram:
             metrics: The arrays of the metrics.
 
         Returns:
-            The next state; the metrics' arrays and what `Update.apply` reports.
+            The next state, and the metrics' arrays.
         """
 
-        def measure(users: Metrics) -> tuple[StepValues, Metrics, Any]:
-            values, new, users, report = self._step(state, batch, users)
-            return values, users, (new, report)
+        def measure(users: Metrics) -> tuple[StepValues, Metrics, TrainState]:
+            values, new, users = self._step(state, batch, users)
+            return values, users, new
 
-        (new, report), metrics = self.metrics.add(state.program, metrics, measure)
-        return new, (metrics, report)
+        return self.metrics.add(state.program, metrics, measure)
 
     def _step(
         self, state: TrainState, batch: Batch, users: Metrics
-    ) -> tuple[StepValues, TrainState, Metrics, Report]:
-        """Returns a step's values, the next state, the user's metrics and a report."""
+    ) -> tuple[StepValues, TrainState, Metrics]:
+        """Returns a step's values, the next state and the user's metrics."""
         plan = self._plan
-        trainable = plan.update.trainable_in(state.params)
-        gradients = self._gradients(state, trainable, batch, users)
-        grad_names = [f"the gradient of {path}" for path in trainable.paths]
-        parts = gradients.parts
-        part_names = map(repr, parts) if len(parts) > 1 else ["the loss"]
-        self.leaf_names[state.program] = [*part_names, *grad_names]
-        new, notes, report = plan.update.apply(state, trainable, gradients)
-        rate = self._learning_rate(state, new)
+        gradients = self._gradients(state, batch, users)
+        new, notes = plan.update.apply(state, gradients)
+        rate = learning_rate(new.opt_state)
         if rate is not None:
             notes = {"learning_rate": rate, **notes}
         weight = total_weight(plan.loss.weights_of(batch), num_examples(batch))
@@ -164,29 +149,17 @@ class StepProgram:
             is_done = notes["skipped"] == 0
             weight = jnp.where(is_done, weight, 0)
             after = select(is_done, after, users)
-        return StepValues(parts, notes, weight), new, after, report
+        return StepValues(gradients.parts, notes, weight), new, after
 
-    def _gradients(
-        self, state: TrainState, trainable: Trainable, batch: Batch, users: Metrics
-    ) -> Gradients:
+    def _gradients(self, state: TrainState, batch: Batch, users: Metrics) -> Gradients:
         plan = self._plan
         key = jax.random.fold_in(state.rng, state.step)
-        scale = plan.update.scale(state)
-        backward = Backward(plan.loss, state, trainable, scale)
+        backward = Backward(plan.loss, state, plan.update.scale(state))
         if plan.accumulate == 1:
             return backward.whole_batch(batch, key, users)
-        shardings = None
-        if self._shardings is not None:
-            pairs = zip(self._shardings, trainable.mask, strict=True)
-            shardings = [pair for pair, is_trained in pairs if is_trained]
         return microbatch_gradients(
-            backward, batch, key, users, plan.accumulate, self._mesh, shardings
+            backward, batch, key, users, plan.accumulate, self._mesh, self._shardings
         )
-
-    def _learning_rate(self, state: TrainState, new: TrainState) -> Any:
-        if self._plan.learning_rate is not None:
-            return jnp.asarray(self._plan.learning_rate(state.step), "float32")
-        return learning_rate(new.opt_state)
 
 
 class Backward:
@@ -195,23 +168,20 @@ class Backward:
     Args:
         loss: What is minimized.
         state: The state.
-        trainable: With respect to what.
         scale: A factor for the loss, which the gradients keep; None for 1.
-
-    Attributes:
-        params: The leaves of the parameters that are trained.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        state: TrainState,
-        trainable: Trainable,
-        scale: jax.Array | None,
-    ) -> None:
-        self.loss, self.state, self._trainable = loss, state, trainable
-        self._scale = scale
-        self.params = trainable.chosen(jax.tree.leaves(state.params))
+    def __init__(self, loss: Loss, state: TrainState, scale: jax.Array | None) -> None:
+        self.loss, self.state, self._scale = loss, state, scale
+        for leaf in _paths.flatten(state.params).leaves:
+            if not is_float(leaf.value):
+                text = _render.array_text(leaf.value.dtype, leaf.value.shape)
+                msg = (
+                    f"the parameter {leaf.path} {text} cannot be trained: there is no "
+                    "gradient for integers. Make it another kind of variable than "
+                    "nnx.Param."
+                )
+                raise StepError(msg)
 
     def whole_batch(self, batch: Batch, key: jax.Array, metrics: Metrics) -> Gradients:
         """Returns the gradients of a batch that goes through the model at once.
@@ -236,7 +206,7 @@ class Backward:
         key: jax.Array,
         model_state: PyTree,
         metrics: Metrics,
-    ) -> tuple[list[jax.Array], dict[str, jax.Array], PyTree, Metrics]:
+    ) -> tuple[PyTree, dict[str, jax.Array], PyTree, Metrics]:
         """Returns gradients, parts of the loss, the model's state and the metrics.
 
         Args:
@@ -247,8 +217,7 @@ class Backward:
             metrics: The metrics so far.
         """
 
-        def objective(chosen: list[Any]) -> tuple[jax.Array, Any]:
-            params = self._trainable.filled(chosen, self.state.params)
+        def objective(params: PyTree) -> tuple[jax.Array, Any]:
             parts, outcome = self.loss.forward(
                 self.state, params, model_state, batch, key, share
             )
@@ -256,13 +225,13 @@ class Backward:
             # JAX would sort the keys of a plain dict; metrics keep the parts' order.
             return self._scaled(total), (OrderedDict(parts), outcome)
 
-        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(self.params)
+        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(self.state.params)
         metrics = outcome.added_to(metrics, batch, share.weights)
         return grads, parts, outcome.model_state, metrics
 
     def finished(
         self,
-        grads: list[jax.Array],
+        grads: PyTree,
         parts: dict[str, jax.Array],
         factor: jax.Array | None,
         model_state: PyTree,
@@ -278,19 +247,19 @@ class Backward:
             metrics: The metrics, after.
         """
         parts = {name: part.sum() for name, part in parts.items()}
+        params = self.state.params
         if factor is not None:
-            grads = [(g * factor).astype(g.dtype) for g in grads]
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
             parts = {name: part * factor for name, part in parts.items()}
-        grads = [g.astype(x.dtype) for g, x in zip(grads, self.params, strict=True)]
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
         if self.loss.regularizers:
 
-            def penalty(chosen: list[Any]) -> tuple[Any, dict[str, jax.Array]]:
-                params = self._trainable.filled(chosen, self.state.params)
+            def penalty(params: PyTree) -> tuple[Any, dict[str, jax.Array]]:
                 penalties = self.loss.penalties(params)
                 return self._scaled(sum(penalties.values())), penalties
 
-            slopes, penalties = jax.grad(penalty, has_aux=True)(self.params)
-            grads = list(map(jnp.add, grads, slopes))
+            slopes, penalties = jax.grad(penalty, has_aux=True)(params)
+            grads = jax.tree.map(jnp.add, grads, slopes)
             parts = self.loss.with_penalties(parts, penalties)
         return Gradients(grads, parts, model_state, metrics)
 
@@ -308,8 +277,6 @@ def repeat_of(
     arguments: tuple[Any, ...],
     key: str | int,
     start: MetricsStart,
-    reports: StepReports,
-    names: list[str],
 ) -> Repeat | None:
     """Returns a function that repeats a call with other arrays, where that is safe.
 
@@ -322,8 +289,6 @@ def repeat_of(
         arguments: Its arguments between the state and the metrics.
         key: Where a batch carries its weights.
         start: Where the metrics start.
-        reports: Where the report goes.
-        names: The names of the parts and gradients in it.
 
     Returns:
         A function that returns None for a call it cannot make; None if there is none.
@@ -344,7 +309,7 @@ def repeat_of(
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
     is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
     now = activity.now  # `activity.begin`, without the time of a call
-    marked, waiting = _batches.marked_weights, reports.waiting
+    marked = _batches.marked_weights
     empty = start.leaves
     create, set_attribute = object.__new__, object.__setattr__
     nothing: dict[str, Any] = {}  # no arguments by name
@@ -352,8 +317,6 @@ def repeat_of(
     def repeat(
         state: TrainState, batch: Batch, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics] | None:
-        if waiting:
-            reports.check(wait=False)
         rows, _ = flatten(batch)
         try:
             # On other devices, jit would copy the batch to those of the program.
@@ -404,11 +367,9 @@ def repeat_of(
             return None  # nothing has run; the call that follows counts, and says why
         if flat is not None:
             flat[2] = False
-        arrays, (sums, report) = result
+        arrays, sums = result
         if is_bounded:
             compiled.wait_if_many(result)
-        if report is not None:
-            reports.add(report, names)
         # As `structure.lazy` and `Metrics.from_flat` do, without calls in Python.
         new, new_metrics = create(TrainState), create(Metrics)
         set_attribute(new, "_flat", [arrays, structure, True])

@@ -21,7 +21,8 @@ import numpy as np
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
-from meshlayout.metrics import Last, Mean, Metrics, Sum, adapt
+from meshlayout.metrics import Last, Mean, Metrics, Sum
+from meshlayout.metrics.inputs import as_metric
 from meshlayout.state import TrainState
 from meshlayout.step.call_errors import is_array_like
 from meshlayout.step.compiled_step import CompiledStep
@@ -37,7 +38,6 @@ _KINDS = {
     "learning_rate": Last,
     "loss_scale": Last,
     "skipped": Sum,
-    "nonfinite_loss": Sum,
 }
 
 
@@ -264,7 +264,7 @@ def _as_strong(leaf: Leaf) -> Any:
 
 
 def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the user's metrics, adapted, as they start.
+    """Returns the user's metrics, as they start.
 
     Raises:
         StepError: If they are not a mapping from names, or have a name that is taken,
@@ -286,22 +286,18 @@ def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _as_metric(name: str, metric: Any) -> Any:
-    """Returns a metric unchanged if it has what a metric needs, else adapted."""
-    needed = ("update", "merge", "compute")
-    is_metric = not isinstance(metric, type)
-    if not is_metric or not all(hasattr(metric, method) for method in needed):
-        try:
-            metric = adapt(metric)
-        except MetricError as error:
-            msg = f"metrics=: {name!r}: {error}"
-            raise StepError(msg) from None
+    """Returns a metric of the user's, checked."""
+    try:
+        metric = as_metric(metric)
+    except MetricError as error:
+        msg = f"metrics=: {name!r}: {error}"
+        raise StepError(msg) from None
     for path, leaf in named_leaves(metric):
         if leaf is metric:
             msg = (
                 f"metrics=: {name!r} is a {type(metric).__name__}, which JAX does not "
                 "know as a tree of arrays. Register the class with "
-                "jax.tree_util.register_dataclass, or make it a flax.struct.dataclass; "
-                "its update returns a new one."
+                "jax.tree_util.register_dataclass, or make it a flax.struct.dataclass."
             )
             raise StepError(msg)
         if not is_array_like(leaf):

@@ -12,8 +12,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.core import Tracer
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
@@ -41,7 +39,7 @@ from meshlayout.step.placement import (
 from meshlayout.step.program import Plan, Repeat, StepProgram, repeat_of
 from meshlayout.step.remat import Remat, parse_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
-from meshlayout.step.updates import OnNonfinite, StepReports, Update
+from meshlayout.step.updates import OnNonfinite, Update
 from meshlayout.step.zero import ZeroPlacement, update_shardings
 
 
@@ -56,8 +54,6 @@ def make_train_step(
     clip_norm: float | None = None,
     on_nonfinite: OnNonfinite = "ignore",
     ema: float | None = None,
-    trainable: str | None = None,
-    learning_rate: optax.Schedule | None = None,
     precision: Precision = "float32",
     remat: Remat = "none",
     zero: Literal[0, 1] = 0,
@@ -97,14 +93,9 @@ def make_train_step(
             or the model records are averaged over the microbatches. Compilers for
             TPU and GPU add up the devices' gradients once, after the last.
         clip_norm: The largest global norm of the gradients.
-        on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`;
-            `"skip"`, leave the state as it was and count it in `state.extra`; or
-            `"error"`, skip, and raise at one of the next calls, or at `check`.
+        on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`,
+            or `"skip"`, leave the state as it was and count it in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
-        trainable: A regular expression for the paths of what is trained; the rest
-            stays unchanged.
-        learning_rate: The optimizer's schedule, to report its value in the metrics. A
-            rate that `optax.inject_hyperparams` keeps is reported anyway.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
             a `PrecisionPolicy`, or a dict from patterns of paths to those.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
@@ -143,16 +134,12 @@ def make_train_step(
     check_denominator(denominator)
     check_weights(weights)
     where: dict[str, Any] = {"where": "make_train_step", "error": StepError}
-    if learning_rate is not None:
-        _checks.function("learning_rate", learning_rate, "step", **where)
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
         clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
     _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
-    if trainable is not None:
-        trainable = _checks.pattern("trainable", trainable, **where).pattern
     _checks.choice("zero", zero, (0, 1), **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
     policies = parse_precision(precision)
@@ -167,14 +154,13 @@ def make_train_step(
         has_metrics=bool(metrics),
     )
     has_loss_scale = jnp.dtype("float16") in policies.computes_in
-    update = Update(clip_norm, on_nonfinite, ema, has_loss_scale, trainable)
+    update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(
         loss,
         update,
         user_metrics(metrics),
         accumulate,
         bool(zero),
-        learning_rate,
         steps_per_call,
     )
     return TrainStep(plan, layouts, on_recompile)
@@ -197,7 +183,6 @@ class TrainStep(StepInspection):
         self._on_recompile: OnRecompile = on_recompile
         self._programs: dict[Hashable, StepProgram] = {}
         self._repeat: Repeat | None = None
-        self._reports = StepReports()
         self._takes_several = plan.steps_per_call != 1
         self._wants_extra = frozenset(plan.update.names())
         self._zero = ZeroPlacement() if plan.zero else None
@@ -226,8 +211,7 @@ class TrainStep(StepInspection):
             The next state, and the metrics.
 
         Raises:
-            StepError: If the state, the batch or the metrics do not fit, and with
-                `on_nonfinite="error"` if an earlier step was not finite.
+            StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
         repeat = self._repeat
@@ -247,7 +231,6 @@ class TrainStep(StepInspection):
         self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics]:
         """Runs one step, or those of all batches of a call in one dispatch."""
-        self._reports.check(wait=False)
         with in_own_mesh(state):
             placed = self._placed(state, batch)
             # Only now it is like the batch of the call before: on the mesh, or stacked.
@@ -276,20 +259,14 @@ class TrainStep(StepInspection):
             metrics: The metrics to add to.
             is_lowered: Whether to lower it.
         """
-        code = args[0].program
         result, start = program.metrics.run(
             *(compiled, args, args[0], metrics, program.expected_metrics),
             is_lowered=is_lowered,
         )
         if is_lowered:
             return result
-        state, (flat, report) = result
-        names = program.leaf_names[code]
-        if report is not None and not isinstance(report, Tracer):
-            self._reports.add(report, names)
-        self._repeat = repeat_of(
-            *(compiled, args[1:], self.weights, start, self._reports, names)
-        )
+        state, flat = result
+        self._repeat = repeat_of(compiled, args[1:], self.weights, start)
         return state, Metrics.from_flat(flat, start.treedef)
 
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
@@ -338,8 +315,7 @@ class TrainStep(StepInspection):
             metrics: As for a call.
         """
         memory = super().memory(state, batch, metrics)
-        trainable = self._plan.update.trainable_in(state.params)
-        gradients = shard_bytes(trainable.chosen(jax.tree.leaves(state.params)))
+        gradients = shard_bytes(jax.tree.leaves(state.params))
         memory = replace(memory, gradient_bytes=gradients)
         if not self._plan.loss.remat:
             return memory
@@ -352,14 +328,6 @@ class TrainStep(StepInspection):
     def zero_exceptions(self) -> tuple[str, ...]:
         """Which leaves of the optimizer's state zero=1 left as they were, and why."""
         return () if self._zero is None else self._zero.exceptions
-
-    def check(self) -> None:
-        """Waits for the steps so far, and raises if one of them was not finite.
-
-        Raises:
-            StepError: If so, with `on_nonfinite="error"`.
-        """
-        self._reports.check(wait=True)
 
     def __repr__(self) -> str:
         name = getattr(self._plan.loss.loss_fn, "__name__", "loss")

@@ -168,7 +168,6 @@ class FitLoop:
             trainer.history.stopped = trainer.stopped
             return
         logs = _values_of(metrics)
-        trainer._steps.check()
         if self._validation is not None and not trainer.stopped:
             trainer.validation_steps = self._validation.num_steps
             self._notify("on_validation_start")

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-import optax
 from flax import nnx
 
 from meshlayout import _checks, losses
@@ -30,8 +29,6 @@ class StepOptions(TypedDict, total=False):
     clip_norm: float | None
     on_nonfinite: OnNonfinite
     ema: float | None
-    trainable: str | None
-    learning_rate: optax.Schedule | None
     precision: Precision
     remat: Remat
     zero: Literal[0, 1]
@@ -110,12 +107,6 @@ class TrainerSteps:
         if len(batch) == 1:
             return self._one(state, batch[0], metrics)
         return self._many(state, batch, metrics)
-
-    def check(self) -> None:
-        """Raises StepError if a train step was not finite; waits for the device."""
-        for step in (self._many, self._one):
-            if step is not None:
-                step.check()
 
 
 def check_options(names: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def program() -> None:
     assert_type(
         accuracy.update(jnp.ones((2, 4)), jnp.zeros(2, int)), ml.metrics.Accuracy
     )
-    assert_type(accuracy.merge(accuracy).reset(), ml.metrics.Accuracy)
+    assert_type(accuracy.merge(accuracy).empty(), ml.metrics.Accuracy)
     assert_type(accuracy.compute(), jax.Array)
     assert_type(ml.losses.l2(0.1), ml.losses.Regularizer)
     assert_type(ml.losses.per_example(jnp.ones((2, 3))), jax.Array)

@@ -1,17 +1,16 @@
 """Parameter servers and workers: Ray actors, in processes of their own.
 
-A worker runs closures on the values that it is given, and returns what each server is
-to change: one that is killed has changed nothing. In a pickled closure, Variables are
-names, as their values are on the servers (but for random streams), optimizers have no
-state, and iterators of per-worker datasets are numbers.
+A worker returns what each server is to change: one that is killed has changed nothing.
+In what is pickled for it, Variables are names, as their values are on the servers (but
+for random streams), optimizers have no state, and iterators are numbers.
 """
 
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ import optax
 from flax import nnx
 
 from meshlayout import _optional
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout._paths import box_value, is_nnx_object
 from meshlayout.data import InputContext
 from meshlayout.distribute.capture import Roots
@@ -29,8 +28,8 @@ from meshlayout.distribute.variables import aggregation, raw_value, set_raw_valu
 from meshlayout.errors import StrategyError
 
 
-# Functions that a worker keeps, with the programs that were compiled for them.
-MOST_FUNCTIONS = 64
+# Functions and arguments that a worker keeps, with the programs compiled for them.
+MOST_KEPT = 64
 
 
 def ray_module() -> Any:
@@ -46,10 +45,7 @@ class ParameterServer:
         self._updates: dict[str, Any] = {}
 
     def place(self, values: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
-        """Takes values of variables, in place of former ones, and optimizers.
-
-        Of these, the Optax transformation, and the names of parameters, state and step.
-        """
+        """Takes values of variables, and optimizers with their variables' names."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
         for optimizer, (tx, names) in rules.items():
             own = lambda n: n if n in self._values else optax.MaskedNode()  # noqa: E731
@@ -82,46 +78,15 @@ def _update(tx: Any, names: Any, values: Any, grads: Any) -> dict[str, Any]:
     return {**new, step: values[step] + 1}
 
 
-class Closure(NamedTuple):
-    """A pickled function with its arguments: of these, arrays and numbers apart."""
-
-    name: str
-    number: int
-    payload: Any
-    inputs: bytes
-    variables: list[str]
-
-
-class Input:
-    """Stands for an array or number among the arguments of a closure."""
-
-
-def apart(arguments: PyTree) -> tuple[PyTree, list[Any]]:
-    """Returns arguments without arrays and numbers, and these."""
-    kinds, inputs = (jax.Array, np.ndarray, np.generic, int, float, complex), []
-
-    def take(x: Leaf) -> Any:
-        if not isinstance(x, kinds) or isinstance(x, bool):  # which is mostly a switch
-            return x
-        inputs.append(x)
-        return Input
-
-    return jax.tree.map(take, arguments, is_leaf=_is_whole), inputs
-
-
-def _is_whole(argument: object) -> bool:
-    return is_nnx_object(argument) or isinstance(argument, Iterator)
-
-
 class RemoteWorker:
     """Runs closures, as worker `index` of `num_workers`; a Ray actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
         self.context = InputContext(num_workers, index, 1)
-        # A function that was sent before is the same object, with the same Variables,
-        # so that what has been compiled for it is used again.
-        self._load = functools.lru_cache(MOST_FUNCTIONS)(
-            lambda payload: pickle.loads(ray_module().get(payload))
+        # What was sent before is the same object, with the same Variables, so that
+        # what has been compiled for it is used again.
+        self._load = functools.lru_cache(MOST_KEPT)(
+            lambda part: pickle.loads(ray_module().get(part))
         )
         self.datasets: Mapping[int, Any] = {}
         self.iterators: dict[int, Any] = {}
@@ -131,49 +96,44 @@ class RemoteWorker:
         self.grads: dict[tuple[str, int], dict[str, Any]] = {}  # by optimizer and call
 
     def run(
-        self, closure: Closure, datasets: Mapping[int, Any], *pulled: dict[str, Any]
+        self, name: str, number: int, parts: Any, datasets: Any, *pulled: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Runs a closure on variables, each dict of them from one server.
+        """Runs a function on variables, each dict of them from one server.
 
-        Returns its result, the names of the parameters of each optimizer that it
-        updated, and a push for each of these servers.
+        Returns its result, the names of the parameters of each optimizer that has been
+        updated here, and a push for each of these servers.
         """
         _worker.set(self)
         self.datasets, self.grads = datasets, {}
-        fn, arguments = self._load(closure.payload)
-        inputs = iter(pickle.loads(closure.inputs))
-        own = lambda x: next(inputs) if x is Input else x  # noqa: E731
-        args, kwargs = jax.tree.map(own, arguments, is_leaf=_is_whole)
+        fn, args, kwargs = jax.tree.map(self._load, parts)
         arrays = {n: jnp.asarray(x) for part in pulled for n, x in part.items()}
-        for name, x in self.random.items():
+        for variable, x in self.random.items():
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 # Closures differ, and one that is run again draws the same numbers.
                 fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-                x = fold_in(x.ravel(), closure.number).reshape(x.shape)
-            arrays[name] = x
-        for name, x in arrays.items():
-            set_raw_value(self.variables[name], x)
+                x = fold_in(x.ravel(), number).reshape(x.shape)
+            arrays[variable] = x
+        for variable, x in arrays.items():
+            set_raw_value(self.variables[variable], x)
         roots = Roots(fn)
         try:
-            with roots.refuse_appends(closure.name):
+            with roots.refuse_appends(name):
                 result = fn(*args, **kwargs)
         except StopIteration:
             msg = (
-                f"{closure.name} asked for a batch, and the worker's dataset has "
+                f"{name} asked for a batch, and the worker's dataset has "
                 "ended: let the dataset function return one that repeats."
             )
             raise StrategyError(msg) from None
         pushes = [self._push(roots, part, arrays) for part in pulled]
-        params = {optimizer: self.params[optimizer] for optimizer, _ in self.grads}
-        return jax.device_get(result), params, *pushes
+        return jax.device_get(result), self.params, *pushes
 
     def _push(self, roots: Roots, values: dict[str, Any], arrays: Any) -> Any:
         """Returns a closure's changes to the variables of one server."""
-        updates: list[Any] = []
+        updates, added = list[Any](), dict[str, Any]()
         for (optimizer, _), grads in self.grads.items():
             own = {n: np.asarray(x) for n, x in grads.items() if n in values}
             updates.extend([(optimizer, own)] if own else [])
-        added: dict[str, Any] = {}
         for name, old in values.items():
             new = raw_value(variable := self.variables[name])
             # Flax's transforms give Variables back as new arrays.
@@ -210,8 +170,8 @@ def variable(name: str, kind: Any, metadata: Any, random: Any) -> Any:
     return worker.variables[name]
 
 
-def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list[str]]:
-    """Returns a pickled closure, and the names of the variables in it."""
+def pickled(part: Any, name_of: Callable[[Any], str]) -> tuple[bytes, list[str]]:
+    """Returns a pickled function or argument, and the names of its variables."""
     file, names = io.BytesIO(), list[str]()
     pickler = ray_module().cloudpickle.Pickler(file)
     reduce_other = pickler.reducer_override
@@ -230,7 +190,7 @@ def pickled(closure: PyTree, name_of: Callable[[Any], str]) -> tuple[bytes, list
         return variable, (name, type(obj), metadata, random)
 
     pickler.reducer_override = reduce
-    pickler.dump(closure)
+    pickler.dump(part)
     return file.getvalue(), names
 
 

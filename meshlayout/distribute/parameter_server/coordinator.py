@@ -1,16 +1,13 @@
 """`ParameterServerStrategy`, and the `ClusterCoordinator` that trains with it.
 
-One thread per worker takes closures from a queue, has the worker run them, and then has
-the servers apply what they change. A worker that dies has changed nothing: its closure
-goes back to the queue. Values and gradients go from servers to workers and back by
-Ray's references, without passing through the coordinator.
+One thread per worker has it run closures, and then the servers apply what these change.
+Values and gradients go by Ray's references, without passing through the coordinator.
 """
 
 import contextlib
 import functools
 import inspect
 import itertools
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,10 +27,6 @@ from meshlayout.distribute.strategy import OneDeviceStrategy
 from meshlayout.distribute.variables import set_raw_value
 from meshlayout.errors import StrategyError
 from meshlayout.layout_map.optimizer_slots import find_slots
-
-
-# A closure that was running on so many workers when they died is the likely reason.
-_MOST_LOST = 5
 
 
 class ParameterServerStrategy(OneDeviceStrategy):
@@ -62,7 +55,6 @@ class ParameterServerStrategy(OneDeviceStrategy):
         actors.ray_module()  # refuses, if it is not installed
         self._worker_options = dict(worker_options or {})
         super().__init__(jax.local_devices()[0])  # where the coordinator's objects are
-        self._coordinator: ClusterCoordinator | None = None
 
     def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
         msg = "run was called on the coordinator: call it in a scheduled function."
@@ -75,7 +67,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 class RemoteValue(Future[PyTree]):
     """What a scheduled function returns, once it has run: a future."""
 
-    num_lost = 0
+    lives = 5  # a function that ran on so many workers that died is given up
 
     def fetch(self) -> PyTree:
         """Waits for the function; returns NumPy arrays, or raises its exception."""
@@ -106,12 +98,11 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
 
     A scheduled function runs on one worker, one operation at a time; what is worth
     compiling goes through `strategy.run(fn, args)`. What `optimizer.update` gets is
-    applied on the servers, exactly once, when the function has ended; it sees
-    parameters as they were when it began. Batch statistics, metrics, and variables with
-    `aggregation="sum"` or `"mean"` get the changes of all functions added.
+    applied on the servers, exactly once, when the function has ended; so are changes
+    of metrics, batch statistics, and variables with `aggregation="sum"` or `"mean"`.
 
     Args:
-        strategy: The strategy, which has one coordinator at a time.
+        strategy: The strategy.
         checkpointer: Whose last checkpoint is named if a parameter server dies.
     """
 
@@ -120,13 +111,9 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         strategy: ParameterServerStrategy,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        if strategy._coordinator is not None and not strategy._coordinator._store.ended:
-            msg = "the strategy has a ClusterCoordinator: call shutdown() on that one."
-            raise StrategyError(msg)
         self.strategy, self._ray = strategy, actors.ray_module()
-        strategy._coordinator = self
         # Equal bytes are put once, and so workers know them.
-        self._put = functools.lru_cache(actors.MOST_FUNCTIONS)(self._ray.put)
+        self._put = functools.lru_cache(actors.MOST_KEPT)(self._ray.put)
         on_cpu = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
         start = self._ray.remote(actors.ParameterServer).options(runtime_env=on_cpu)
         self._servers = [start.remote() for _ in range(strategy.num_servers)]
@@ -134,7 +121,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         self._workers: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
         self._numbers = itertools.count()
-        self._queue = queue.Queue[tuple[actors.Closure, RemoteValue] | None]()
+        self._queue = queue.Queue[Any]()
         self._failed: BaseException | None = None
         for worker in range(strategy.num_workers):
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
@@ -147,34 +134,36 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     ) -> RemoteValue:
         """Runs a function on any worker, some time later; returns at once.
 
-        If a function that was scheduled before has raised an exception, this one is
-        cancelled, until `join` has raised that.
+        If a function has raised an exception, this one is cancelled, until `join` has
+        raised that.
 
         Args:
             fn: The function. It may use NNX models, optimizers and metrics.
-            args: Its arguments: arrays, numbers, NNX objects, iterators of per-worker
-                datasets, and anything that can be pickled.
+            args: Its arguments: NNX objects, iterators of per-worker datasets, arrays,
+                and anything that can be pickled.
             kwargs: Its arguments by name.
         """
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        arguments, inputs = actors.apart((tuple(args), dict(kwargs or {})))
-        payload, variables = actors.pickled((fn, arguments), self._store.name)
+        variables: list[str] = []
+
+        def sent(part: Any) -> Any:
+            payload, names = actors.pickled(part, self._store.name)
+            variables.extend(names)
+            return self._put(payload)
+
+        named = {name: sent(x) for name, x in (kwargs or {}).items()}
+        parts = sent(fn), [sent(x) for x in args], named
         self._store.place(variables)
-        number, values = next(self._numbers), pickle.dumps(inputs)
-        closure = actors.Closure(name, number, self._put(payload), values, variables)
-        result = RemoteValue()
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        result, number = RemoteValue(), next(self._numbers)
         result.set_running_or_notify_cancel()
-        self._queue.put((closure, result))
+        self._queue.put((name, number, parts, [*dict.fromkeys(variables)], result))
         return result
 
     def join(self) -> None:
-        """Waits until all scheduled functions have run.
-
-        Afterwards, the models, optimizers and metrics on the coordinator have the
-        values of the parameter servers.
+        """Waits until all scheduled functions have run; updates the objects here.
 
         Raises:
-            Exception: A function's exception, once, with the worker's traceback as a
+            Exception: What a function raised, once, with the worker's traceback as a
                 note; functions that had not started are cancelled.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
@@ -200,10 +189,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Makes a dataset on each worker, by calling a function there.
-
-        `iter` makes an iterator of it, for scheduled functions. A batch that one has
-        taken is used up, also if it then fails.
+        """Makes a dataset on each worker; `iter` of it is for scheduled functions.
 
         Args:
             dataset_fn: Called as `dataset_fn(context)` if it needs an argument, else as
@@ -230,33 +216,36 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
     def _serve(self, worker: int) -> None:
         """Has a worker run closures, and starts another when it dies."""
         while (scheduled := self._queue.get()) is not None:
-            closure, result = scheduled
+            *closure, result = scheduled
             try:
-                result.set_result(self._run(worker, closure))
+                result.set_result(self._run(worker, *closure))
             except BaseException as error:
                 is_lost = isinstance(error, self._ray.exceptions.RayActorError)
                 if is_lost:
                     del self._workers[worker]
-                    result.num_lost += 1
-                if is_lost and result.num_lost < _MOST_LOST and not self._store.ended:
+                    result.lives -= 1
+                if is_lost and result.lives and not self._store.ended:
                     self._queue.put(scheduled)
                 else:
                     self._failed = self._failed or error
                     result.set_exception(error)
             self._queue.task_done()
 
-    def _run(self, worker: int, closure: actors.Closure) -> PyTree:
+    def _run(
+        self, worker: int, name: str, number: int, parts: Any, variables: list[str]
+    ) -> PyTree:
         store, ray, strategy = self._store, self._ray, self.strategy
         store.wait({})
         if self._failed is not None:
-            msg = f"{closure.name} was cancelled: another one raised {self._failed!r}."
+            msg = f"{name} was cancelled: another one raised {self._failed!r}."
             raise StrategyError(msg)
         if worker not in self._workers:
             start = ray.remote(actors.RemoteWorker).options(**strategy._worker_options)
             self._workers[worker] = start.remote(worker, strategy.num_workers)
-        pulled = store.pull(closure.variables)
+        pulled = store.pull(variables)
         run = self._workers[worker].run.options(num_returns=2 + len(pulled))
-        answers = run.remote(closure, dict(self._iterators), *pulled.values())
+        datasets = dict(self._iterators)
+        answers = run.remote(name, number, parts, datasets, *pulled.values())
         try:
             result, params = ray.get(answers[:2])
             for optimizer, names in params.items():
@@ -266,7 +255,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ray.exceptions.RayActorError):
                 store.wait(pulled)  # raises: it is a server that died
-            error.cause.add_note(f"In {closure.name}, on worker {worker}:\n{error}")
+            error.cause.add_note(f"In {name}, on worker {worker}:\n{error}")
             raise error.cause from None
         return result
 

@@ -2,12 +2,7 @@
 
 from meshlayout.trainer.callbacks.callback import Callback as Callback
 from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
-from meshlayout.trainer.callbacks.loggers import (
-    CSVLogger as CSVLogger,
-    JSONLLogger as JSONLLogger,
-    ProfilerTrace as ProfilerTrace,
-    TensorBoard as TensorBoard,
-)
+from meshlayout.trainer.callbacks.log import Log as Log
 from meshlayout.trainer.callbacks.progress import Progress as Progress
 from meshlayout.trainer.callbacks.stop_conditions import (
     EarlyStopping as EarlyStopping,

@@ -1,0 +1,413 @@
+"""What a replica's function does to Variables and modules, watched while it is traced.
+
+A function reaches its models and optimizers in any way that Python has. So reads and
+writes are watched where all of them pass: at the slot of a Variable's value, exchanged
+for a property while a trace is open. In the thread of that trace, a Variable that was
+made outside has a traced value, and belongs to the trace as Flax sees it; the slot
+itself never changes, so other threads see what they always saw. Attributes of modules
+are put back after a trace.
+
+As in tf.distribute, optimizers add up the gradients of all replicas, except what the
+function has combined itself, and a Variable says how what replicas write is combined.
+The first trace, under `jax.vmap`, tells which values differ between replicas; not
+whether an equal value has been combined (the gradients of a regularization loss do not
+depend on the batch, and each replica has its part), nor whether it is computed from the
+old value of a Variable. Where that has to be known, the first trace begins anew with
+marks. A mark is an axis of a `vmap` that has no other use: JAX carries it along,
+through every operation and transformation.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import tracers
+from flax.nnx.pytreelib import PytreeState
+from jax.core import Tracer
+
+from meshlayout import _jax
+from meshlayout._annotations import Leaf, PyTree
+from meshlayout._patches import SharedPatches
+from meshlayout.collectives import ReduceOp, ReplicaContext
+from meshlayout.distribute.variables import (
+    STATE,
+    TRACE,
+    VALUE,
+    Variable,
+    aggregation,
+    current,
+    frozen,
+    raw_value,
+    set_raw_value,
+    unwatched,
+)
+from meshlayout.errors import StrategyError
+
+
+# The axes of marks: of what the function has combined, of what it has sent around, and
+# of what it computes from the values of Variables that are added up.
+COMBINED, SENT, ADDED_UP = MARKS = "combined", "sent", "added_up"
+
+_trace_slot, _state_trace_slot = vars(nnx.Variable)[TRACE], vars(PytreeState)[TRACE]
+
+
+class MarksNeeded(BaseException):
+    """A first trace without marks has come to where they are needed."""
+
+
+class ReplicaTrace:
+    """What one replica sees and sets in a trace; a context that watches this thread.
+
+    Args:
+        context: The context of the replica.
+        value_of: Returns a traced value of a Variable.
+        path_of: Returns the path of a Variable, for messages.
+        marks: In a first trace with marks, bools that are mapped over their axes.
+        decisions: What the first trace decided, for the second one to repeat.
+    """
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        value_of: Callable[[Variable], Any],
+        path_of: Callable[[Variable], str] = str,
+        marks: dict[str, jax.Array] | None = None,
+        decisions: list[Any] | None = None,
+    ) -> None:
+        self.context, self._axis, self._value_of = context, context.axis_name, value_of
+        self._path_of, self._marks, self._used = path_of, marks or {}, set[str]()
+        self._earlier = None if decisions is None else iter(decisions)
+        self.decisions: list[Any] = []
+        self._level, self._trace = tracers.TraceState(), _jax.current_trace()
+        # What the objects belong to that are made in this trace, by id.
+        self._levels: dict[int, Any] = {}
+        # By id, what is from outside: Variables that were read or set, with the values
+        # that they had at first; the values that they have now; modules of which an
+        # attribute was read or set, with their attributes at first, also to compare.
+        self.entered: dict[int, tuple[Variable, Any]] = {}
+        self.values: dict[int, Any] = {}
+        self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
+        # By the id of a value: the value, and the ids of what is a term of it.
+        self._terms: dict[int, tuple[Any, frozenset[int]]] = {}
+
+    def __enter__(self) -> "ReplicaTrace":
+        self._token = current.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        current.reset(self._token)
+        for node, before, _ in self.nodes.values():
+            vars(node).clear()
+            vars(node).update(before)
+
+    # Modules.
+
+    def meet(self, node: Any) -> None:
+        """Notes a module from outside, whose attributes are put back and compared."""
+        if id(node) not in self.nodes:
+            live = object.__getattribute__(node, "__dict__")
+            state = live.get(STATE)
+            if state is not None and not self._is_made(state, _state_trace_slot):
+                self.nodes[id(node)] = node, dict(live), frozen(live)
+
+    def check_attributes(self, name: str) -> None:
+        """Refuses a function that changes modules in Python, once for all calls."""
+        for node, _, before in self.nodes.values():
+            now = frozen(object.__getattribute__(node, "__dict__"))
+            keys = {**before, **now}
+            for key in [x for x in keys if before.get(x, ...) != now.get(x, ...)]:
+                msg = (
+                    f"run: {name} changes {type(node).__name__}.{key}. It runs in "
+                    "Python once per compiled program, not at every call: create "
+                    "variables before the call, set them with variable[...] = value, "
+                    "return other values (nnx.pop takes out what sow() keeps), and "
+                    "call model.eval() outside."
+                )
+                raise StrategyError(msg)
+
+    # Variables.
+
+    def read(self, variable: Variable, _: object = None) -> Any:
+        """Returns the value of a Variable in the trace."""
+        key = id(variable)
+        if key not in self.values:
+            if self._is_made(variable, _trace_slot):
+                return raw_value(variable)
+            # Of the whole function, wherever in it, as in a scan, the value is read.
+            with unwatched(), _jax.in_trace(self._trace):
+                self.values[key] = value = self._enter(variable)
+            self.entered[key] = variable, value
+        return self.values[key]
+
+    def set(self, variable: Variable, _: object, value: Leaf) -> None:
+        """Sets the value of a Variable in the trace, of what the replica writes."""
+        if self._is_made(variable, _trace_slot):
+            set_raw_value(variable, value)
+            return
+        old, kind = self.read(variable), aggregation(variable)
+        if self._axis and value is not old and kind not in (None, "per_replica"):
+            with unwatched():
+                how = self._decide(lambda: self._choose(kind, variable, value))
+                if how is not None:
+                    combine = functools.partial(self._combined, how)
+                    value = jax.tree.map(combine, old, value)
+                value = self._followed(variable, value)
+        self.values[id(variable)] = value
+
+    def changed(self) -> list[Variable]:
+        """Returns the Variables whose values are others than when they entered."""
+
+        def is_changed(variable: Variable, before: Leaf) -> bool:
+            old, structure = jax.tree.flatten(before)
+            new, new_structure = jax.tree.flatten(self.values[id(variable)])
+            return structure != new_structure or [*map(id, old)] != [*map(id, new)]
+
+        entered = self.entered.values()
+        # Keys stay what they are: nnx.scan hands a replica's own back as new arrays.
+        changed = [x for x, before in entered if is_changed(x, before)]
+        return [x for x in changed if not isinstance(x, nnx.RngKey)]
+
+    def read_level(self, holder: Any, slot: Any) -> Any:
+        """Returns the trace that may change a Variable, or a module by its state."""
+        return slot.__get__(holder) if self._is_made(holder, slot) else self._level
+
+    def set_level(self, holder: Any, slot: Any, level: Any) -> None:
+        """Sets it for what is made in this trace."""
+        self._levels[id(level)] = level
+        slot.__set__(holder, level)
+
+    def _is_made(self, holder: Any, slot: Any) -> bool:
+        """Returns whether an object was made in this trace, or still is made."""
+        try:
+            return id(slot.__get__(holder)) in self._levels
+        except AttributeError:
+            return True
+
+    def _enter(self, variable: Variable) -> Any:
+        value = self.context.strategy._entered(variable, self._value_of(variable))
+
+        def own(x: Leaf) -> Any:
+            is_typed = _jax.is_extended(jax.typeof(x).dtype)
+            if not self._axis or not (is_typed or isinstance(variable, nnx.RngKey)):
+                return x
+            # Otherwise all replicas would drop the same features. The layers of a scan
+            # have an array of keys.
+            fold_in = jax.random.fold_in
+            for _ in range(x.ndim if is_typed else x.ndim - 1):
+                fold_in = jax.vmap(fold_in, in_axes=(0, None))
+            return fold_in(x, jax.lax.axis_index(self._axis))
+
+        return self._followed(variable, jax.tree.map(own, value))
+
+    # How values become one.
+
+    def differs(self, value: PyTree) -> bool:
+        """Returns whether a value differs between replicas, in a first trace."""
+        return self._has_axis(value, self._axis)
+
+    def _has_axis(self, value: PyTree, axis: str | None) -> bool:
+        leaves = jax.tree.leaves(value)
+        return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
+
+    def mark(self, mark: str, value: PyTree) -> PyTree:
+        """Returns a value with a mark, which its derivatives do not have."""
+        self._used.add(mark)
+        if mark not in self._marks:
+            return value
+
+        def add(x: Leaf) -> Any:
+            if not isinstance(x, Tracer) or _jax.is_extended(x.dtype):
+                return x  # a sum of constants, as the number of replicas, is a number
+            return x + self._marks[mark].astype(x.dtype)
+
+        return jax.tree.map(add, value)
+
+    def _is_marked(self, mark: str, value: PyTree) -> bool:
+        if mark in self._used and not self._marks:
+            raise MarksNeeded
+        return self._has_axis(value, mark)
+
+    def _is_combined(self, value: PyTree) -> bool:
+        return not self.differs(value) and self._is_marked(COMBINED, value)
+
+    def _decide(self, choice: Callable[[], Any]) -> Any:
+        """Decides in the first trace, and repeats that in the second."""
+        earlier = self._earlier
+        self.decisions.append(choice() if earlier is None else next(earlier, None))
+        return self.decisions[-1]
+
+    def summed(self, grads: PyTree) -> PyTree:
+        """Returns the sums over replicas of gradients that are not combined yet."""
+        return jax.tree.map(self._summed, grads) if self._axis else grads
+
+    def _summed(self, x: Leaf) -> Any:
+        if self._decide(lambda: self._is_combined(x)):
+            return x
+        if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
+            msg = (
+                "the gradients given to optimizer.update are computed from what "
+                "jax.lax.ppermute has sent between replicas, and may be their sum "
+                "already. Add them up by get_replica_context().all_reduce('SUM', "
+                "grads), or send within the function that is differentiated."
+            )
+            raise StrategyError(msg)
+        with unwatched():  # this sum is ours
+            return self.context.combine(ReduceOp.SUM, x)
+
+    def _followed(self, variable: Variable, value: Any) -> Any:
+        """Marks a value that is added up, to see what is computed from it."""
+        if self._earlier is None and aggregation(variable) in ("sum", "metric"):
+            value = self.mark(ADDED_UP, jax.tree.map(jnp.asarray, value))
+            for x in jax.tree.leaves(value):
+                self.note_terms(x, frozenset([id(variable)]))
+        return value
+
+    def note_terms(self, x: Leaf, terms: frozenset[int]) -> None:
+        """Notes the ids of Variables and values to which others were added for this."""
+        self._terms[id(x)] = x, terms
+
+    def terms_of(self, x: Leaf) -> frozenset[int]:
+        """Returns these ids."""
+        return self._terms.get(id(x), (x, frozenset[int]()))[1]
+
+    def _choose(self, kind: str | None, variable: Variable, new: Leaf) -> str | None:
+        if kind in ("mean", "first"):
+            return kind if self.differs(new) else None
+        if kind == "metric" and self._is_combined(new):
+            return None
+        if all(id(variable) in self.terms_of(x) for x in jax.tree.leaves(new)):
+            return "add"
+        if not self._is_marked(ADDED_UP, new):
+            return "assign" if kind == "sum" else None
+        msg = (
+            f"the new value of the variable {self._path_of(variable)} is computed from "
+            "the old one, and not by `variable[...] += change`, which would be added "
+            "up. Write that, outside of nnx.jit; or combine what differs, as "
+            "get_replica_context().all_reduce('MAX', x) does, and set a variable "
+            "without aggregation='sum'."
+        )
+        raise StrategyError(msg)
+
+    def _combined(self, how: str, old: Leaf, new: Leaf) -> jax.Array:
+        context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM
+        if how == "add":
+            value = old + context.combine(op, new - old)
+        elif how == "assign":
+            value = context.combine(op, new)
+        elif how == "first":
+            is_first = context.replica_id_in_sync_group == 0
+            value = context.combine(op, jnp.where(is_first, new, jnp.zeros_like(new)))
+        elif context.mask is None:
+            value = context.combine(ReduceOp.MEAN, new)
+        else:  # of those replicas that have any real row; if none has, of all
+            has_rows = context.mask.any()
+            has_rows |= ~jax.lax.pmax(has_rows, self._axis)
+            count = context.combine(op, has_rows.astype("float32"))
+            value = context.combine(op, jnp.where(has_rows, new, 0)) / count
+        return value.astype(new.dtype)
+
+
+# The patches. Outside of a trace, and for other threads, they do nothing.
+
+
+def _watched(read: Any, write: Any) -> Callable[[Any], property]:
+    def make(slot: Any) -> property:
+        def get(holder: Any) -> Any:
+            trace = current.get()
+            return slot.__get__(holder) if trace is None else read(trace, holder, slot)
+
+        def put(holder: Any, value: Leaf) -> None:
+            trace = current.get()
+            if trace is None:
+                slot.__set__(holder, value)
+            else:
+                write(trace, holder, slot, value)
+
+        return property(get, put)
+
+    return make
+
+
+def _meeting(getattribute: Any) -> Any:
+    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+        if (trace := current.get()) is not None:
+            trace.meet(self)
+        return getattribute(self, name)
+
+    return __getattribute__
+
+
+def _setting(set_value: Any) -> Any:
+    # Flax computes `variable[...] = 0` from the old value, if types differ.
+    def replacement(self: Any, value: Any, **options: Any) -> Any:
+        if current.get() is not None and options.get("index") is ...:
+            old = getattr(self, VALUE)
+            value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+        return set_value(self, value, **options)
+
+    return replacement
+
+
+def _summing(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def replacement(self: Any, model: Any, grads: Any, **kwargs: Any) -> Any:
+        if (trace := current.get()) is not None:
+            grads = jax.tree.map(_jax.in_device_memory, grads)
+            grads, state = trace.summed(grads), nnx.state(model)
+            if any(map(_jax.is_on_host, jax.tree.leaves(state))):
+                nnx.update(model, jax.tree.map(_jax.in_device_memory, state))
+        return update(self, model, grads, **kwargs)
+
+    return replacement
+
+
+def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(*args: Any, **params: Any) -> Any:
+        result, trace = bind(sends, *args, **params), current.get()
+        axes = params.get("axes", params.get("axis_name", ()))
+        is_ours = trace is not None and str(trace.context.axis_name) in axes
+        # What a loss has sent is sent back for its gradients, which combines nothing.
+        if not is_ours or _jax.is_transposing():
+            return result
+        return trace.mark(mark, result)
+
+    return replacement
+
+
+def _noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operator)
+    def replacement(self: Any, other: Any) -> Any:
+        result, trace = operator(self, other), current.get()
+        if trace is not None and (name != "getitem" or other is ...):
+            x, y = map(trace.terms_of, (self, other))
+            # v + v does not add to v, and neither does x - v.
+            if terms := x - y if name == "sub" else x ^ y:
+                trace.note_terms(result, terms)
+        return result
+
+    return replacement
+
+
+_levels = _watched(ReplicaTrace.read_level, ReplicaTrace.set_level)
+_set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
+# Optimizers have no hook between gradients and update. If Flax renames the method,
+# variables differ between replicas, which is an error, and nearly every test in
+# tests/test_distribute.py fails. The operators are those of `variable += x` (and of
+# `variable[...]` in flax 0.11).
+patches = SharedPatches(
+    (nnx.Variable, VALUE, _watched(ReplicaTrace.read, ReplicaTrace.set)),
+    (nnx.Variable, TRACE, _levels),
+    (PytreeState, TRACE, _levels),
+    (nnx.Pytree, "__getattribute__", _meeting),
+    *_set_value,
+    (nnx.Optimizer, "update", _summing),
+    *((x, "bind", functools.partial(_marking, COMBINED, x)) for x in _jax.COMBINING),
+    (_jax.SENDING, "bind", functools.partial(_marking, SENT, _jax.SENDING)),
+    *(
+        (cast("type", Tracer), f"__{name}__", functools.partial(_noting, name))
+        for name in ("add", "radd", "sub", "getitem")
+    ),
+)
