@@ -128,8 +128,9 @@ class _Group:
     def _wait(self, deadline: float, tests: Sequence[Callable[[], bool]]) -> None:
         """Waits for all processes; raises AssertionError if one fails."""
         while True:
-            waits = [index for index, is_done in enumerate(tests) if not is_done()]
+            # In this order: a process may end while the others are looked at.
             codes = [process.poll() for process in self._processes]
+            waits = [index for index, is_done in enumerate(tests) if not is_done()]
             failed = [
                 index
                 for index, code in enumerate(codes)

@@ -129,8 +129,7 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
         )
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
-    msg = f"{leaf_text(path)} {what}"
-    raise DataError(msg)
+    raise DataError(f"{leaf_text(path)} {what}")
 
 
 def is_string(array: np.ndarray) -> bool:

@@ -251,8 +251,7 @@ class DataPlan:
         ]
         if self.options.per_process:
             return facts
-        source = self._source
-        sums = checksums(rows) if self.is_stream else sample_checksums(source)
+        sums = checksums(rows) if self.is_stream else sample_checksums(self._source)
         return {**facts, "the number of rows": self._num_rows, **sums}
 
     def _set_lengths(self, lengths: list[tuple[int | None, int]]) -> None:
