@@ -477,9 +477,16 @@ class Layout:
         return specs_text(self.specs) + memory
 
     def _repr_html_(self) -> str:
+        size = len(self.specs)
+        end = self.specs.index(...) if ... in self.specs else size
+        dims = [dim if dim < end else dim - size for dim in range(size)]
         rows = [
-            [dim, entry_text(entry), _render_shards(self, entry)]
-            for dim, entry in enumerate(self.specs)
+            [
+                "" if entry is ... else dim,
+                entry_text(entry),
+                _render_shards(self, entry),
+            ]
+            for dim, entry in zip(dims, self.specs, strict=True)
         ]
         caption = f"Layout {self} on {self.mesh!r}"
         headers = ["dim", "sharded over", "shards"]

@@ -60,7 +60,8 @@ def runs(request, tmp_path_factory):
     """The jobs of all tests that were selected: they mostly wait, four at a time."""
     selected = {}
     for item in request.session.items:
-        if item.module is request.module and "job" in getattr(item, "fixturenames", ()):
+        module = getattr(item, "module", None)  # doctests have none
+        if module is request.module and "job" in getattr(item, "fixturenames", ()):
             selected[item.callspec.params["job"]] = tmp_path_factory.mktemp("saved")
 
     def run(job):

@@ -484,10 +484,10 @@ def test_copies_of_a_model_stay_while_it_is_trained_in_its_memory(replicas):
     strategy.run(step, args=(x,))
     weight, before, rows = np.array(model.weight[...]), pointer(), ROWS.mean(axis=0)
     for _ in range(2):
-        np.testing.assert_allclose(weight, 1 - 0.1 * rows, rtol=1e-6)
+        np.testing.assert_allclose(weight, 1 - 0.1 * rows, rtol=1e-6, atol=1e-7)
         strategy.run(step, args=(x,))
-    np.testing.assert_allclose(model.weight, 1 - 0.3 * rows, rtol=1e-6)
-    np.testing.assert_allclose(average.weight, 1 - 0.2125 * rows, rtol=1e-6)
+    np.testing.assert_allclose(model.weight, 1 - 0.3 * rows, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(average.weight, 1 - 0.2125 * rows, rtol=1e-6, atol=1e-7)
     assert replicas == 1 or pointer() == before
 
 

@@ -262,7 +262,7 @@ def test_gradients_are_right_where_a_parameter_shards_images(
     ("groups", "rows", "spec", "axis_types"),
     [
         (1, 8, ("batch", "h"), "explicit"),
-        (1, 6, ("batch", "h"), {"batch": "explicit"}),
+        (1, 6, ("batch", "h"), ["explicit", "auto", "auto"]),
         (4, 8, ("batch",), "explicit"),
     ],
 )
