@@ -77,18 +77,20 @@ def test_the_readme_program_prints_the_same_numbers_in_two_processes(lines, tmp_
         prefix = f"[{index}] "
         own = [x.removeprefix(prefix) for x in printed if x.startswith(prefix)]
         own = untimed(own)
-        assert own[-1].startswith("accuracy")
-        expected = untimed(lines)[: len(own)]
+        assert any(line.startswith("accuracy") for line in own[-3:])
+        expected = untimed(lines)
+        is_last = [line.startswith("accuracy") for line in expected]
+        expected = expected[: len(expected) - is_last[::-1].index(True)]
         title = expected.index("Mesh(batch=2, model=4)")
         expected[title] = "Mesh(batch=2, model=4; batch across 2 processes)"
-        assert [NUMBER.sub("#", line) for line in own] == [
-            NUMBER.sub("#", line) for line in expected
-        ]
-        # Processes add up in another order, which may round the last digit otherwise.
-        numbers = [
-            np.float64(NUMBER.findall("\n".join(text))) for text in (own, expected)
-        ]
-        np.testing.assert_allclose(*numbers, rtol=1e-3)
+        # Gloo writes into the same stream, wherever it is; and processes add up in
+        # another order, which may round the last digit otherwise.
+        for line in expected:
+            parts = map(re.escape, NUMBER.split(line))
+            found = re.search(f"({NUMBER.pattern})".join(parts), "\n".join(own))
+            assert found, line
+            numbers = np.float64(found.groups()), np.float64(NUMBER.findall(line))
+            np.testing.assert_allclose(*numbers, rtol=1e-3)
 
 
 NUMBER = re.compile(r"\d+\.\d+")
