@@ -471,7 +471,7 @@ def test_an_optimizer_that_takes_the_loss_gets_all_of_it(mesh, batch, kind, opti
         "by path": ml.optimizer_by_path({"": optax.chain(optax.sgd(RATE), keeper)}),
         "several steps": optax.MultiSteps(keeper, 1),
     }[kind]
-    regularized = {"regularizers": losses.l2(0.1), **options}
+    regularized = {"regularizers": {"l2": losses.l2(0.1)}, **options}
     train_step = ml.make_train_step(squares, **regularized)
     state, metrics = train_step(create(mesh, tx), batch)
     seen = [
@@ -791,7 +791,7 @@ CALLS = {
     ),
     "nothing to regularize": (
         squares,
-        {"regularizers": losses.l2(1.0, where="decoder")},
+        {"regularizers": {"l2": losses.l2(1.0, where="decoder")}},
         {},
         "l2: no parameter's path matches 'decoder'; there are 'bias', 'kernel'.",
     ),
@@ -867,7 +867,7 @@ def test_a_step_wants_a_train_state(make, mesh, batch):
     "has_more", [True, False], ids=["a name too many", "a name too few"]
 )
 def test_metrics_of_another_step_are_refused_in_words(mesh, batch, has_more):
-    regularized = {"regularizers": losses.l2(0.1)}
+    regularized = {"regularizers": {"l2": losses.l2(0.1)}}
     state = create(mesh)
     metrics = ml.make_eval_step(squares, **regularized if has_more else {})(
         state, batch

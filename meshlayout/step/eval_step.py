@@ -1,18 +1,16 @@
 """`make_eval_step` and `make_predict_step`: how good a model is, and what it predicts.
 
-Both are compiled steps whose state is empty: nothing is donated. The train state is an
-argument, without what only training needs, so that a change of optimizer recompiles
-nothing and its arrays are not transferred.
+Nothing is donated, and of the state they take only what a forward pass needs: a change
+of optimizer recompiles nothing, and its arrays are not transferred.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 
-from meshlayout import losses
-from meshlayout._annotations import Batch, Leaf
+from meshlayout import _jax, losses
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
@@ -24,40 +22,30 @@ from meshlayout.state.precision import (
     check_params,
     parse_precision,
 )
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    check_options,
-    compile_step,
-)
-from meshlayout.step.inspection import StepInspection
-from meshlayout.step.model_call import call_model
-from meshlayout.step.objective import Loss, check_loss_fn, check_weights
-from meshlayout.step.placement import (
-    StepMesh,
-    check_batch,
-    check_divided,
-    check_state,
-    in_own_mesh,
-    noted_call,
-    place_host_batch,
-    step_mesh_of,
-)
-from meshlayout.step.step_metrics import (
-    MetricsStart,
-    StepMetrics,
-    StepValues,
-    as_regularizers,
+from meshlayout.step.batch_metrics import (
+    MetricsStep,
+    merged,
+    metrics_of_batch,
     total_weight,
     user_metrics,
 )
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
+from meshlayout.step.inspection import StepInspection
+from meshlayout.step.model_call import call_model
+from meshlayout.step.objective import (
+    Loss,
+    check_loss_fn,
+    check_regularizers,
+    check_weights_name,
+)
+from meshlayout.step.placement import check_divided, check_state, place_batch
 
 
 def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
     metrics: Mapping[str, Any] | None = None,
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    regularizers: Mapping[str, Callable[[PyTree], Any]] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
     precision: Precision = "float32",
@@ -101,19 +89,13 @@ def make_eval_step(
     """
     check_loss_fn("loss_fn", "make_eval_step", loss_fn)
     check_denominator(denominator)
-    check_weights(weights)
-    loss = Loss(
-        loss_fn,
-        parse_precision(precision),
-        weights,
-        denominator,
-        as_regularizers(regularizers),
-        has_metrics=bool(metrics),
-    )
-    return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
+    check_weights_name(weights)
+    policies, penalties = parse_precision(precision), check_regularizers(regularizers)
+    loss = Loss(loss_fn, policies, weights, denominator, penalties)
+    return EvalStep(loss, user_metrics(metrics, penalties), layouts, on_recompile)
 
 
-class EvalStep(StepInspection):
+class EvalStep(MetricsStep):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and
@@ -124,25 +106,21 @@ class EvalStep(StepInspection):
     def __init__(
         self,
         loss: Loss,
-        metrics: Mapping[str, Any],
+        users: Metrics,
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        self._loss, self._metrics = loss, metrics
-        self._layouts = layouts
-        self._on_recompile: OnRecompile = on_recompile
-        check_options(on_recompile, layouts)
-        self._programs: dict[Hashable, tuple[CompiledStep[..., Any], StepMetrics]] = {}
-        self.__name__ = "eval_step"
+        super().__init__("eval_step", loss, layouts, on_recompile)
+        self._users = users
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
-        how = (self._loss, self._metrics, self._layouts, self._on_recompile)
+        how = (self._loss, self._users, self._layouts, self._on_recompile)
         return EvalStep, how
 
     def without_layouts(self) -> "EvalStep":
         """Returns the same step for states on any mesh, which follows no layout map."""
-        return EvalStep(self._loss, self._metrics, None, "ignore")
+        return EvalStep(self._loss, self._users, None, "ignore")
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -159,96 +137,49 @@ class EvalStep(StepInspection):
                 devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
-        with noted_call(self.__name__, state):
-            (_, flat), start = self._dispatch(state, batch, metrics, is_traced=False)
-        return Metrics.from_flat(flat, start.treedef)
+        compiled, args = self._call_of(state, batch, metrics)
+        return compiled(*args)
 
-    def trace(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
+    def __repr__(self) -> str:
+        return f"EvalStep({getattr(self._loss.loss_fn, '__name__', 'loss')})"
 
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            batch: The global batch.
-            metrics: As for a call.
-        """
-        return self._dispatch(state, batch, metrics, is_traced=True)[0]
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        state, batch = super()._placed(state, batch)
+        return without_optimizer(state), batch
 
-    def _dispatch(
-        self,
-        state: TrainState,
-        batch: Batch,
-        metrics: Metrics | None,
-        *,
-        is_traced: bool,
-    ) -> tuple[Any, MetricsStart]:
-        """Calls or traces the compiled step; also returns where its metrics start."""
-        check_state(self.__name__, state)
-        with in_own_mesh(state):
-            check_batch(batch, self._loss.weights)
-            batch = place_host_batch(state, batch)
-            mesh = step_mesh_of(state)
-            # Measuring several models is no recompilation to warn of.
-            key = (mesh, state.program)
-            is_new = key not in self._programs
-            program = self._compiled(mesh) if is_new else self._programs[key]
-            compiled, step_metrics = program
-            # Nothing is donated: what is, is the first argument of a compiled step.
-            args = ((), without_optimizer(state), batch)
+    def _key(self, state: TrainState, batch: Batch) -> Hashable:
+        # Measuring several models is no recompilation to warn of.
+        return _jax.sharding_of(state.step), state.program
 
-            def expected(state: TrainState) -> list[str]:
-                check_params(state.params, self._loss.policies)
-                return self._loss.expected_metrics()
-
-            run = functools.partial(
-                step_metrics.run, compiled, args, state, metrics, expected
-            )
-            if is_new:
-                if not is_traced:
-                    check_divided(
-                        *args[1:], lambda: run(is_traced=True)[0].lower().as_text()
-                    )
-                self._programs[key] = program
-            return run(is_traced=is_traced)
-
-    def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
-        step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
+    def _compile(self, key: Any) -> CompiledStep[..., Any]:
+        measure = jax.jit(self._measured, inline=True)
 
         def eval_step(
-            nothing: tuple[()],
-            state: TrainState,
-            batch: Batch,
-            metrics: tuple[Leaf, ...],
-        ) -> tuple[tuple[()], tuple[Leaf, ...]]:
-            def measure(users: Metrics) -> tuple[StepValues, Metrics, tuple[()]]:
-                return *self._values(state, batch, users), nothing
+            state: TrainState, batch: Batch, metrics: Metrics | None
+        ) -> Metrics:
+            measured = measure(state, batch)
+            return measured if metrics is None else merged(metrics, measured)
 
-            return step_metrics.add(state.program, metrics, measure)
-
-        compiled = compile_step(
-            eval_step, layouts=self._layouts, on_recompile=self._on_recompile
+        return CompiledStep(
+            eval_step,
+            on_recompile=self._on_recompile,
+            layouts=self._layouts,
+            donate=False,
         )
-        compiled.own = ("metrics",)
-        return compiled, step_metrics
 
-    def _values(
-        self, state: TrainState, batch: Batch, users: Metrics
-    ) -> tuple[StepValues, Metrics]:
-        """Returns a step's own values, and the user's metrics with the batch added."""
+    def _measured(self, state: TrainState, batch: Batch) -> Metrics:
+        """Returns the metrics of one batch, inside jit."""
         loss, share = self._loss, self._loss.share(batch)
+        check_params(state.params, loss.policies)
         parts, outcome = loss.forward(
             state, state.params, state.model_state, batch, state.rng, share
         )
         parts = {name: x.sum() for name, x in parts.items()}
-        parts = loss.with_penalties(parts, loss.penalties(state.params))
+        users = outcome.measured(self._users, batch, share.weights)
         weight = total_weight(share.weights, num_examples(batch))
-        users = outcome.added_to(users, batch, share.weights)
-        return StepValues(parts, {}, weight), users
-
-    def __repr__(self) -> str:
-        name = getattr(self._loss.loss_fn, "__name__", "loss")
-        return f"EvalStep({name}, {len(self._programs)} models seen)"
+        return metrics_of_batch(
+            {**parts, **loss.penalties(state.params)}, {}, weight, users
+        )
 
 
 def make_predict_step(
@@ -290,10 +221,6 @@ class PredictStep(StepInspection):
     """A compiled predict step; made by `make_predict_step`.
 
     `predictions = predict_step(state, batch)`. The state is not donated.
-
-    Attributes:
-        predict_fn: The function of the model and a batch.
-        policies: The dtypes it computes in.
     """
 
     def __init__(
@@ -303,48 +230,39 @@ class PredictStep(StepInspection):
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        self.predict_fn, self.policies = predict_fn, policies
+        self._predict_fn, self._policies = predict_fn, policies
         self._options = (layouts, on_recompile)
-        self._meshes: set[StepMesh] = set()  # those that divide the work
+        self._meshes: set[Any] = set()  # those whose devices divide the work
 
-        def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
+        def predict(state: TrainState, batch: Batch) -> Any:
             check_params(state.params, policies)
             _, predictions = call_model(
                 lambda model: predict_fn(model, batch),
                 *(policies, state, state.params, state.model_state, state.rng),
                 train=False,
             )
-            return nothing, predictions
+            return predictions
 
-        self._compiled = compile_step(
-            predict, layouts=layouts, on_recompile=on_recompile
+        self._compiled: CompiledStep[..., Any] = CompiledStep(
+            predict, layouts=layouts, on_recompile=on_recompile, donate=False
         )
         self.__name__ = "predict_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PredictStep, (self.predict_fn, self.policies, *self._options)
+        return PredictStep, (self._predict_fn, self._policies, *self._options)
 
     def without_layouts(self) -> "PredictStep":
         """Returns the same step for states on any mesh, which follows no layout map."""
-        return PredictStep(self.predict_fn, self.policies, None, "ignore")
+        return PredictStep(self._predict_fn, self._policies, None, "ignore")
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.
 
         Raises:
-            StepError: If the state does not fit, or if several devices would all
-                compute the same.
+            StepError: If the state or the batch does not fit, or if several devices
+                would all compute the same.
         """
-        check_state(self.__name__, state)
-        with noted_call(self.__name__, state), in_own_mesh(state):
-            args = (without_optimizer(state), place_host_batch(state, batch))
-            mesh = step_mesh_of(state)
-            if mesh not in self._meshes:
-                check_divided(
-                    *args, lambda: self._compiled.trace((), *args).lower().as_text()
-                )
-                self._meshes.add(mesh)
-            return self._compiled((), *args)[1]
+        return self._compiled(*self._placed(state, batch))
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does.
@@ -353,13 +271,21 @@ class PredictStep(StepInspection):
             state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
             batch: The global batch.
         """
+        return self._compiled.trace(*self._placed(state, batch))
+
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         check_state(self.__name__, state)
-        with in_own_mesh(state):
-            batch = place_host_batch(state, batch)
-            return self._compiled.trace((), without_optimizer(state), batch)
+        args = without_optimizer(state), place_batch(state, batch)
+        mesh = _jax.sharding_of(state.step)
+        if mesh not in self._meshes:
+            check_divided(
+                *args, lambda: self._compiled.trace(*args).lower().as_text()
+            )
+            self._meshes.add(mesh)
+        return args
 
     def __repr__(self) -> str:
-        return f"PredictStep({getattr(self.predict_fn, '__name__', 'predict')})"
+        return f"PredictStep({getattr(self._predict_fn, '__name__', 'predict')})"
 
 
 def without_optimizer(state: TrainState) -> TrainState:

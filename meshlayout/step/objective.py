@@ -8,9 +8,7 @@ compiler can combine it with that of the gradients only if nothing reads it befo
 """
 
 import inspect
-import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +19,7 @@ from flax import linen as nn, nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import (
-    num_examples,
-    weights_of,
-)
+from meshlayout._batches import num_examples, weights_of
 from meshlayout.errors import LossError, StepError
 from meshlayout.losses.reduction import weighted
 from meshlayout.metrics import Metrics
@@ -40,57 +35,16 @@ from meshlayout.step.model_call import (
 from meshlayout.step.remat import RematRule, Rematting
 
 
-_log = logging.getLogger("meshlayout")
-
 # The name of the loss function's own part in the metrics.
 DATA = "data_loss"
 
 # Names in a step's metrics that no part may have.
-RESERVED = (
-    "loss",
-    DATA,
-    "grad_norm",
-    "learning_rate",
-    "loss_scale",
-    "skipped",
-)
+RESERVED = ("loss", DATA, "grad_norm", "learning_rate", "loss_scale", "skipped")
 
 _RETURNS = (
     "a loss function returns losses of shape (batch, ...), or those and a dict of "
     'outputs for the metrics: return losses, {"logits": logits}.'
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Outcome:
-    """What a loss function and the model returned.
-
-    Attributes:
-        losses: What the loss function returned: per-example losses, or a scalar.
-        outputs: Its dict of outputs, or an empty one.
-        recorded: The losses that the model recorded, by path.
-        model_state: The model's other arrays after the call.
-    """
-
-    losses: Any
-    outputs: dict[str, Any]
-    recorded: dict[str, Any]
-    model_state: Any
-
-    def added_to(
-        self, metrics: Metrics, batch: Batch, weights: jax.Array | None
-    ) -> Metrics:
-        """Returns metrics with this batch added."""
-        if not metrics:
-            return metrics
-        is_scalar = jnp.ndim(self.losses) == 0
-        return metrics.update_from(
-            outputs=self.outputs,
-            batch=batch,
-            losses=None if is_scalar else losses.per_example(self.losses, weights),
-            weights=weights,
-        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +62,36 @@ class LossShare:
     fraction: float = 1.0
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """What came of calling the loss function.
+
+    Attributes:
+        losses: What it returned: per-example losses, or a scalar.
+        outputs: Its dict of outputs, or an empty one.
+        model_state: The model's other arrays after the call.
+    """
+
+    losses: Any
+    outputs: dict[str, Any]
+    model_state: Any
+
+    def measured(
+        self, users: Metrics, batch: Batch, weights: jax.Array | None
+    ) -> Metrics:
+        """Returns the user's metrics, given empty ones, of this batch."""
+        if not users:
+            return users
+        is_scalar = jnp.ndim(self.losses) == 0
+        return users.update_from(
+            outputs=self.outputs,
+            batch=batch,
+            losses=None if is_scalar else losses.per_example(self.losses, weights),
+            weights=weights,
+        )
+
+
 @dataclass(frozen=True)
 class Loss:
     """How a batch becomes one number to minimize.
@@ -117,25 +101,18 @@ class Loss:
         policies: The dtypes to compute in.
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
-        regularizers: Penalties on parameters.
+        regularizers: Penalties on parameters, by name.
         remat: What is recomputed.
         train: Whether this is training.
-        has_metrics: Whether metrics read the outputs.
     """
 
     loss_fn: Callable[..., Any]
     policies: Policies
     weights: str | int
     denominator: losses.Denominator
-    regularizers: tuple[losses.Regularizer, ...]
+    regularizers: Mapping[str, Callable[[PyTree], Any]]
     remat: tuple[RematRule, ...] = ()
     train: bool = False
-    has_metrics: bool = False
-
-    def expected_metrics(self) -> list[str]:
-        """Returns the names of the loss and its parts, if the model records none."""
-        penalties = [one.name for one in self.regularizers]
-        return ["loss", *([DATA, *penalties] if penalties else [])]
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
@@ -192,11 +169,10 @@ class Loss:
                 is a scalar and the batch has weights, or the shapes of losses and
                 weights do not fit.
         """
-        weights = share.weights
         remat = Rematting(self.remat, params) if self.remat else None
         interceptors: Interceptors = () if remat is None else (remat,)
-        if weights is not None and self.train:
-            interceptors = (*interceptors, WeightMask(weights))
+        if share.weights is not None and self.train:
+            interceptors = (*interceptors, WeightMask(share.weights))
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
@@ -213,54 +189,26 @@ class Loss:
         if remat is not None:
             remat.check_used()
         values, outputs = _losses_and_outputs(self.loss_fn, result)
-        outcome = Outcome(values, outputs, *collect(model, model_state))
-        _check_rows(outcome, num_examples(batch))
-        if weights is None or weights.ndim == 1:
-            _note_pairs(outcome, num_examples(batch), self.loss_fn)
-        if self.has_metrics:  # nothing else reads outputs by name
-            _note_hidden(outcome, batch, self.loss_fn)
-        return self._parts(outcome, share), outcome
-
-    def _parts(self, outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
-        if jnp.ndim(outcome.losses) == 0 and not isinstance(self.denominator, str):
+        recorded, model_state = collect(model, model_state)
+        for name in set(recorded) & {*RESERVED, *self.regularizers}:
             msg = (
-                "the loss function returned a scalar, which has been divided already, "
-                "and denominator= is a number. Return one loss per example, (batch,)."
+                f"the model records a loss as {name!r}, which is also the name of "
+                "another number in the step's metrics. Record it under another name."
             )
             raise LossError(msg)
-        parts = {DATA: _part("the loss function returned", outcome.losses, share)}
-        for path, recorded in outcome.recorded.items():
-            if path in RESERVED:
-                msg = (
-                    f"the model records a loss as {path!r}, which every step reports. "
-                    "Record it under another name."
-                )
-                raise LossError(msg)
-            parts[path] = _part(f"the model recorded, as {path!r},", recorded, share)
-        return parts
+        rows = num_examples(batch)
+        if rows == 0:
+            msg = "the batch has no examples, and there is nothing to learn from it."
+            raise StepError(msg)
+        parts = {DATA: _part("the loss function returned", values, rows, share)}
+        for path, value in recorded.items():
+            what = f"the model recorded, as {path!r},"
+            parts[path] = _part(what, value, rows, share)
+        return parts, Outcome(values, outputs, model_state)
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
-        return {penalty.name: penalty(params) for penalty in self.regularizers}
-
-    def with_penalties(
-        self, parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        """Returns all parts of the objective, penalties in the order of regularizers.
-
-        Raises:
-            LossError: If two have the same name.
-        """
-        names = [penalty.name for penalty in self.regularizers]
-        for name in names:
-            if name in parts:
-                msg = (
-                    f"a regularizer is called {name!r}, as another part of the loss "
-                    "is. Give it another name: losses.l2(1e-5, "
-                    f"name='weights_{name}')."
-                )
-                raise LossError(msg)
-        return {**parts, **{name: penalties[name] for name in names}}
+        return {name: penalty(params) for name, penalty in self.regularizers.items()}
 
 
 def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
@@ -290,7 +238,8 @@ def _losses_and_outputs(
     return result, dict(outputs)
 
 
-def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
+def _part(what: str, value: jax.Array, rows: int, share: LossShare) -> jax.Array:
+    """Returns what each example, or a scalar, contributes to the whole batch's loss."""
     if jnp.ndim(value) == 0:
         if share.weights is not None:
             msg = (
@@ -300,69 +249,19 @@ def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
             )
             raise LossError(msg)
         return jnp.asarray(value).astype("float32") * share.fraction
+    shape = jnp.shape(value)
+    if shape[0] != rows:
+        msg = (
+            f"{what} losses of shape {shape} in a batch of {rows} examples: the first "
+            "dim has to be the batch dim."
+        )
+        raise LossError(msg)
     try:
         each = weighted(losses.per_example(value, share.weights), share.weights)
-        return each.reshape(each.shape[0], -1).sum(axis=1) / share.denominator
     except LossError as error:
         msg = f"{what} losses that do not fit: {error}"
         raise LossError(msg) from None
-
-
-def _check_rows(outcome: Outcome, num_rows: int) -> None:
-    """Raises LossError if there are losses for another number of examples."""
-    if num_rows == 0:
-        msg = "the batch has no examples, and there is nothing to learn from it."
-        raise StepError(msg)
-    values = {"the loss function's losses": outcome.losses, **outcome.recorded}
-    for name, value in values.items():
-        if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
-            msg = (
-                f"{name} have shape {jnp.shape(value)} in a batch of {num_rows} "
-                "examples: the first dim has to be the batch dim."
-            )
-            raise LossError(msg)
-
-
-def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) -> None:
-    """Warns of one loss per pair of examples: an accident of broadcasting."""
-    shape = jnp.shape(outcome.losses)
-    if shape == (num_rows, num_rows) and num_rows > 1:
-        _warn_once(
-            loss_fn,
-            "the losses have shape %s, one for every pair of examples, and are "
-            "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
-            "give that: take predictions[:, 0].",
-            shape,
-        )
-
-
-def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) -> None:
-    """Warns of outputs that hide entries of the batch from metrics."""
-    hidden = [
-        repr(name)
-        for name, value in outcome.outputs.items()
-        if isinstance(batch, Mapping) and name in batch and value is not batch[name]
-    ]
-    if hidden:
-        _warn_once(
-            loss_fn,
-            "the loss function's outputs %s have the names of entries of the batch: "
-            "metrics that read these names get the outputs. Rename the outputs if "
-            "the entries of the batch are meant.",
-            ", ".join(hidden),
-        )
-
-
-# The warnings that each loss function has caused, so that none is repeated per trace.
-_warned: weakref.WeakKeyDictionary[Callable[..., Any], set[str]]
-_warned = weakref.WeakKeyDictionary()
-
-
-def _warn_once(loss_fn: Callable[..., Any], warning: str, *args: object) -> None:
-    warned = _warned.setdefault(loss_fn, set())
-    if warning not in warned:
-        warned.add(warning)
-        _log.warning(warning, *args)
+    return each.reshape(rows, -1).sum(axis=1) / share.denominator
 
 
 # Padding.
@@ -397,11 +296,7 @@ class WeightMask:
 
 
 def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns which elements are real, in a shape that broadcasts to `x`.
-
-    Raises:
-        StepError: If the rows of `x` are not the examples.
-    """
+    """Returns which elements are real, in a shape that broadcasts to `x`."""
     if jnp.shape(x)[:1] != weights.shape[:1]:
         msg = (
             f"{path or 'the model'}: a BatchNorm is called with an array of shape "
@@ -423,13 +318,7 @@ def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
-    """Raises StepError unless this can be called with a model and a batch.
-
-    Args:
-        name: What the argument is called.
-        where: The public function.
-        function: A loss function, or one that predicts.
-    """
+    """Raises StepError unless `name=` of `where` takes a model and a batch."""
     _checks.function(
         name,
         function,
@@ -441,7 +330,7 @@ def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
     )
 
 
-def check_weights(weights: str | int) -> None:
+def check_weights_name(weights: str | int) -> None:
     """Raises StepError unless this is a key or an index."""
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (
@@ -449,3 +338,20 @@ def check_weights(weights: str | int) -> None:
             f"{_checks.shown(weights)}."
         )
         raise StepError(msg)
+
+
+def check_regularizers(
+    regularizers: Mapping[str, Callable[[PyTree], Any]] | None,
+) -> Mapping[str, Callable[[PyTree], Any]]:
+    """Returns regularizers, or raises StepError unless they are functions by name."""
+    regularizers = {} if regularizers is None else regularizers
+    if not isinstance(regularizers, Mapping) or not all(
+        isinstance(name, str) and callable(penalty)
+        for name, penalty in regularizers.items()
+    ):
+        msg = (
+            "regularizers= takes functions of the parameters by name, as "
+            f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(regularizers)}.'
+        )
+        raise StepError(msg)
+    return regularizers

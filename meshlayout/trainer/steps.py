@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from flax import nnx
 
@@ -14,15 +14,15 @@ from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.objective import check_loss_fn, check_weights
+from meshlayout.step.objective import check_loss_fn, check_weights_name
 from meshlayout.step.remat import Remat
-from meshlayout.step.updates import OnNonfinite
+from meshlayout.step.update import OnNonfinite
 
 
 class StepOptions(TypedDict, total=False):
     """Options of `make_train_step`, which documents them."""
 
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer
+    regularizers: Mapping[str, Callable[[PyTree], Any]] | None
     weights: str | int
     denominator: losses.Denominator
     accumulate: int
@@ -31,7 +31,6 @@ class StepOptions(TypedDict, total=False):
     ema: float | None
     precision: Precision
     remat: Remat
-    zero: Literal[0, 1]
     steps_per_call: int
     on_recompile: OnRecompile
 
@@ -72,7 +71,7 @@ class TrainerSteps:
         else:
             _refuse_needless(metrics, options)
         self.weights = options.get("weights", "weight")
-        check_weights(self.weights)
+        check_weights_name(self.weights)
         self.group_size = _checks.count(
             "steps_per_call", options.get("steps_per_call", 1), where="Trainer"
         )
