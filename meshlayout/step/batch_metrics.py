@@ -18,6 +18,7 @@ from meshlayout._annotations import Batch, Leaf
 from meshlayout.errors import MetricError, StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Last, Mean, Metrics, Sum
+from meshlayout.metrics.inputs import as_metric
 from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
 from meshlayout.step.inspection import StepInspection
@@ -35,7 +36,9 @@ from meshlayout.step.placement import (
 _KINDS: dict[str, Any] = {"learning_rate": Last, "loss_scale": Last, "skipped": Sum}
 
 
-def user_metrics(metrics: Mapping[str, Any] | None, taken: Mapping[str, Any]) -> Metrics:
+def user_metrics(
+    metrics: Mapping[str, Any] | None, taken: Mapping[str, Any]
+) -> Metrics:
     """Returns the user's metrics, empty.
 
     Args:
@@ -56,16 +59,16 @@ def user_metrics(metrics: Mapping[str, Any] | None, taken: Mapping[str, Any]) ->
     for name in [*metrics, *taken]:
         if name in RESERVED or (name in metrics and name in taken):
             kind = "metrics" if name in metrics else "regularizers"
-            msg = (
-                f"{kind}=: {name!r} is the name of another number that the step "
-                "reports; take another name."
-            )
+            msg = f"{kind}=: {name!r} is reported by the step; take another name."
             raise StepError(msg)
-    try:
-        return Metrics(metrics).empty()
-    except MetricError as error:
-        msg = f"metrics=: {error}"
-        raise StepError(msg) from None
+    users = {}
+    for name, metric in metrics.items():
+        try:
+            users[name] = as_metric(metric)
+        except MetricError as error:
+            msg = f"metrics=: {name!r}: {error}"
+            raise StepError(msg) from None
+    return Metrics(users).empty()
 
 
 def metrics_of_batch(
@@ -169,7 +172,7 @@ class MetricsStep(StepInspection):
         """Returns what needs a compiled function of its own."""
         raise NotImplementedError
 
-    def _compile(self, key: Any) -> CompiledStep[..., Any]:
+    def _new_compiled(self, key: Any) -> CompiledStep[..., Any]:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
 
@@ -196,7 +199,7 @@ class MetricsStep(StepInspection):
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(key)
+            compiled = self._compiled[key] = self._new_compiled(key)
             note_weights(self._loss.loss_fn, batch, self._loss.weights)
         empty = self._empty.get((key, state.program))
         if empty is None:

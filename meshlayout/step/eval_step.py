@@ -151,7 +151,7 @@ class EvalStep(MetricsStep):
         # Measuring several models is no recompilation to warn of.
         return _jax.sharding_of(state.step), state.program
 
-    def _compile(self, key: Any) -> CompiledStep[..., Any]:
+    def _new_compiled(self, key: Any) -> CompiledStep[..., Any]:
         measure = jax.jit(self._measured, inline=True)
 
         def eval_step(
@@ -278,9 +278,7 @@ class PredictStep(StepInspection):
         args = without_optimizer(state), place_batch(state, batch)
         mesh = _jax.sharding_of(state.step)
         if mesh not in self._meshes:
-            check_divided(
-                *args, lambda: self._compiled.trace(*args).lower().as_text()
-            )
+            check_divided(*args, lambda: self._compiled.trace(*args).lower().as_text())
             self._meshes.add(mesh)
         return args
 

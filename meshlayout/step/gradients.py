@@ -103,9 +103,7 @@ def gradients_of(
         model_state: PyTree, batch: Batch, key: jax.Array, share: LossShare
     ) -> tuple[PyTree, Any, PyTree, Metrics]:
         def objective(params: PyTree) -> tuple[jax.Array, Any]:
-            parts, outcome = loss.forward(
-                state, params, model_state, batch, key, share
-            )
+            parts, outcome = loss.forward(state, params, model_state, batch, key, share)
             total = sum(part.sum() for part in parts.values())
             # JAX would sort the keys of a plain dict; metrics keep the parts' order.
             return scaled(total), (OrderedDict(parts), outcome)

@@ -120,7 +120,9 @@ def _check_rows(mesh: Any, axes: tuple[str, ...], sizes: set[int]) -> None:
     shards = math.prod(mesh.shape[axis] for axis in axes)
     for size in sorted(sizes):
         if size % shards:
-            near = sorted({max(shards, size // shards * shards), -(-size // shards) * shards})
+            near = sorted(
+                {max(shards, size // shards * shards), -(-size // shards) * shards}
+            )
             msg = (
                 f"the batch has {size} rows, which do not divide into {shards} shards "
                 f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "

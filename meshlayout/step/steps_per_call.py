@@ -38,7 +38,9 @@ def steps_of(step: StepFunction) -> StepFunction:
 
         def body(carry: Any, batch: Batch) -> tuple[Any, None]:
             # A loop refuses a carry whose leaves become weakly typed, or strongly.
-            return jax.tree.map(_as_weak_as, carry, step(carry[0], batch, carry[1])), None
+            return jax.tree.map(
+                _as_weak_as, carry, step(carry[0], batch, carry[1])
+            ), None
 
         return jax.lax.scan(body, (state, metrics), batch)[0]
 

@@ -264,7 +264,7 @@ class TrainStep(MetricsStep):
         params = tuple(map(_jax.sharding_of, jax.tree.leaves(state.params)))
         return mesh, Microbatches(count, row_sharding(batch, self._row_dim), params)
 
-    def _compile(self, key: Any) -> CompiledStep[..., Any]:
+    def _new_compiled(self, key: Any) -> CompiledStep[..., Any]:
         function = functools.partial(_one_step, self._plan, key[1])
         one_step = jax.jit(function, inline=True)
 
