@@ -4,16 +4,17 @@ Nothing is donated, and of the state they take only what a forward pass needs: a
 of optimizer recompiles nothing, and its arrays are not transferred.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from meshlayout import _jax, losses
+from meshlayout import losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
+from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import (
@@ -22,25 +23,14 @@ from meshlayout.state.precision import (
     check_params,
     parse_precision,
 )
-from meshlayout.step.batch_metrics import (
-    MetricsStep,
-    merged,
-    metrics_of_batch,
-    total_weight,
-    user_metrics,
-)
+from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import call_model
-from meshlayout.step.objective import (
-    Loss,
-    check_loss_fn,
-    check_regularizers,
-    check_weights_name,
-)
-from meshlayout.step.placement import check_divided, check_state, place_batch
+from meshlayout.step.objective import Loss, check_function, make_loss
+from meshlayout.step.state_step import StateStep
 
 
+@user_call
 def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
@@ -87,15 +77,14 @@ def make_eval_step(
         >>> float(metrics["loss"])
         9.0
     """
-    check_loss_fn("loss_fn", "make_eval_step", loss_fn)
-    check_denominator(denominator)
-    check_weights_name(weights)
-    policies, penalties = parse_precision(precision), check_regularizers(regularizers)
-    loss = Loss(loss_fn, policies, weights, denominator, penalties)
-    return EvalStep(loss, user_metrics(metrics, penalties), layouts, on_recompile)
+    loss = make_loss(
+        "make_eval_step",
+        *(loss_fn, metrics, regularizers, weights, denominator, precision),
+    )
+    return EvalStep(loss, layouts, on_recompile)
 
 
-class EvalStep(MetricsStep):
+class EvalStep(StateStep):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and
@@ -103,24 +92,13 @@ class EvalStep(MetricsStep):
     donated.
     """
 
+    __name__ = "eval_step"
+
     def __init__(
-        self,
-        loss: Loss,
-        users: Metrics,
-        layouts: LayoutMap | None,
-        on_recompile: OnRecompile,
+        self, loss: Loss, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        super().__init__("eval_step", loss, layouts, on_recompile)
-        self._users = users
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled programs belong to this process; a copy compiles its own.
-        how = (self._loss, self._users, self._layouts, self._on_recompile)
-        return EvalStep, how
-
-    def without_layouts(self) -> "EvalStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return EvalStep(self._loss, self._users, None, "ignore")
+        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile)
+        self._loss = loss
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -137,22 +115,26 @@ class EvalStep(MetricsStep):
                 devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
-        compiled, args = self._call_of(state, batch, metrics)
-        return compiled(*args)
-
-    def __repr__(self) -> str:
-        return f"EvalStep({getattr(self._loss.loss_fn, '__name__', 'loss')})"
+        return self._run(state, batch, metrics)
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        state, batch = super()._placed(state, batch)
-        return without_optimizer(state), batch
+        return super()._placed(without_optimizer(state), batch)
 
-    def _key(self, state: TrainState, batch: Batch) -> Hashable:
-        # Measuring several models is no recompilation to warn of.
-        return _jax.sharding_of(state.step), state.program
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        loss = self._loss
 
-    def _new_compiled(self, key: Any) -> CompiledStep[..., Any]:
-        measure = jax.jit(self._measured, inline=True)
+        @functools.partial(jax.jit, inline=True)
+        def measure(state: TrainState, batch: Batch) -> Metrics:
+            check_params(state.params, loss.policies)
+            _, denominator = loss.denominators(batch)
+            parts, (_, measured) = loss.parts(
+                *(state, state.params, state.model_state),
+                *(batch, state.rng, denominator),
+            )
+            parts = {name: x.sum() for name, x in parts.items()}
+            parts |= loss.penalties(state.params)
+            weight = total_weight(loss.weights_of(batch), num_examples(batch))
+            return metrics_of_batch(parts, {}, weight, measured)
 
         def eval_step(
             state: TrainState, batch: Batch, metrics: Metrics | None
@@ -167,21 +149,8 @@ class EvalStep(MetricsStep):
             donate=False,
         )
 
-    def _measured(self, state: TrainState, batch: Batch) -> Metrics:
-        """Returns the metrics of one batch, inside jit."""
-        loss, share = self._loss, self._loss.share(batch)
-        check_params(state.params, loss.policies)
-        parts, outcome = loss.forward(
-            state, state.params, state.model_state, batch, state.rng, share
-        )
-        parts = {name: x.sum() for name, x in parts.items()}
-        users = outcome.measured(self._users, batch, share.weights)
-        weight = total_weight(share.weights, num_examples(batch))
-        return metrics_of_batch(
-            {**parts, **loss.penalties(state.params)}, {}, weight, users
-        )
 
-
+@user_call
 def make_predict_step(
     predict_fn: Callable[[Any, Any], Any],
     *,
@@ -213,15 +182,17 @@ def make_predict_step(
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
     """
-    check_loss_fn("predict_fn", "make_predict_step", predict_fn)
+    check_function("predict_fn", "make_predict_step", predict_fn)
     return PredictStep(predict_fn, parse_precision(precision), layouts, on_recompile)
 
 
-class PredictStep(StepInspection):
+class PredictStep(StateStep):
     """A compiled predict step; made by `make_predict_step`.
 
     `predictions = predict_step(state, batch)`. The state is not donated.
     """
+
+    __name__ = "predict_step"
 
     def __init__(
         self,
@@ -230,30 +201,8 @@ class PredictStep(StepInspection):
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        self._predict_fn, self._policies = predict_fn, policies
-        self._options = (layouts, on_recompile)
-        self._meshes: set[Any] = set()  # those whose devices divide the work
-
-        def predict(state: TrainState, batch: Batch) -> Any:
-            check_params(state.params, policies)
-            _, predictions = call_model(
-                lambda model: predict_fn(model, batch),
-                *(policies, state, state.params, state.model_state, state.rng),
-                train=False,
-            )
-            return predictions
-
-        self._compiled: CompiledStep[..., Any] = CompiledStep(
-            predict, layouts=layouts, on_recompile=on_recompile, donate=False
-        )
-        self.__name__ = "predict_step"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PredictStep, (self._predict_fn, self._policies, *self._options)
-
-    def without_layouts(self) -> "PredictStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return PredictStep(self._predict_fn, self._policies, None, "ignore")
+        super().__init__(predict_fn, None, layouts, on_recompile)
+        self._policies = policies
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.
@@ -262,28 +211,29 @@ class PredictStep(StepInspection):
             StepError: If the state or the batch does not fit, or if several devices
                 would all compute the same.
         """
-        return self._compiled(*self._placed(state, batch))
-
-    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
-
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            batch: The global batch.
-        """
-        return self._compiled.trace(*self._placed(state, batch))
+        return self._run(state, batch, None)
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        check_state(self.__name__, state)
-        args = without_optimizer(state), place_batch(state, batch)
-        mesh = _jax.sharding_of(state.step)
-        if mesh not in self._meshes:
-            check_divided(*args, lambda: self._compiled.trace(*args).lower().as_text())
-            self._meshes.add(mesh)
-        return args
+        return super()._placed(without_optimizer(state), batch)
 
-    def __repr__(self) -> str:
-        return f"PredictStep({getattr(self._predict_fn, '__name__', 'predict')})"
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        function, policies = self._function, self._policies
+
+        def predict_step(state: TrainState, batch: Batch) -> Any:
+            check_params(state.params, policies)
+            _, predictions = call_model(
+                lambda model: function(model, batch),
+                *(policies, state, state.params, state.model_state, state.rng),
+                train=False,
+            )
+            return predictions
+
+        return CompiledStep(
+            predict_step,
+            on_recompile=self._on_recompile,
+            layouts=self._layouts,
+            donate=False,
+        )
 
 
 def without_optimizer(state: TrainState) -> TrainState:

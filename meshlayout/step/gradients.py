@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import map_batch, num_examples, without_nan_padding
+from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.batch_metrics import empty_like
-from meshlayout.step.objective import Loss, LossShare
+from meshlayout.step.objective import Loss
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,13 @@ class Gradients:
         grads: The gradients, in the structure of the parameters.
         parts: The objective's parts by name, scalars; their sum is the loss.
         model_state: The model's other arrays, after.
-        metrics: The user's metrics of this batch.
+        measured: The user's metrics of this batch.
     """
 
     grads: PyTree
     parts: dict[str, jax.Array]
     model_state: PyTree
-    metrics: Metrics
-
-
-# The gradients, the parts of the loss, the model's state and the metrics, of a model's
-# state, a batch or a part of it, a random key and how much it counts.
-Backward: TypeAlias = Callable[
-    [PyTree, Batch, jax.Array, LossShare], tuple[PyTree, Any, PyTree, Metrics]
-]
+    measured: Metrics
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,6 @@ def gradients_of(
     state: TrainState,
     batch: Batch,
     key: jax.Array,
-    users: Metrics,
-    *,
     scale: jax.Array | None,
     microbatches: Microbatches,
 ) -> Gradients:
@@ -87,7 +78,6 @@ def gradients_of(
         state: The state.
         batch: The global batch.
         key: For this step's random numbers.
-        users: The user's metrics, empty.
         scale: A factor for the loss, which the gradients keep; None for 1.
         microbatches: How the batch is cut.
 
@@ -95,115 +85,118 @@ def gradients_of(
         StepError: If a parameter cannot be trained, or the batch does not divide.
     """
     _check_trainable(state.params)
+    params, before, weights = state.params, state.model_state, loss.weights_of(batch)
+    batch = without_nan_padding(batch, weights)
+    # The sum of the weights takes the devices a round of communication. The gradients
+    # need not wait for it if they are divided by the number of losses, and corrected.
+    provisional, denominator = loss.denominators(batch)
+    fraction = 1 / microbatches.count
 
     def scaled(value: Any) -> Any:
         return value if scale is None else value * scale
 
-    def backward(
-        model_state: PyTree, batch: Batch, key: jax.Array, share: LossShare
-    ) -> tuple[PyTree, Any, PyTree, Metrics]:
+    def backward(model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         def objective(params: PyTree) -> tuple[jax.Array, Any]:
-            parts, outcome = loss.forward(state, params, model_state, batch, key, share)
-            total = sum(part.sum() for part in parts.values())
+            parts, rest = loss.parts(
+                *(state, params, model_state, batch, key, provisional, fraction)
+            )
             # JAX would sort the keys of a plain dict; metrics keep the parts' order.
-            return scaled(total), (OrderedDict(parts), outcome)
+            total = sum(part.sum() for part in parts.values())
+            return scaled(total), (OrderedDict(parts), *rest)
 
-        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(state.params)
-        measured = outcome.measured(users, batch, share.weights)
-        return grads, parts, outcome.model_state, measured
+        return jax.grad(objective, has_aux=True)(params)
 
-    share, factor = loss.provisional_share(batch)
-    batch = without_nan_padding(batch, share.weights)
-    before = state.model_state
     if microbatches.count == 1:
-        grads, parts, after, metrics = backward(before, batch, key, share)
+        grads, (parts, after, measured) = backward(before, batch, key)
     else:
-        grads, parts, after, metrics = _scanned(
-            backward, loss, state, batch, key, share, microbatches
+        grads, (parts, after, measured) = _scanned(
+            backward, params, before, batch, key, weights, microbatches
         )
-    if share.weights is not None:  # a batch of padding alone teaches nothing
-        after = select((share.weights != 0).any(), after, before)
     parts = {name: part.sum() for name, part in parts.items()}
-    if factor is not None:
+    if weights is not None:
+        # A batch of padding alone teaches nothing.
+        after = select((weights != 0).any(), after, before)
+        factor = provisional / denominator
         grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         parts = {name: part * factor for name, part in parts.items()}
-    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, state.params)
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
     if loss.regularizers:
 
         def penalty(params: PyTree) -> tuple[Any, Any]:
             penalties = loss.penalties(params)
             return scaled(sum(penalties.values())), OrderedDict(penalties)
 
-        slopes, penalties = jax.grad(penalty, has_aux=True)(state.params)
+        slopes, penalties = jax.grad(penalty, has_aux=True)(params)
         grads = jax.tree.map(jnp.add, grads, slopes)
         parts |= penalties
-    return Gradients(grads, parts, after, metrics)
+    return Gradients(grads, parts, after, measured)
 
 
 def _scanned(
-    backward: Backward,
-    loss: Loss,
-    state: TrainState,
+    backward: Callable[..., Any],
+    params: PyTree,
+    model_state: PyTree,
     batch: Batch,
     key: jax.Array,
-    share: LossShare,
+    weights: jax.Array | None,
     microbatches: Microbatches,
-) -> tuple[PyTree, Any, PyTree, Metrics]:
+) -> Any:
     """Returns what `backward` does, added up over microbatches.
 
     Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
     rows, and no row moves.
     """
-    count = microbatches.count
     _check_rows(num_examples(batch), microbatches)
-    batch = map_batch(lambda leaf: _split(leaf, microbatches), batch)
     leaves, treedef = jax.tree.flatten(batch)
-    weights, has_examples = loss.weights_of(batch), None
+    rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
+    has_examples = None
     if weights is not None:
         # Here, once: in the loop it would be a round of communication in each.
-        has_examples = (weights != 0).any(axis=tuple(range(1, weights.ndim)))
+        split = _split(weights, microbatches)
+        has_examples = (split != 0).any(axis=tuple(range(1, split.ndim)))
 
-    def part(model_state: PyTree, xs: Any) -> tuple[PyTree, Any, PyTree, Metrics]:
-        arrays, index = iter(xs[0]), xs[1]
-        rows = [next(arrays) if jnp.ndim(leaf) else leaf for leaf in leaves]
-        batch = treedef.unflatten(rows)
+    def part(model_state: PyTree, rows: list[jax.Array], index: jax.Array) -> Any:
+        arrays = iter(rows)
+        batch = [next(arrays) if jnp.ndim(leaf) else leaf for leaf in leaves]
         part_key = jax.random.fold_in(key, index)
-        part_share = LossShare(loss.weights_of(batch), share.denominator, 1 / count)
-        return backward(model_state, batch, part_key, part_share)
+        return backward(model_state, treedef.unflatten(batch), part_key)
 
     # Traced once, for the shapes of the metrics and for the loop.
     part = jax.jit(part, inline=True)
 
     def add(carry: Any, xs: Any) -> tuple[Any, Any]:
         sums, before, metrics = carry
-        grads, parts, after, measured = part(before, xs)
+        rows, index, has_examples = xs
+        grads, (parts, after, measured) = part(before, rows, index)
         if has_examples is not None:
             # Padding draws random numbers and is counted, but nothing is learned.
             after = jax.tree.map(
-                lambda a, b: select(xs[2], a, b) if is_float(b) else a, after, before
+                lambda a, b: select(has_examples, a, b) if is_float(b) else a,
+                *(after, before),
             )
         sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
         return (sums, after, metrics.merge(measured)), parts
 
-    xs = [leaf for leaf in leaves if jnp.ndim(leaf)], jnp.arange(count), has_examples
-    first = jax.tree.map(lambda x: x[0], xs)
-    measured = jax.eval_shape(part, state.model_state, first)[3]
+    first = [leaf[0] for leaf in rows]
+    _, (_, _, measured) = jax.eval_shape(part, model_state, first, jnp.int32(0))
     # Many small gradients would vanish in a sum in bfloat16.
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")),
-        state.params,
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params
     )
-    start = zeros, state.model_state, empty_like(measured)
-    (sums, after, metrics), parts = jax.lax.scan(add, start, xs)
+    (sums, after, metrics), parts = jax.lax.scan(
+        add,
+        (zeros, model_state, empty_like(measured)),
+        (rows, jnp.arange(microbatches.count), has_examples),
+    )
     # Otherwise the compiler would scatter the sums in the loop, if the optimizer's
     # state is sharded further than the parameters.
     arrays, structure = jax.tree.flatten(sums)
     arrays = map(_constrained, arrays, microbatches.params)
-    return structure.unflatten(arrays), parts, after, metrics
+    return structure.unflatten(arrays), (parts, after, metrics)
 
 
 def _check_rows(rows: int, microbatches: Microbatches) -> None:
-    """Raises StepError unless a batch divides into microbatches, and these on devices."""
+    """Raises StepError unless a batch divides into microbatches of all shards."""
     count, shards = microbatches.count, 1
     if microbatches.rows is not None:
         mesh, (entry,) = microbatches.rows.mesh, microbatches.rows.spec

@@ -10,7 +10,7 @@ compiler can combine it with that of the gradients only if nothing reads it befo
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,11 +20,12 @@ from flax import linen as nn, nnx
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples, weights_of
-from meshlayout.errors import LossError, StepError
-from meshlayout.losses.reduction import weighted
+from meshlayout.errors import LossError, MetricError, StepError
+from meshlayout.losses.reduction import check_denominator, weighted
 from meshlayout.metrics import Metrics
+from meshlayout.metrics.inputs import as_metric
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Policies
+from meshlayout.state.precision import Policies, Precision, parse_precision
 from meshlayout.step.model_call import (
     Interceptors,
     Module,
@@ -32,7 +33,7 @@ from meshlayout.step.model_call import (
     call_model,
     collect,
 )
-from meshlayout.step.remat import RematRule, Rematting
+from meshlayout.step.remat import Remat, RematRule, Rematting, parse_remat
 
 
 # The name of the loss function's own part in the metrics.
@@ -48,53 +49,8 @@ _RETURNS = (
 
 
 @dataclass(frozen=True)
-class LossShare:
-    """What a part of a global batch contributes to the whole batch's mean.
-
-    Attributes:
-        weights: The part's weights, or None for ones.
-        denominator: The whole batch's.
-        fraction: The part's share of the examples, for scalars.
-    """
-
-    weights: jax.Array | None
-    denominator: jax.Array
-    fraction: float = 1.0
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Outcome:
-    """What came of calling the loss function.
-
-    Attributes:
-        losses: What it returned: per-example losses, or a scalar.
-        outputs: Its dict of outputs, or an empty one.
-        model_state: The model's other arrays after the call.
-    """
-
-    losses: Any
-    outputs: dict[str, Any]
-    model_state: Any
-
-    def measured(
-        self, users: Metrics, batch: Batch, weights: jax.Array | None
-    ) -> Metrics:
-        """Returns the user's metrics, given empty ones, of this batch."""
-        if not users:
-            return users
-        is_scalar = jnp.ndim(self.losses) == 0
-        return users.update_from(
-            outputs=self.outputs,
-            batch=batch,
-            losses=None if is_scalar else losses.per_example(self.losses, weights),
-            weights=weights,
-        )
-
-
-@dataclass(frozen=True)
 class Loss:
-    """How a batch becomes one number to minimize.
+    """How a batch becomes one number to minimize, and is measured.
 
     Attributes:
         loss_fn: The user's function of the model and the batch.
@@ -102,6 +58,7 @@ class Loss:
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters, by name.
+        metrics: The user's metrics, empty.
         remat: What is recomputed.
         train: Whether this is training.
     """
@@ -111,6 +68,7 @@ class Loss:
     weights: str | int
     denominator: losses.Denominator
     regularizers: Mapping[str, Callable[[PyTree], Any]]
+    metrics: Metrics
     remat: tuple[RematRule, ...] = ()
     train: bool = False
 
@@ -120,35 +78,24 @@ class Loss:
         weights = weights_of(batch, self.weights)
         return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
 
-    def share(self, batch: Batch) -> LossShare:
-        """Returns the share of a batch that is the whole batch."""
-        weights = self.weights_of(batch)
-        count = _num_losses(batch, weights)
-        denominator = losses.denominator_of(self.denominator, weights, count)
-        return LossShare(weights, denominator)
+    def denominators(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Returns the number of losses, and by what their weighted sum is divided."""
+        weights, rows = self.weights_of(batch), num_examples(batch)
+        # One weight per token makes each token's loss count one.
+        count = rows if weights is None else math.prod(jnp.shape(weights))
+        real = losses.denominator_of(self.denominator, weights, count)
+        return jnp.float32(count), real
 
-    def provisional_share(self, batch: Batch) -> tuple[LossShare, jax.Array | None]:
-        """Returns a whole batch's share, and the factor that corrects its results.
-
-        The sum of the weights takes the devices a round of communication. Divided by
-        their number instead, gradients need not wait for it, and both sums share a
-        round.
-        """
-        share = self.share(batch)
-        if share.weights is None or self.denominator != "real":
-            return share, None
-        count = _num_losses(batch, share.weights)
-        return replace(share, denominator=count), count / share.denominator
-
-    def forward(
+    def parts(
         self,
         state: TrainState,
         params: PyTree,
         model_state: PyTree,
         batch: Batch,
         key: jax.Array,
-        share: LossShare,
-    ) -> tuple[dict[str, jax.Array], Outcome]:
+        denominator: jax.Array,
+        fraction: float = 1.0,
+    ) -> tuple[dict[str, jax.Array], tuple[PyTree, Metrics]]:
         """Calls the loss function, with batch statistics of real rows.
 
         Args:
@@ -157,22 +104,27 @@ class Loss:
             model_state: The model's other arrays, likewise.
             batch: A batch or a microbatch.
             key: For this call's random numbers.
-            share: How much it counts.
+            denominator: What sums are divided by.
+            fraction: How much of the whole batch this is.
 
         Returns:
-            The parts of the loss by name, and all that the loss function and the model
-            returned. Each part is what its examples contribute, of shape (batch,), or a
-            scalar.
+            The parts of the loss by name, each a scalar or what every example
+            contributes, of shape (batch,); the model's other arrays after; and the
+            user's metrics of this batch.
 
         Raises:
             LossError: If there are losses for another number of examples, if the loss
                 is a scalar and the batch has weights, or the shapes of losses and
                 weights do not fit.
         """
+        weights, rows = self.weights_of(batch), num_examples(batch)
+        if rows == 0:
+            msg = "the batch has no examples, and there is nothing to learn from it."
+            raise StepError(msg)
         remat = Rematting(self.remat, params) if self.remat else None
         interceptors: Interceptors = () if remat is None else (remat,)
-        if share.weights is not None and self.train:
-            interceptors = (*interceptors, WeightMask(share.weights))
+        if weights is not None and self.train:
+            interceptors = (*interceptors, WeightMask(weights))
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
@@ -196,26 +148,25 @@ class Loss:
                 "another number in the step's metrics. Record it under another name."
             )
             raise LossError(msg)
-        rows = num_examples(batch)
-        if rows == 0:
-            msg = "the batch has no examples, and there is nothing to learn from it."
-            raise StepError(msg)
-        parts = {DATA: _part("the loss function returned", values, rows, share)}
-        for path, value in recorded.items():
-            what = f"the model recorded, as {path!r},"
-            parts[path] = _part(what, value, rows, share)
-        return parts, Outcome(values, outputs, model_state)
+        whats = {f"the model recorded, as {name!r},": name for name in recorded}
+        parts = {}
+        for what, name in {"the loss function returned": DATA, **whats}.items():
+            value = recorded.get(name, values)
+            parts[name] = _part(what, value, rows, weights, denominator, fraction)
+        # Nothing of the metrics is differentiated.
+        values, outputs = jax.lax.stop_gradient((values, outputs))
+        is_scalar = jnp.ndim(values) == 0
+        measured = self.metrics.update_from(
+            outputs=outputs,
+            batch=batch,
+            losses=None if is_scalar else losses.per_example(values, weights),
+            weights=weights,
+        )
+        return parts, (model_state, measured)
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
         return {name: penalty(params) for name, penalty in self.regularizers.items()}
-
-
-def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
-    """Returns the number of losses: one per weight, or per example."""
-    rows = num_examples(batch)
-    # One weight per token makes each token's loss count one.
-    return jnp.float32(rows if weights is None else math.prod(jnp.shape(weights)))
 
 
 def _losses_and_outputs(
@@ -238,18 +189,25 @@ def _losses_and_outputs(
     return result, dict(outputs)
 
 
-def _part(what: str, value: jax.Array, rows: int, share: LossShare) -> jax.Array:
+def _part(
+    what: str,
+    value: jax.Array,
+    rows: int,
+    weights: jax.Array | None,
+    denominator: jax.Array,
+    fraction: float,
+) -> jax.Array:
     """Returns what each example, or a scalar, contributes to the whole batch's loss."""
-    if jnp.ndim(value) == 0:
-        if share.weights is not None:
+    shape = jnp.shape(value)
+    if not shape:
+        if weights is not None:
             msg = (
                 f"{what} a scalar, and the batch has weights: it may hold padding, "
                 "which a scalar has already averaged in. Return one loss per example, "
                 "(batch,), or take the weights out of the batch."
             )
             raise LossError(msg)
-        return jnp.asarray(value).astype("float32") * share.fraction
-    shape = jnp.shape(value)
+        return jnp.asarray(value).astype("float32") * fraction
     if shape[0] != rows:
         msg = (
             f"{what} losses of shape {shape} in a batch of {rows} examples: the first "
@@ -257,11 +215,11 @@ def _part(what: str, value: jax.Array, rows: int, share: LossShare) -> jax.Array
         )
         raise LossError(msg)
     try:
-        each = weighted(losses.per_example(value, share.weights), share.weights)
+        each = weighted(losses.per_example(value, weights), weights)
     except LossError as error:
         msg = f"{what} losses that do not fit: {error}"
         raise LossError(msg) from None
-    return each.reshape(rows, -1).sum(axis=1) / share.denominator
+    return each.reshape(rows, -1).sum(axis=1) / denominator
 
 
 # Padding.
@@ -314,10 +272,10 @@ def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
     return real.reshape(real.shape + (1,) * (x.ndim - dims))
 
 
-# Checks.
+# Options.
 
 
-def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
+def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
     """Raises StepError unless `name=` of `where` takes a model and a batch."""
     _checks.function(
         name,
@@ -330,28 +288,64 @@ def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
     )
 
 
-def check_weights_name(weights: str | int) -> None:
-    """Raises StepError unless this is a key or an index."""
+def make_loss(
+    where: str,
+    loss_fn: Callable[..., Any],
+    metrics: Mapping[str, Any] | None,
+    regularizers: Mapping[str, Callable[[PyTree], Any]] | None,
+    weights: str | int,
+    denominator: losses.Denominator,
+    precision: Precision,
+    remat: Remat = "none",
+    *,
+    train: bool = False,
+) -> Loss:
+    """Returns what the options of `where`, `make_train_step` or its like, mean.
+
+    Raises:
+        MeshLayoutError: If one of them is wrong.
+    """
+    check_function("loss_fn", where, loss_fn)
+    check_denominator(denominator)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
             f"{_checks.shown(weights)}."
         )
         raise StepError(msg)
-
-
-def check_regularizers(
-    regularizers: Mapping[str, Callable[[PyTree], Any]] | None,
-) -> Mapping[str, Callable[[PyTree], Any]]:
-    """Returns regularizers, or raises StepError unless they are functions by name."""
-    regularizers = {} if regularizers is None else regularizers
-    if not isinstance(regularizers, Mapping) or not all(
-        isinstance(name, str) and callable(penalty)
-        for name, penalty in regularizers.items()
-    ):
+    penalties = {} if regularizers is None else regularizers
+    if not isinstance(penalties, Mapping) or not all(map(callable, penalties.values())):
         msg = (
             "regularizers= takes functions of the parameters by name, as "
-            f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(regularizers)}.'
+            f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(penalties)}.'
         )
         raise StepError(msg)
-    return regularizers
+    users = {} if metrics is None else metrics
+    if not isinstance(users, Mapping):
+        msg = (
+            "metrics= takes a dict from names to metrics, and got a "
+            f"{type(users).__name__}."
+        )
+        raise StepError(msg)
+    for kind, names in (("metrics", users), ("regularizers", penalties)):
+        for name in names:
+            if name in RESERVED or (name in penalties and name in users):
+                msg = f"{kind}=: {name!r} is reported by the step; take another name."
+                raise StepError(msg)
+    empty = {}
+    for name, metric in users.items():
+        try:
+            empty[name] = as_metric(metric)
+        except MetricError as error:
+            msg = f"metrics=: {name!r}: {error}"
+            raise StepError(msg) from None
+    return Loss(
+        loss_fn,
+        parse_precision(precision),
+        weights,
+        denominator,
+        penalties,
+        Metrics(empty).empty(),
+        () if remat == "none" else parse_remat(remat),
+        train,
+    )

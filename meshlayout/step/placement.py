@@ -26,6 +26,7 @@ from meshlayout._batches import (
 )
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
+from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
 
 
@@ -41,8 +42,10 @@ def check_state(name: str, state: TrainState) -> None:
         raise StepError(msg)
 
 
-def check_batch(batch: Batch, key: str | int) -> None:
+def check_batch(batch: Batch, key: str | int | None) -> None:
     """Raises StepError if the weights of a batch are elsewhere, or not weights."""
+    if key is None:
+        return
     check_weights_key(batch, key)
     weights = get_weights(batch, key)
     # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
@@ -59,10 +62,12 @@ def check_batch(batch: Batch, key: str | int) -> None:
 _noted: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-def note_weights(loss_fn: Callable[..., Any], batch: Batch, key: str | int) -> None:
+def note_weights(
+    loss_fn: Callable[..., Any], batch: Batch, key: str | int | None
+) -> None:
     """Logs once that a loss is weighted by weights that a user's batch carries."""
     first = batch[0] if isinstance(batch, list) and batch else batch
-    weights = get_weights(first, key)
+    weights = None if key is None else get_weights(first, key)
     if weights is not None and not is_marked(weights) and loss_fn not in _noted:
         _noted.add(loss_fn)
         _log.warning("examples are weighted by %r of each batch.", key)
@@ -89,31 +94,24 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
         return batch
     mesh: Any = sharding.mesh
     axes = batch_axes(mesh)
-    has_rows = [np.ndim(leaf) > dim for leaf in leaves]
-    with_rows = [leaf for leaf, has in zip(leaves, has_rows, strict=True) if has]
+    with_rows = [leaf for leaf in leaves if np.ndim(leaf) > dim]
     if not axes or not with_rows:
         return batch
     _check_rows(mesh, axes, {np.shape(leaf)[dim] for leaf in with_rows})
-    rows = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        placed = [leaf.update(sharding=rows) for leaf in with_rows]
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
+        placed = [leaf.update(sharding=sharding) for leaf in with_rows]
     else:  # in one call, as processes compare what they place
-        placed = relayout(with_rows, [_for_rank(rows, leaf) for leaf in with_rows])
+        layout = Mesh(mesh).layout(*[None] * dim, axes, ...)
+        placed = relayout(with_rows, layout)
     each = iter(placed)
-    return treedef.unflatten(
-        [next(each) if has else x for x, has in zip(leaves, has_rows, strict=True)]
-    )
+    return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
 
 
 def _is_placed(leaf: Leaf) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is not None
     return isinstance(leaf, Tracer) or _jax.is_committed(leaf)
-
-
-def _for_rank(rows: NamedSharding, leaf: Leaf) -> NamedSharding:
-    missing = np.ndim(leaf) - len(rows.spec)
-    return NamedSharding(rows.mesh, PartitionSpec(*rows.spec, *[None] * missing))
 
 
 def _check_rows(mesh: Any, axes: tuple[str, ...], sizes: set[int]) -> None:

@@ -59,7 +59,7 @@ def stacked(batches: Batch, count: int) -> Batch:
         count: How many there must be.
 
     Raises:
-        StepError: If there are more or fewer, or they differ.
+        StepError: If there are more or fewer.
     """
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batches)}
     number = len(batches) if isinstance(batches, list) else None
@@ -73,14 +73,6 @@ def stacked(batches: Batch, count: int) -> Batch:
         raise StepError(msg)
     if number is None:
         return batches
-    shapes = [jax.tree.map(lambda x: (jnp.shape(x), x.dtype), x) for x in batches]
-    for index, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            msg = (
-                f"the batches of one call must be alike; batch {index} has {shape}, "
-                f"and the first one {shapes[0]}."
-            )
-            raise StepError(msg)
     return _stack(batches)
 
 

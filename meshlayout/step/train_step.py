@@ -15,33 +15,24 @@ import jax.numpy as jnp
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.batch_metrics import (
-    MetricsStep,
-    merged,
-    metrics_of_batch,
-    total_weight,
-    user_metrics,
-)
+from meshlayout.state.precision import Precision, check_params
+from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.gradients import Microbatches, gradients_of, select
-from meshlayout.step.objective import (
-    Loss,
-    check_loss_fn,
-    check_regularizers,
-    check_weights_name,
-)
+from meshlayout.step.objective import Loss, make_loss
 from meshlayout.step.placement import check_batch, place_batch, row_sharding
-from meshlayout.step.remat import Remat, parse_remat
+from meshlayout.step.remat import Remat
+from meshlayout.step.state_step import StateStep
 from meshlayout.step.steps_per_call import stacked, steps_of
 from meshlayout.step.update import OnNonfinite, Update
 
 
+@user_call
 def make_train_step(
     loss_fn: Callable[..., Any],
     *,
@@ -127,9 +118,6 @@ def make_train_step(
         >>> int(state.step), list(metrics)
         (1, ['loss'])
     """
-    check_loss_fn("loss_fn", "make_train_step", loss_fn)
-    check_denominator(denominator)
-    check_weights_name(weights)
     where: dict[str, Any] = {"where": "make_train_step", "error": StepError}
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
@@ -138,20 +126,14 @@ def make_train_step(
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    policies = parse_precision(precision)
-    loss = Loss(
-        loss_fn,
-        policies,
-        weights,
-        denominator,
-        check_regularizers(regularizers),
-        () if remat == "none" else parse_remat(remat),
+    loss = make_loss(
+        "make_train_step",
+        *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
         train=True,
     )
-    has_loss_scale = jnp.dtype("float16") in policies.computes_in
+    has_loss_scale = jnp.dtype("float16") in loss.policies.computes_in
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
-    users = user_metrics(metrics, loss.regularizers)
-    plan = Plan(loss, update, users, accumulate, steps_per_call)
+    plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(plan, layouts, on_recompile)
 
 
@@ -161,7 +143,6 @@ class Plan:
 
     loss: Loss
     update: Update
-    users: Metrics
     accumulate: int
     steps_per_call: int
 
@@ -169,36 +150,23 @@ class Plan:
 def _one_step(
     plan: Plan, microbatches: Microbatches, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """Returns the next state and the metrics of one global batch, inside jit.
-
-    Args:
-        plan: What the step does.
-        microbatches: How the batch is cut.
-        state: The state.
-        batch: The batch.
-    """
+    """Returns the next state and the metrics of one global batch, inside jit."""
     loss, update = plan.loss, plan.update
     check_params(state.params, loss.policies)
-    gradients = gradients_of(
-        loss,
-        state,
-        batch,
-        jax.random.fold_in(state.rng, state.step),
-        plan.users,
-        scale=update.scale(state),
-        microbatches=microbatches,
-    )
+    key = jax.random.fold_in(state.rng, state.step)
+    scale = update.scale(state)
+    gradients = gradients_of(loss, state, batch, key, scale, microbatches)
     new, notes = update.apply(state, gradients)
-    measured = gradients.metrics
+    measured = gradients.measured
     weight = total_weight(loss.weights_of(batch), num_examples(batch))
     if "skipped" in notes:  # a step that was skipped is not measured either
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)
-        measured = select(is_done, measured, plan.users)
+        measured = select(is_done, measured, loss.metrics)
     return new, metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
-class TrainStep(MetricsStep):
+class TrainStep(StateStep):
     """A compiled train step; made by `make_train_step`.
 
     `state, metrics = train_step(state, batch)` returns the metrics of that step, and
@@ -206,20 +174,14 @@ class TrainStep(MetricsStep):
     state is donated, as by `compile_step`.
     """
 
+    __name__ = "train_step"
+
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        super().__init__("train_step", plan.loss, layouts, on_recompile)
+        super().__init__(plan.loss.loss_fn, plan.loss.weights, layouts, on_recompile)
         self._plan = plan
         self._row_dim = int(plan.steps_per_call != 1)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled programs belong to this process; a copy compiles its own.
-        return TrainStep, (self._plan, self._layouts, self._on_recompile)
-
-    def without_layouts(self) -> "TrainStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return TrainStep(self._plan, None, "ignore")
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -240,11 +202,7 @@ class TrainStep(MetricsStep):
                 devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
-        compiled, args = self._call_of(state, batch, metrics)
-        return compiled(*args)
-
-    def __repr__(self) -> str:
-        return f"TrainStep({getattr(self._loss.loss_fn, '__name__', 'loss')})"
+        return self._run(state, batch, metrics)
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self._plan.update.prepared(state)
@@ -252,7 +210,7 @@ class TrainStep(MetricsStep):
             return super()._placed(state, batch)
         if isinstance(batch, list):
             for one in batch:
-                check_batch(one, self._loss.weights)
+                check_batch(one, self.weights)
             batch = [place_batch(state, one) for one in batch]
         batch = stacked(batch, self._plan.steps_per_call)
         return state, place_batch(state, batch, self._row_dim)
@@ -264,7 +222,7 @@ class TrainStep(MetricsStep):
         params = tuple(map(_jax.sharding_of, jax.tree.leaves(state.params)))
         return mesh, Microbatches(count, row_sharding(batch, self._row_dim), params)
 
-    def _new_compiled(self, key: Any) -> CompiledStep[..., Any]:
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function = functools.partial(_one_step, self._plan, key[1])
         one_step = jax.jit(function, inline=True)
 
