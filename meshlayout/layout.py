@@ -328,22 +328,10 @@ class Layout:
             if size % shards
         ]
 
-    def check(self, global_shape: Sequence[int], where: str = "") -> None:
-        """Raises LayoutError if an array of this shape cannot have this layout.
-
-        Args:
-            global_shape: Shape of the whole array.
-            where: The name of the array, with which the message begins.
-        """
-        prefix = f"{where}: " if where else ""
-        try:
-            misfits = self.misfits(global_shape)
-        except LayoutError as error:
-            raise LayoutError(f"{prefix}{error}") from None
-        if misfits:
-            first = misfits[0]
-            prefix = prefix or f"an array of shape {tuple(global_shape)}: "
-            raise LayoutError(f"{prefix}{first.fact} ({self!r}). {first.fix}")
+    def check(self, global_shape: Sequence[int]) -> None:
+        """Raises LayoutError if an array of this shape cannot have this layout."""
+        for misfit in self.misfits(global_shape):
+            raise LayoutError(f"{misfit.fact} ({self!r}). {misfit.fix}")
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the piece that each device holds.

@@ -100,7 +100,7 @@ def _equation_cost(eqn: Equation) -> Cost:
 def _products(eqn: Equation) -> int:
     """Returns how many products make one number of the result; 0 for others."""
     name, params = eqn.primitive.name, eqn.params
-    shapes = [getattr(operand.aval, "shape", ()) for operand in eqn.invars[:2]]
+    shapes: Any = [getattr(x.aval, "shape", ()) for x in eqn.invars[:2]]
     if name == "conv_general_dilated":
         outputs = shapes[1][params["dimension_numbers"].rhs_spec[0]]
         # Between the numbers of a dilated input, such as in gradients, are zeros.
