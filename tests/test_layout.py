@@ -307,7 +307,6 @@ def test_a_layout_shows_what_it_is_made_of():
 
 def test_dtensor_spellings_are_aliases():
     layout = Layout(["batch", UNSHARDED], MESH)
-    assert layout.sharding_specs == ["batch", None]
     assert layout.local_shape_from_global_shape((4, 3)) == (2, 3)
     assert layout.global_shape_from_local_shape((2, 3)) == (4, 3)
 
@@ -613,14 +612,6 @@ BAD = [
         "layout.with_rank(n).",
     ),
     (
-        lambda: sharded("batch").num_shards(1),
-        "dim 1 is out of range for a layout of rank 1.",
-    ),
-    (
-        lambda: Layout.replicated(MESH, -1),
-        "rank must be a non-negative integer, got -1.",
-    ),
-    (
         lambda: Layout.of(np.ones(3)),
         "ndarray has no layout: it has no NamedSharding. Place the array with "
         "relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit "
@@ -640,11 +631,6 @@ def test_what_is_said_about_a_bad_layout(case):
     with pytest.raises(LayoutError) as error:
         act()
     assert str(error.value) == said
-
-
-def test_a_memory_that_the_devices_lack_is_refused():
-    with pytest.raises(LayoutError, match="memory_kind 'pined_host' is not one of"):
-        sharded("batch", memory_kind="pined_host")
 
 
 @pytest.mark.parametrize(

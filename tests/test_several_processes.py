@@ -878,10 +878,8 @@ def test_what_cannot_be_done_on_several_processes_is_said(two):
     assert found == {
         "differs": f"{differs}'a i64[4]' is i64[4] [1, 1, 1, 1] on process 1, and i64[4] "
         f"[0, 0, 0, 0] on process 0.",
-        "to some": "LayoutError: i32[16] is on 8 devices of processes 0-1, and "
-        "Layout([own], Mesh(own=2)) has 2 devices of process 0. JAX moves arrays between "
-        "processes only if all devices stay the same. Save the array, and restore it "
-        "there.",
+        "to some": "LayoutError: i32[16]: JAX cannot move it to Layout([own], "
+        "Mesh(own=2)): Cannot reshard an input that is not fully addressable",
         "from some": f"{differs}'i32[16]' is 'an array on devices of other processes' on "
         "process 1, and i32[16] (digest 26ec4e1c03e59b30) on process 0.",
         "shapes": "LayoutError: f64[1]: part 0 of process 0 is f32[1], but part 0 of "

@@ -365,7 +365,10 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
             return jax.device_put(x, sharding)
         moved = _jax.put(_jax.movable(x, layout.mesh.jax_mesh), sharding)
         return _in_own_memory(moved) if copy else moved
-    except (AssertionError, ValueError, TypeError, OverflowError) as error:
+    except (
+        *(AssertionError, ValueError, TypeError, OverflowError),
+        NotImplementedError,  # between devices of other processes
+    ) as error:
         reason = str(error).strip().partition("\n")[0] or "other axes are in force."
         msg = f"JAX cannot move it to {layout!r}: {reason}"
         raise LayoutError(msg) from error
