@@ -658,7 +658,7 @@ def test_a_layout_needs_a_mesh_of_devices():
     with pytest.raises(MeshError) as error:
         Layout(["batch"], {"batch": 8})
     assert str(error.value) == (
-        "expected a Mesh or a jax.sharding.Mesh, got {'batch': 8}. "
+        "expected a Mesh or a jax.sharding.Mesh with devices, got {'batch': 8}. "
         "Make one with create_mesh({'batch': 8})."
     )
     abstract = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))

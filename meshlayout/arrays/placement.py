@@ -411,13 +411,14 @@ def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
         key = name, np.shape(x), getattr(x, "dtype", type(x)), mesh
         if key in _compared or not can_compare(mesh) or _jax.is_staged(x):
             continue
-        _compared.add(key)
-        is_own = not isinstance(x, jax.Array) or x.is_fully_addressable
-        if is_own and not isinstance(x, jax.ShapeDtypeStruct):
-            values[name] = x
-        elif is_concrete(x) and x.sharding.device_set != {*mesh.devices.flat}:
+        is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if is_shared and x.sharding.device_set != {*mesh.devices.flat}:
             # For its own process it is an array like any other.
             values[name] = "an array on devices of other processes"
+        elif not is_shared and not isinstance(x, jax.ShapeDtypeStruct):
+            values[name] = x
+        if name in values:
+            _compared.add(key)
     try:
         if values:
             assert_same(values, "an array that goes to devices of all processes")
