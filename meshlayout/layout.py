@@ -113,7 +113,7 @@ class Layout:
 
     Raises:
         LayoutError: If an axis is unknown or used twice, an entry is of another type,
-            or there is no mesh.
+            there is no mesh, or the devices do not have this memory.
 
     Example:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -144,11 +144,17 @@ class Layout:
             )
             raise LayoutError(msg)
         _check_axes(parsed, mesh)
-        # Layouts that mean the same have to be equal, also if the default is named.
         # Only devices of this process list their memories.
         device = next(iter(mesh.local_devices), mesh.devices.flat[0])
-        if memory_kind and memory_kind == _jax.memory_kinds(device)[1]:
-            memory_kind = None
+        kinds, default = _jax.memory_kinds(device) if memory_kind else ((), None)
+        if kinds and memory_kind not in kinds:
+            msg = (
+                f"memory_kind {_checks.shown(memory_kind)} is not one of these devices' "
+                f"memories: {', '.join(map(repr, kinds))}."
+            )
+            raise LayoutError(msg)
+        # Layouts that mean the same have to be equal, also if the default is named.
+        memory_kind = None if memory_kind == default else memory_kind
         self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=memory_kind)
 
     @property

@@ -633,6 +633,11 @@ def test_what_is_said_about_a_bad_layout(case):
     assert str(error.value) == said
 
 
+def test_a_memory_that_the_devices_lack_is_refused():
+    with pytest.raises(LayoutError, match="memory_kind 'pined_host' is not one of"):
+        sharded("batch", memory_kind="pined_host")
+
+
 @pytest.mark.parametrize(
     "ask",
     [
