@@ -146,11 +146,11 @@ class Layout:
         _check_axes(parsed, mesh)
         # Only devices of this process list their memories.
         device = next(iter(mesh.local_devices), mesh.devices.flat[0])
-        kinds, default = _jax.memory_kinds(device) if memory_kind else ((), None)
-        if kinds and memory_kind not in kinds:
+        kinds, default = _jax.memory_kinds(device)
+        if kinds and memory_kind not in (None, *kinds):
             msg = (
-                f"memory_kind {_checks.shown(memory_kind)} is not one of these devices' "
-                f"memories: {', '.join(map(repr, kinds))}."
+                f"memory_kind {_checks.shown(memory_kind)} is not one of these "
+                f"devices' memories: {', '.join(map(repr, kinds))}."
             )
             raise LayoutError(msg)
         # Layouts that mean the same have to be equal, also if the default is named.
