@@ -379,10 +379,9 @@ def metrics_of_all_rows(run):
     }
     others = {
         "top 2": metrics.Accuracy(top_k=2),
-        "f1": metrics.F1(num_classes=3, average="macro"),
-        "precision": metrics.Precision(num_classes=3, average="weighted"),
-        "recall": metrics.Recall(num_classes=3, average="micro"),
-        "cross entropy": metrics.CrossEntropy(),
+        "f1": metrics.F1(num_classes=3),
+        "precision": metrics.Precision(num_classes=3),
+        "recall": metrics.Recall(num_classes=3, average=None),
         "perplexity": metrics.Perplexity(),
         "mean": metrics.Mean(),
         "sum": metrics.Sum("value"),
