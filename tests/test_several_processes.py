@@ -269,7 +269,7 @@ OPTIONS = {
     "skip": {"on_nonfinite": "skip"},
     "float16": {"precision": "float16"},
     "remat": {"remat": "full"},
-    "regularizers": {"regularizers": [ml.losses.l2(1e-2, "kernel")]},
+    "regularizers": {"regularizers": {"l2": ml.losses.l2(1e-2, "kernel")}},
 }
 
 

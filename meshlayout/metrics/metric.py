@@ -6,7 +6,8 @@ in any grouping. Sums do both.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
 
@@ -52,30 +53,19 @@ class Metric:
 
     # The fields that name the arguments of `update`, in its order.
     _inputs: ClassVar[tuple[str, ...]] = ()
+    _kind: ClassVar[Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Makes a subclass a frozen dataclass and a pytree."""
         super().__init_subclass__(**kwargs)
+        # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
+        # are equal, and jit may run the program of one for the other. So the class is
+        # a setting, too.
+        cls.__annotations__ = {**inspect.get_annotations(cls), "_kind": type}
+        cls._kind = dataclasses.field(default=cls, kw_only=True, repr=False)
         dataclass(frozen=True, eq=False)(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
-        settings = [name for name in names if name != "sums"]
-
-        def flatten(metric: Metric) -> tuple[list[Any], tuple[Any, ...]]:
-            key = jax.tree_util.GetAttrKey("sums")
-            return [(key, metric.sums)], tuple(getattr(metric, x) for x in settings)
-
-        def unflatten(values: tuple[Any, ...], arrays: Iterable[Any]) -> Metric:
-            # Past __init__: JAX makes metrics of None and of placeholders, too.
-            metric = object.__new__(cls)
-            for name, value in zip(
-                ("sums", *settings), (*arrays, *values), strict=True
-            ):
-                object.__setattr__(metric, name, value)
-            return metric
-
-        # Not register_dataclass: to jax 0.8 to 0.12, the structures of two such classes
-        # with the same fields are equal, and jit may run one's program for the other.
-        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+        settings = [x.name for x in dataclasses.fields(cls) if x.name != "sums"]
+        jax.tree_util.register_dataclass(cls, ["sums"], settings)
 
     def __post_init__(self) -> None:
         if self.sums is None:
