@@ -67,7 +67,7 @@ class Loss:
     policies: Policies
     weights: str | int
     denominator: losses.Denominator
-    regularizers: Mapping[str, Callable[[PyTree], Any]]
+    regularizers: Mapping[str, losses.Regularizer]
     metrics: Metrics
     remat: tuple[RematRule, ...] = ()
     train: bool = False
@@ -292,7 +292,7 @@ def make_loss(
     where: str,
     loss_fn: Callable[..., Any],
     metrics: Mapping[str, Any] | None,
-    regularizers: Mapping[str, Callable[[PyTree], Any]] | None,
+    regularizers: Mapping[str, losses.Regularizer] | None,
     weights: str | int,
     denominator: losses.Denominator,
     precision: Precision,

@@ -37,7 +37,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     *,
     metrics: Mapping[str, Any] | None = None,
-    regularizers: Mapping[str, Callable[[PyTree], Any]] | None = None,
+    regularizers: Mapping[str, losses.Regularizer] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
     accumulate: int = 1,

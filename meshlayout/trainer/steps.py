@@ -22,7 +22,7 @@ from meshlayout.step.update import OnNonfinite
 class StepOptions(TypedDict, total=False):
     """Options of `make_train_step`, which documents them."""
 
-    regularizers: Mapping[str, Callable[[PyTree], Any]] | None
+    regularizers: Mapping[str, losses.Regularizer] | None
     weights: str | int
     denominator: losses.Denominator
     accumulate: int
