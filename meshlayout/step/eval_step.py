@@ -11,18 +11,13 @@ from typing import Any
 import jax
 
 from meshlayout import losses
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch
 from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import (
-    Policies,
-    Precision,
-    check_params,
-    parse_precision,
-)
+from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
 from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.model_call import call_model
@@ -125,7 +120,6 @@ class EvalStep(StateStep):
 
         @functools.partial(jax.jit, inline=True)
         def measure(state: TrainState, batch: Batch) -> Metrics:
-            check_params(state.params, loss.policies)
             _, denominator = loss.denominators(batch)
             parts, (_, measured) = loss.parts(
                 *(state, state.params, state.model_state),
@@ -197,12 +191,12 @@ class PredictStep(StateStep):
     def __init__(
         self,
         predict_fn: Callable[[Any, Any], Any],
-        policies: Policies,
+        policy: PrecisionPolicy,
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
         super().__init__(predict_fn, None, layouts, on_recompile)
-        self._policies = policies
+        self._policy = policy
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.
@@ -217,16 +211,14 @@ class PredictStep(StateStep):
         return super()._placed(without_optimizer(state), batch)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
-        function, policies = self._function, self._policies
+        function, policy = self._function, self._policy
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
-            check_params(state.params, policies)
-            _, predictions = call_model(
+            return call_model(
                 lambda model: function(model, batch),
-                *(policies, state, state.params, state.model_state, state.rng),
+                *(policy, state, state.params, state.model_state, state.rng),
                 train=False,
-            )
-            return predictions
+            ).result
 
         return CompiledStep(
             predict_step,

@@ -25,15 +25,9 @@ from meshlayout.losses.reduction import check_denominator, weighted
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.inputs import as_metric
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Policies, Precision, parse_precision
-from meshlayout.step.model_call import (
-    Interceptors,
-    Module,
-    ModuleCall,
-    call_model,
-    collect,
-)
-from meshlayout.step.remat import Remat, RematRule, Rematting, parse_remat
+from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
+from meshlayout.step.model_call import Interceptor, ModuleCall, call_model
+from meshlayout.step.remat import Remat, Rematting, check_remat
 
 
 # The name of the loss function's own part in the metrics.
@@ -54,7 +48,7 @@ class Loss:
 
     Attributes:
         loss_fn: The user's function of the model and the batch.
-        policies: The dtypes to compute in.
+        policy: The dtypes to compute in.
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters, by name.
@@ -64,12 +58,12 @@ class Loss:
     """
 
     loss_fn: Callable[..., Any]
-    policies: Policies
+    policy: PrecisionPolicy
     weights: str | int
     denominator: losses.Denominator
     regularizers: Mapping[str, losses.Regularizer]
     metrics: Metrics
-    remat: tuple[RematRule, ...] = ()
+    remat: Remat = "none"
     train: bool = False
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
@@ -121,10 +115,11 @@ class Loss:
         if rows == 0:
             msg = "the batch has no examples, and there is nothing to learn from it."
             raise StepError(msg)
-        remat = Rematting(self.remat, params) if self.remat else None
-        interceptors: Interceptors = () if remat is None else (remat,)
+        interceptors: list[Interceptor] = []
+        if self.remat != "none":
+            interceptors.append(Rematting(self.remat, params))
         if weights is not None and self.train:
-            interceptors = (*interceptors, WeightMask(weights))
+            interceptors.append(weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
@@ -133,15 +128,12 @@ class Loss:
                 extras["rngs"] = nnx.Rngs(key)
             return self.loss_fn(model, batch, **extras)
 
-        model, result = call_model(
+        result, recorded, after = call_model(
             function,
-            *(self.policies, state, params, model_state, key, interceptors),
+            *(self.policy, state, params, model_state, key, interceptors),
             train=self.train,
         )
-        if remat is not None:
-            remat.check_used()
         values, outputs = _losses_and_outputs(self.loss_fn, result)
-        recorded, model_state = collect(model, model_state)
         for name in set(recorded) & {*RESERVED, *self.regularizers}:
             msg = (
                 f"the model records a loss as {name!r}, which is also the name of "
@@ -162,7 +154,7 @@ class Loss:
             losses=None if is_scalar else losses.per_example(values, weights),
             weights=weights,
         )
-        return parts, (model_state, measured)
+        return parts, (after, measured)
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
@@ -225,32 +217,28 @@ def _part(
 # Padding.
 
 
-class WeightMask:
-    """Leaves examples of weight 0 out of batch statistics; an `Interceptor`.
+def weight_mask(weights: jax.Array) -> Interceptor:
+    """Returns an interceptor that leaves weight 0 out of batch statistics.
 
     Args:
         weights: The batch's weights, (batch,) or (batch, ...).
     """
 
-    def __init__(self, weights: jax.Array) -> None:
-        self._weights = weights
+    def masked(call: ModuleCall) -> Callable[..., Any]:
+        def norm(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+            flag = args[0] if args else kwargs.get("use_running_average")
+            if flag is None:
+                flag = call.module.use_running_average
+            if not flag and kwargs.get("mask") is None:
+                mask = _real_mask(call.path, weights, x)
+                # Without any real example all count, so that nothing is NaN.
+                kwargs = {**kwargs, "mask": mask | ~mask.any()}
+            return call.proceed(x, *args, **kwargs)
 
-    def wants(self, path: str, module: Module) -> bool:
-        """Returns whether a submodule is a BatchNorm."""
-        return isinstance(module, (nn.BatchNorm, nnx.BatchNorm))
+        is_norm = isinstance(call.module, (nn.BatchNorm, nnx.BatchNorm))
+        return norm if is_norm else call.proceed
 
-    def call(
-        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a BatchNorm with a mask, unless it has one."""
-        x, *others = args
-        flag = others[0] if others else kwargs.get("use_running_average")
-        uses_average = bool(call.module.use_running_average if flag is None else flag)
-        if not uses_average and kwargs.get("mask") is None:
-            mask = _real_mask(call.path, self._weights, x)
-            # Without any real example all count, so that nothing is NaN.
-            kwargs = {**kwargs, "mask": mask | ~mask.any()}
-        return call.proceed(*args, **kwargs)
+    return masked
 
 
 def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -307,6 +295,7 @@ def make_loss(
     """
     check_function("loss_fn", where, loss_fn)
     check_denominator(denominator)
+    check_remat(remat)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
@@ -346,6 +335,6 @@ def make_loss(
         denominator,
         penalties,
         Metrics(empty).empty(),
-        () if remat == "none" else parse_remat(remat),
+        remat,
         train,
     )

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, losses
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch
 from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, check_params
+from meshlayout.state.precision import Precision
 from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.gradients import Microbatches, gradients_of, select
@@ -87,7 +87,7 @@ def make_train_step(
             or `"skip"`, leave the state as it was and count it in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            or a `PrecisionPolicy`.
+            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules with insides), `"full"`, or a policy of
             `jax.checkpoint_policies` for the blocks.
@@ -131,7 +131,7 @@ def make_train_step(
         *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
         train=True,
     )
-    has_loss_scale = jnp.dtype("float16") in loss.policies.computes_in
+    has_loss_scale = loss.policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(plan, layouts, on_recompile)
@@ -152,7 +152,6 @@ def _one_step(
 ) -> tuple[TrainState, Metrics]:
     """Returns the next state and the metrics of one global batch, inside jit."""
     loss, update = plan.loss, plan.update
-    check_params(state.params, loss.policies)
     key = jax.random.fold_in(state.rng, state.step)
     scale = update.scale(state)
     gradients = gradients_of(loss, state, batch, key, scale, microbatches)
