@@ -136,12 +136,7 @@ class EvalStep(StateStep):
             measured = measure(state, batch)
             return measured if metrics is None else merged(metrics, measured)
 
-        return CompiledStep(
-            eval_step,
-            on_recompile=self._on_recompile,
-            layouts=self._layouts,
-            donate=False,
-        )
+        return CompiledStep(eval_step, donate=False, **self._options)
 
 
 @user_call
@@ -220,12 +215,7 @@ class PredictStep(StateStep):
                 train=False,
             ).result
 
-        return CompiledStep(
-            predict_step,
-            on_recompile=self._on_recompile,
-            layouts=self._layouts,
-            donate=False,
-        )
+        return CompiledStep(predict_step, donate=False, **self._options)
 
 
 def without_optimizer(state: TrainState) -> TrainState:

@@ -17,13 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf
-from meshlayout._batches import (
-    BATCH_AXES,
-    batch_axes,
-    check_weights_key,
-    get_weights,
-    is_marked,
-)
+from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.mesh import Mesh
@@ -65,10 +59,10 @@ _noted: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 def note_weights(
     loss_fn: Callable[..., Any], batch: Batch, key: str | int | None
 ) -> None:
-    """Logs once that a loss is weighted by weights that a user's batch carries."""
+    """Logs once that a loss is weighted by weights that a batch on the host carries."""
     first = batch[0] if isinstance(batch, list) and batch else batch
     weights = None if key is None else get_weights(first, key)
-    if weights is not None and not is_marked(weights) and loss_fn not in _noted:
+    if isinstance(weights, np.ndarray) and loss_fn not in _noted:
         _noted.add(loss_fn)
         _log.warning("examples are weighted by %r of each batch.", key)
 
@@ -87,7 +81,7 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
         StepError: If the rows do not divide.
     """
     leaves, treedef = jax.tree.flatten(batch)
-    if any(map(_is_placed, leaves)):
+    if any(isinstance(leaf, Tracer) or layout_of(leaf) for leaf in leaves):
         return batch
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -106,12 +100,6 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
         placed = relayout(with_rows, layout)
     each = iter(placed)
     return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
-
-
-def _is_placed(leaf: Leaf) -> bool:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.sharding is not None
-    return isinstance(leaf, Tracer) or _jax.is_committed(leaf)
 
 
 def _check_rows(mesh: Any, axes: tuple[str, ...], sizes: set[int]) -> None:

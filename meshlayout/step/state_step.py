@@ -18,7 +18,7 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.batch_metrics import empty_like
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.placement import (
     check_batch,
@@ -50,9 +50,9 @@ class StateStep(StepInspection):
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        check_options(on_recompile, layouts)
-        self._function, self.weights, self._layouts = function, weights, layouts
-        self._on_recompile: OnRecompile = on_recompile
+        self._function, self.weights = function, weights
+        self._options: dict[str, Any] = {"layouts": layouts, "on_recompile": on_recompile}
+        CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.
         self._empty: dict[Hashable, Metrics | None] = {}
@@ -68,7 +68,7 @@ class StateStep(StepInspection):
     def without_layouts(self) -> Self:
         """Returns the same step for states on any mesh, which follows no layout map."""
         step = copy.copy(self)
-        step._layouts, step._on_recompile = None, "ignore"
+        step._options = {"layouts": None, "on_recompile": "ignore"}
         return step
 
     def trace(

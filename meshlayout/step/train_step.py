@@ -231,8 +231,5 @@ class TrainStep(StateStep):
             new, measured = one_step(state, batch)
             return new, measured if metrics is None else merged(metrics, measured)
 
-        return CompiledStep(
-            steps_of(train_step) if self._row_dim else train_step,
-            on_recompile=self._on_recompile,
-            layouts=self._layouts,
-        )
+        function = steps_of(train_step) if self._row_dim else train_step
+        return CompiledStep(function, **self._options)
