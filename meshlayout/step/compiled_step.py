@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
+from meshlayout._tracebacks import show_user_frames
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -216,9 +217,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
-        return self._call(args, kwargs)
-
-    def _call(self, args: Any, kwargs: Any) -> Any:
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
@@ -235,6 +233,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
+            show_user_frames(error)
             leaves = jax.tree.leaves((args, kwargs))
             is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
             # JAX refuses arrays that were used up. A call that fails otherwise with its
@@ -254,7 +253,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.arguments = None
         self._last = None
-        return self._call(args, kwargs)
+        return self(*args, **kwargs)
 
     def _is_like_last(self, program: _Program, args: Any, kwargs: Any) -> bool:
         """Returns, fast, whether arrays are where those of the last call were.
@@ -408,8 +407,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if changes or treedef != jax.tree.structure(new):
             msg = (
                 f"{self.__name__} returned another state than came in: "
-                f"{[*changes, 'its containers changed'][0]}. Return it in the structure, "
-                "shapes and dtypes that it had: cast or reshape it back."
+                f"{[*changes, 'its containers changed'][0]}. Return it in the "
+                "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
         leaves: list[Any] = []
