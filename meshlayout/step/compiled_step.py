@@ -37,7 +37,7 @@ from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection
-from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
+from meshlayout.step.kernel_gradients import check_kernel_gradients
 from meshlayout.step.placement import layout_of, mesh_text
 
 
@@ -326,6 +326,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program.is_looked_at = True
         try:
             return program.jitted.trace(*args, **kwargs)
+        except TypeError:
+            self._check(args, kwargs)
+            raise
         finally:
             program.is_looked_at = False
 
@@ -352,12 +355,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if self._layouts is not None:
                 stack.enter_context(activate(self._layouts))
             with self._agreement(program, why) as compare:
-                step, jaxpr = self._inner, self._inner.trace(*args, **kwargs).jaxpr
-                axes = gradient_axes(jaxpr.jaxpr, state, (batch, named))
-                if axes is not None and program.is_spread:
-                    step = with_right_gradients(self.function, axes)
+                jaxpr = self._inner.trace(*args, **kwargs).jaxpr
+                check_kernel_gradients(jaxpr.jaxpr, state, (batch, named))
                 compare(functools.partial(self._facts, program, jaxpr))
-            result = step(*args, **kwargs)
+            result = self._inner(*args, **kwargs)
         if self._donates:
             result = self._checked(args[0], result, program.layouts)
         if now is not None:
@@ -435,16 +436,23 @@ class CompiledStep(StepInspection, Generic[P, R]):
         donated: dict[int, str] = {}
         first: tuple[str, str] | None = None
         for index, (name, leaf) in enumerate(self._named(args, kwargs)):
-            if not isinstance(leaf, jax.Array):
-                continue
             fact, devices = "", _devices_text(layout_of(leaf))
-            if leaf.is_deleted():
+            is_array = isinstance(leaf, jax.Array)
+            if not hasattr(leaf, "dtype") and not isinstance(
+                leaf, (int, float, complex)
+            ):
+                if not self._is_static(name):
+                    fact = (
+                        f" is {_checks.shown(leaf)}, and not an array. What a program "
+                        "depends on is named in static_argnames."
+                    )
+            elif is_array and leaf.is_deleted():
                 fact = (
                     " was used up by an earlier call of a step, which reuses the "
                     "memory of its state. Continue with the state that the step "
                     "returned."
                 )
-            elif id(leaf) in donated:
+            elif is_array and id(leaf) in donated:
                 fact = (
                     f" and {donated[id(leaf)]!r} are the same array, whose memory the "
                     "step reuses. Copy one of them with jax.numpy.copy."
