@@ -270,7 +270,7 @@ OPTIONS = {
     "skip": {"on_nonfinite": "skip"},
     "float16": {"precision": "float16"},
     "remat": {"remat": "full"},
-    "regularizers": {"regularizers": [ml.losses.l2(1e-2, "kernel")]},
+    "regularizers": {"regularizers": {"l2": ml.losses.l2(1e-2, "kernel")}},
 }
 
 
@@ -380,10 +380,9 @@ def metrics_of_all_rows(run):
     }
     others = {
         "top 2": metrics.Accuracy(top_k=2),
-        "f1": metrics.F1(num_classes=3, average="macro"),
-        "precision": metrics.Precision(num_classes=3, average="weighted"),
-        "recall": metrics.Recall(num_classes=3, average="micro"),
-        "cross entropy": metrics.CrossEntropy(),
+        "f1": metrics.F1(num_classes=3),
+        "precision": metrics.Precision(num_classes=3),
+        "recall": metrics.Recall(num_classes=3, average=None),
         "perplexity": metrics.Perplexity(),
         "mean": metrics.Mean(),
         "sum": metrics.Sum("value"),
