@@ -122,7 +122,7 @@ def visualize(
     array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
     dtype = None
     if not isinstance(array, (Layout, Sharding)):
-        # Not `array.sharding`: traced values raise for it, and some know it all the same.
+        # Not `array.sharding`, for which traced values raise.
         sharding = _jax.sharding_of(array)
         if not isinstance(sharding, Sharding):
             msg = (
