@@ -86,11 +86,6 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 
     Two dims are drawn: the last two sharded ones, or else the largest others. Further
     sharded dims become several grids.
-
-    Args:
-        shape: The shape of the whole array.
-        axes: The mesh axes that shard each dim, as text; empty if none.
-        held: The part of the array on each device.
     """
     cuts = [sorted({part[dim] for _, part in held}) for dim in range(len(shape))]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -131,13 +126,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 def mesh_picture(
     axis_names: Sequence[str], shape: Sequence[int], devices: Sequence[int]
 ) -> Picture:
-    """Describes the devices of a mesh, with the last two axes as a grid.
-
-    Args:
-        axis_names: The names of the axes.
-        shape: The sizes of the axes.
-        devices: The id of each device, in the order of the flattened mesh.
-    """
+    """Describes the devices of a mesh, with the last two axes as a grid."""
     directions = [
         Direction(f"{name} ({size})", [*map(str, range(size))])
         for name, size in list(zip(axis_names, shape, strict=True))[-2:]
