@@ -237,14 +237,12 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 
 # The arrays of weights in batches that the library has made, by id. Arrays are not
 # hashable, so a WeakSet cannot hold them.
-marked_weights: dict[int, weakref.ref[Any]] = {}
+marked_weights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def mark_weights(weights: jax.Array) -> None:
     """Remembers that an array is the weights of a batch, for as long as it exists."""
-    number = id(weights)
-    forget = marked_weights.pop  # when Python ends, this module's names are gone
-    marked_weights[number] = weakref.ref(weights, lambda _: forget(number, None))
+    marked_weights[id(weights)] = weights
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
@@ -270,5 +268,4 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
 
 def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch that the library made."""
-    reference = marked_weights.get(id(leaf))
-    return reference is not None and reference() is leaf
+    return leaf is not None and marked_weights.get(id(leaf)) is leaf
