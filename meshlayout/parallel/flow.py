@@ -23,7 +23,7 @@ class Contraction:
         factors: What it sums over.
         operand: What is multiplied with a weight, or the larger one of two operands.
         size: Elements of the result.
-        runs: How often it runs, in the loops around it.
+        nbytes: Bytes of the results in one step, in the loops around it.
         weights: The parameters that it multiplies with, as bits.
         bit: Its own bit in the history of what depends on it.
         before: The contractions that it depends on.
@@ -32,7 +32,7 @@ class Contraction:
     factors: tuple[Factor, ...]
     operand: FactoredArray
     size: int
-    runs: int
+    nbytes: int
     weights: int
     bit: int
     before: int
@@ -45,17 +45,31 @@ class GradientSum:
     Attributes:
         factor: What the gradient is summed over.
         of: The array, which all parts of the factor read.
-        runs: How often it runs, in the loops around it.
+        nbytes: Bytes of the gradient in one step, in the loops around it.
         other_size: Elements of what the array is multiplied with; for a broadcast, of
             the result.
-        by_weight: Whether that is a weight, as in a matmul by columns.
+        weights: The parameters of which that is made, as bits, if it is a weight, as
+            in a matmul by columns.
     """
 
     factor: Factor
     of: FactoredArray
-    runs: int
+    nbytes: int
     other_size: int
-    by_weight: bool
+    weights: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that carries an activation which nothing in its body constrains.
+
+    Attributes:
+        shape: The shape of the activation.
+        params: The parameters that the loop reads, as bits.
+    """
+
+    shape: tuple[int, ...]
+    params: int
 
 
 @dataclass(eq=False)
@@ -65,12 +79,17 @@ class Flow:
     Attributes:
         contractions: The contractions of parameters or of two other arrays.
         gradient_sums: Where gradients are summed over a factor.
-        reductions: Factors that reductions end, and the elements of the results.
+        reductions: Factors that reductions end, and the bytes of the results.
         together: Dims of arrays in which factors come together for the first time.
         added_lookups: Groups of look-ups whose results are added up, as bits.
         experts: Factors of stacked weights that a product batches over.
         multiplied: The parameters that something is multiplied with, as bits.
+        grouped: Kernels of grouped convolutions, as bits of parameters, with the factor
+            that counts the groups.
+        looked_up: The parameters that rows are looked up in, as bits.
+        loops: Loops that carry activations, and the parameters that they read.
         new_bits: The contraction of the operation that is walked through, as a bit.
+        itemsize: Bytes of an element of its result.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
@@ -80,9 +99,14 @@ class Flow:
     added_lookups: set[int] = field(default_factory=set)
     experts: list[Factor] = field(default_factory=list)
     multiplied: int = 0
+    grouped: list[tuple[int, Dim]] = field(default_factory=list)
+    looked_up: int = 0
+    loops: list["Loop"] = field(default_factory=list)
     new_bits: int = 0
+    itemsize: int = 1
     _lookups: int = 0
     _loops: int = 1
+    _depth: int = 0
 
     def contract(
         self,
@@ -107,7 +131,7 @@ class Flow:
                 factors,
                 operand.source,
                 size,
-                self._loops,
+                size * self._loops * self.itemsize,
                 weights,
                 self.new_bits,
                 before,
@@ -115,27 +139,28 @@ class Flow:
         )
 
     def sum_gradient(
-        self, of: FactoredArray, dims: Iterable[Dim], other: int, *, by_weight: bool
+        self, of: FactoredArray, dims: Iterable[Dim], other: int, weights: int = 0
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
         if of.params:
+            nbytes = of.size * self._loops * self.itemsize
             self.gradient_sums += [
-                GradientSum(factor, of.source, self._loops, other, by_weight)
+                GradientSum(factor, of.source, nbytes, other, weights)
                 for dim in dims
                 for factor in dim
             ]
 
     def reduce(self, dims: Iterable[Dim], size: int) -> None:
         """Notes that a reduction to an array of some size ends dims."""
-        self.reductions += [
-            (factor, size * self._loops) for dim in dims for factor in dim
-        ]
+        nbytes = size * self._loops * self.itemsize
+        self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
 
     def look_up(self, table: FactoredArray, dims: Iterable[Dim], size: int) -> None:
         """Notes that an array of some size is looked up along dims of a table."""
         if table.is_weight:
             self.contract(dims, (table,), size)
             self._lookups |= self.new_bits
+            self.looked_up |= table.params
         else:
             self.reduce(dims, size)
 
@@ -145,11 +170,16 @@ class Flow:
         if len(bits) > 1 and not any(each & ~self._lookups for each in bits):
             self.added_lookups.add(functools.reduce(operator.or_, bits))
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the operation that is walked through is in a loop."""
+        return self._depth > 0
+
     @contextlib.contextmanager
     def repeated(self, length: int) -> Iterator[None]:
         """Returns a context for the body of a loop."""
         self._loops *= length
-        try:
-            yield
-        finally:
-            self._loops //= length
+        self._depth += 1
+        yield
+        self._loops //= length
+        self._depth -= 1

@@ -181,7 +181,10 @@ def _followed(
     named: list[Parameter] = []
     for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
         # Keys and counts are not learned: what is made of them alone is no weight.
-        bit = 1 << index if jax.numpy.issubdtype(shape.dtype, jax.numpy.inexact) else 0
+        kind = jax.numpy.issubdtype
+        is_quantized = kind(shape.dtype, jax.numpy.integer) and shape.dtype.itemsize < 2
+        is_weight = is_quantized or kind(shape.dtype, jax.numpy.inexact)
+        bit = 1 << index if is_weight else 0
         array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
         nbytes = shape.size * _jax.itemsize(shape.dtype)
         named.append(Parameter(leaf.path, nbytes, array))
