@@ -114,15 +114,69 @@ def test_the_axes_are_fsdp_or_else_those_of_the_batch():
     assert axes(HYBRID) == "fsdp"
     assert axes(ml.create_mesh({"data": 2, "fsdp": 4})) == "fsdp"
     assert axes(ml.create_mesh({"batch": 2, "data": 4})) == ("batch", "data")
-    both = ml.parallel.fsdp(HYBRID, ["replica", "fsdp"])
+    both = ml.parallel.fsdp(HYBRID, axes=["replica", "fsdp"])
     assert decide(both, "w", (1024, 64)).layout.specs[0] == ("replica", "fsdp")
-    assert ml.parallel.fsdp(HYBRID, "fsdp") == ml.parallel.fsdp(HYBRID)
+    assert ml.parallel.fsdp(HYBRID, axes="fsdp") == ml.parallel.fsdp(HYBRID)
 
 
 def test_batches_of_hybrid_sharding_are_sharded_over_both_axes():
     data = {"x": np.zeros((16, 3), "float32")}
     batch = next(iter(ml.distribute_dataset(data, HYBRID, global_batch_size=16)))
     assert ml.Layout.of(batch["x"]).specs == (("replica", "fsdp"), None)
+
+
+# With the program.
+
+
+def loop_model(constrained):
+    """A small vocabulary, and layers in a scan; with what calls them."""
+    shapes = {"a0": (64, 512), "b": (4, 512, 512), "c": (512, 4096)}
+
+    def call(params, tokens):
+        def layer(x, w):
+            x = ml.constrain(x, "carry") if constrained else x
+            return x + jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, params["a0"][tokens], params["b"])
+        return x @ params["c"]
+
+    return abstract(shapes), jax.ShapeDtypeStruct((16, 32), "int32"), call
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_with_the_program_a_small_table_is_sharded_by_rows(constrained):
+    params, tokens, call = loop_model(constrained)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layouts = ml.parallel.fsdp(EIGHT, params, tokens, call=call)
+    assert specs(layouts, params) == {
+        "a0": ("batch", None),
+        "b": (None, "batch", None),
+        "c": (None, "batch"),
+    }
+    assert specs(ml.parallel.fsdp(EIGHT), params)["a0"] == (None, "batch")
+    # Wherever the parameters are, as in a state.
+    assert specs(layouts, ({"model": params}, 1))["0/model/a0"] == ("batch", None)
+    texts = [str(each.message) for each in caught]
+    assert texts == (
+        []
+        if constrained
+        else [
+            "fsdp: a loop reads 'b', which is sharded, and carries an activation of shape "
+            "(16, 32, 512), which nothing constrains: XLA may shard that like the weights "
+            "and move every activation. Write x = ml.constrain(x, 'carry') as the first "
+            "line of the loop's body, and give the step "
+            "layouts=ml.LayoutMap(mesh, {'carry': ('batch', ...)})."
+        ]
+    )
+    if caught:
+        assert caught[0].filename == __file__
+
+
+def test_axes_in_the_place_of_the_model_are_pointed_to_their_name():
+    assert refusal(lambda: ml.parallel.fsdp(EIGHT, "batch")) == (
+        "fsdp: to shard over other axes, write axes='batch'."
+    )
 
 
 # Maps that are values.
@@ -558,7 +612,7 @@ BAD = [float("nan"), -1, "x", object(), [], jnp.ones(2)]
     {
         "mesh": lambda bad: ml.parallel.fsdp(bad),
         "data_parallel mesh": lambda bad: ml.parallel.data_parallel(bad),
-        "axes": lambda bad: ml.parallel.fsdp(EIGHT, bad),
+        "axes": lambda bad: ml.parallel.fsdp(EIGHT, axes=bad),
         "min_bytes": lambda bad: ml.parallel.fsdp(EIGHT, min_bytes=bad),
         "memory": lambda bad: ml.zero_rule(EIGHT, memory_kind=bad),
         "first": lambda bad: ml.parallel.compose(bad, ml.LayoutMap(EIGHT)),
@@ -577,10 +631,10 @@ def test_a_mesh_without_an_axis_for_batches_needs_axes():
     mesh = ml.create_mesh({"x": 8})
     assert refusal(lambda: ml.parallel.fsdp(mesh)) == (
         "fsdp: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp', 'dp', "
-        "'ddp', 'data_parallel'. Give the axes to shard over, as fsdp(mesh, 'x')."
+        "'ddp', 'data_parallel'. Give the axes to shard over, as fsdp(mesh, axes='x')."
     )
     for axes in (["x", "x"], [], [None], 3):
-        assert refusal(lambda axes=axes: ml.parallel.fsdp(mesh, axes)) == (
+        assert refusal(lambda axes=axes: ml.parallel.fsdp(mesh, axes=axes)) == (
             "fsdp: axes must be a mesh axis name or several different ones, got "
             f"{axes!r}."
         )

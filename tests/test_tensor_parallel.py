@@ -959,7 +959,7 @@ def test_fsdp_shards_what_tensor_parallelism_left(mesh_2x4):
     build, forward = pytrees.llama()
     layouts = ml.parallel.compose(
         tensor_parallel(mesh_2x4, build, TOKENS, call=forward),
-        ml.parallel.fsdp(mesh_2x4, "batch", min_bytes=0),
+        ml.parallel.fsdp(mesh_2x4, axes="batch", min_bytes=0),
     )
     tree = jax.eval_shape(build)
     resolved = layouts.resolve(tree)

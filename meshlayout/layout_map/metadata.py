@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import linen as nn, nnx
+from flax.linen import spmd
 
 from meshlayout import _checks
 from meshlayout._annotations import Box
@@ -107,10 +108,10 @@ def logical_layout(
         raise LayoutError(msg)
     if not isinstance(box, nn.LogicallyPartitioned):
         rules = [*rules, *((axis, axis) for axis in mesh.axis_names)]
-    rules = [(name, tuple(x) if isinstance(x, list) else x) for name, x in rules]
-    spec: Any = nn.logical_to_mesh_axes(words, rules)
+    pairs: Any = [(name, tuple(x) if isinstance(x, list) else x) for name, x in rules]
+    spec: Any = spmd.logical_to_mesh_axes(words, pairs)
     taken = dict(zip(words, map(axes_of, spec), strict=True))
-    wanted = {name: axes_of(axes) for name, axes in reversed(rules)}
+    wanted = {name: axes_of(axes) for name, axes in reversed(pairs)}
     notes: list[str] = []
     for name in names:
         if name not in wanted:

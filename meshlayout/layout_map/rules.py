@@ -6,7 +6,7 @@ where they are made.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -102,7 +102,8 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
     where = f"rule {pattern!r}"
     rule = checked_rule(value, where)
     layout: Any = rule.layout
-    if callable(layout) and not isinstance(layout, (Layout, NamedSharding)):
+    is_layout = isinstance(layout, (Layout, NamedSharding))
+    if callable(layout) and not is_layout:
         context = _checks.Context(where=where, error=LayoutMapError)
         _checks.function("function", layout, "path", "shape", "dtype", **context)
     else:
@@ -110,8 +111,7 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
             layout = parse_spec(layout, mesh)
         except LayoutError as error:
             raise LayoutMapError(f"{where}: {error}") from None
-    fields = (rule.on_uneven, rule.note, rule.sends, rule.is_generated)
-    return ParsedRule(pattern, regex, Rule(layout, *fields))
+    return ParsedRule(pattern, regex, replace(rule, layout=layout))
 
 
 def checked_rule(value: Any, where: str) -> Rule:

@@ -79,15 +79,15 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         for part in copies
         for pattern in part
     }
-    unused: set[Unused] = {part._options.unused for part in parts if part}
-    strictness: list[Unused] = ["error", "warn", "ignore"]
+    modes = {part._options.unused for part in parts if part}
+    unused: Unused = "error" if "error" in modes else "warn"
     strict = any(part._options.unmatched == "error" for part in parts)
     return LayoutMap(
         first.mesh,
         rules | slots,
         default=everything,
         unmatched="error" if strict else "replicate",
-        unused=next((each for each in strictness if each in unused), "warn"),
+        unused="ignore" if modes == {"ignore"} else unused,
     )
 
 

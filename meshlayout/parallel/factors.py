@@ -21,6 +21,8 @@ from typing import TypeAlias
 OF_INPUTS = "it is a dim of the example inputs"
 """The reason that comes before all others, because no program changes it."""
 
+_MISALIGNED = "reshapes split it in two ways that do not line up"
+
 
 class Factor:
     """One factor of a dim; the same one in every array in which it is linked."""
@@ -33,9 +35,6 @@ class Factor:
         self._below = below
         self._link: Factor | None = None
         self._parts: tuple[Factor, Factor] | None = None
-
-    def __repr__(self) -> str:
-        return f"Factor({self.size}, {self.blocked!r})"
 
     @property
     def root(self) -> "Factor":
@@ -102,7 +101,7 @@ class FactoredArray:
         of_inputs: Whether it depends on the example inputs. A value that depends on
             parameters alone is as good as one.
         history: The contractions that it depends on, as bits.
-        origin: The array itself, or what it was cast from.
+        origin: The array that it was cast from, or None.
     """
 
     shape: tuple[int, ...]
@@ -118,9 +117,9 @@ class FactoredArray:
         return math.prod(self.shape)
 
     @property
-    def is_weight(self) -> bool:
-        """Whether it was made from parameters alone."""
-        return bool(self.params) and not self.of_inputs
+    def weights(self) -> int:
+        """The parameters that it was made from, if from these alone, as bits."""
+        return 0 if self.of_inputs else self.params
 
     @property
     def source(self) -> "FactoredArray":
@@ -160,8 +159,6 @@ def link(first: Dim, second: Dim) -> None:
         >>> heads[0][0].root is leaves_of(features[0])[0]
         True
     """
-    if first == second:
-        return
     # The major factor is last, to be popped.
     left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]
     while left and right:
@@ -181,6 +178,12 @@ def link(first: Dim, second: Dim) -> None:
             return
 
 
+def link_all(first: Dims, second: Dims) -> None:
+    """Links the dims of two arrays one by one."""
+    for a, b in zip(first, second, strict=True):
+        link(a, b)
+
+
 def _pop(stack: list[Factor]) -> Factor:
     """Removes the last factor, or the first part of it if it was split by now."""
     first, *others = stack.pop().leaves
@@ -188,16 +191,11 @@ def _pop(stack: list[Factor]) -> Factor:
     return first
 
 
-_MISALIGNED = "reshapes split it in two ways that do not line up"
-
-
 def _unite(first: Factor, second: Factor) -> None:
-    first, second = first.root, second.root
-    if first is not second:
-        second._link = first
-        is_of_inputs = OF_INPUTS in (first._block, second._block)
-        first._block = OF_INPUTS if is_of_inputs else first._block or second._block
-        first._below = first._below or second._below
+    second._link = first
+    is_of_inputs = OF_INPUTS in (first._block, second._block)
+    first._block = OF_INPUTS if is_of_inputs else first._block or second._block
+    first._below = first._below or second._below
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
@@ -232,9 +230,3 @@ def dependence(args: Iterable[FactoredArray]) -> tuple[int, bool, int]:
         of_inputs |= arg.of_inputs
         history |= arg.history
     return params, of_inputs, history
-
-
-def link_all(first: Dims, second: Dims) -> None:
-    """Links dims one by one."""
-    for a, b in zip(first, second, strict=True):
-        link(a, b)

@@ -48,8 +48,7 @@ class GradientSum:
         nbytes: Bytes of the gradient in one step, in the loops around it.
         other_size: Elements of what the array is multiplied with; for a broadcast, of
             the result.
-        weights: The parameters of which that is made, as bits, if it is a weight, as
-            in a matmul by columns.
+        weights: The parameters that those are, as bits, as in a matmul by columns.
     """
 
     factor: Factor
@@ -57,19 +56,6 @@ class GradientSum:
     nbytes: int
     other_size: int
     weights: int
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop that carries an activation which nothing in its body constrains.
-
-    Attributes:
-        shape: The shape of the activation.
-        params: The parameters that the loop reads, as bits.
-    """
-
-    shape: tuple[int, ...]
-    params: int
 
 
 @dataclass(eq=False)
@@ -84,12 +70,13 @@ class Flow:
         added_lookups: Groups of look-ups whose results are added up, as bits.
         experts: Factors of stacked weights that a product batches over.
         multiplied: The parameters that something is multiplied with, as bits.
-        grouped: Kernels of grouped convolutions, as bits of parameters, with the factor
-            that counts the groups.
         looked_up: The parameters that rows are looked up in, as bits.
-        loops: Loops that carry activations, and the parameters that they read.
+        grouped: Kernels of grouped convolutions, as bits, with the dim of groups.
+        loops: The shapes of activations that loops carry and nothing constrains, with
+            the parameters that these loops read, as bits.
         new_bits: The contraction of the operation that is walked through, as a bit.
         itemsize: Bytes of an element of its result.
+        depth: How many loops are around it.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
@@ -99,43 +86,36 @@ class Flow:
     added_lookups: set[int] = field(default_factory=set)
     experts: list[Factor] = field(default_factory=list)
     multiplied: int = 0
-    grouped: list[tuple[int, Dim]] = field(default_factory=list)
     looked_up: int = 0
-    loops: list["Loop"] = field(default_factory=list)
+    grouped: list[tuple[int, Dim]] = field(default_factory=list)
+    loops: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     new_bits: int = 0
     itemsize: int = 1
+    depth: int = 0
     _lookups: int = 0
-    _loops: int = 1
-    _depth: int = 0
+    _runs: int = 1
+
+    def _nbytes(self, size: int) -> int:
+        return size * self._runs * self.itemsize
 
     def contract(
-        self,
-        dims: Iterable[Dim],
-        operands: Sequence[FactoredArray],
-        size: int,
+        self, dims: Iterable[Dim], operands: Sequence[FactoredArray], size: int
     ) -> None:
         """Notes a sum over dims of products of some arrays."""
         factors = tuple(factor for dim in dims for factor in dim)
         weights = before = 0
         for operand in operands:
-            weights |= operand.params if operand.is_weight else 0
+            weights |= operand.weights
             before |= operand.history
         self.multiplied |= weights
         if not factors:
             return
-        others = [operand for operand in operands if not operand.is_weight] or operands
-        operand = max(others, key=lambda array: array.size)
-        self.new_bits = 1 << len(self.contractions)
+        others = [operand for operand in operands if not operand.weights] or operands
+        source = max(others, key=lambda array: array.size).source
+        bit = self.new_bits = 1 << len(self.contractions)
+        nbytes = self._nbytes(size)
         self.contractions.append(
-            Contraction(
-                factors,
-                operand.source,
-                size,
-                size * self._loops * self.itemsize,
-                weights,
-                self.new_bits,
-                before,
-            )
+            Contraction(factors, source, size, nbytes, weights, bit, before)
         )
 
     def sum_gradient(
@@ -143,21 +123,20 @@ class Flow:
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
         if of.params:
-            nbytes = of.size * self._loops * self.itemsize
             self.gradient_sums += [
-                GradientSum(factor, of.source, nbytes, other, weights)
+                GradientSum(factor, of.source, self._nbytes(of.size), other, weights)
                 for dim in dims
                 for factor in dim
             ]
 
     def reduce(self, dims: Iterable[Dim], size: int) -> None:
         """Notes that a reduction to an array of some size ends dims."""
-        nbytes = size * self._loops * self.itemsize
+        nbytes = self._nbytes(size)
         self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
 
     def look_up(self, table: FactoredArray, dims: Iterable[Dim], size: int) -> None:
         """Notes that an array of some size is looked up along dims of a table."""
-        if table.is_weight:
+        if table.weights:
             self.contract(dims, (table,), size)
             self._lookups |= self.new_bits
             self.looked_up |= table.params
@@ -170,16 +149,9 @@ class Flow:
         if len(bits) > 1 and not any(each & ~self._lookups for each in bits):
             self.added_lookups.add(functools.reduce(operator.or_, bits))
 
-    @property
-    def is_in_loop(self) -> bool:
-        """Whether the operation that is walked through is in a loop."""
-        return self._depth > 0
-
     @contextlib.contextmanager
     def repeated(self, length: int) -> Iterator[None]:
         """Returns a context for the body of a loop."""
-        self._loops *= length
-        self._depth += 1
+        self._runs, self.depth = self._runs * length, self.depth + 1
         yield
-        self._loops //= length
-        self._depth -= 1
+        self._runs, self.depth = self._runs // length, self.depth - 1

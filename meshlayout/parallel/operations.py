@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -28,7 +29,7 @@ from meshlayout.parallel.factors import (
     link_all,
     regroup,
 )
-from meshlayout.parallel.flow import Flow, Loop
+from meshlayout.parallel.flow import Flow
 from meshlayout.parallel.products import (
     convolution,
     grouped_matmul,
@@ -222,11 +223,13 @@ def _placewise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
     name, x = eqn.primitive.name, args[0]
     shapes, rank = out_shapes(eqn), len(x.shape)
     operands = [arg for arg in args if arg.shape and len(arg.shape) == rank]
-    worked = {dim % rank for dim in _WORKED[name](eqn.params)} if rank else set()
+    worked = {dim % rank for dim in _worked_along(eqn.params)} if rank else set()
+    if name == "top_k":
+        worked.add(eqn.params.get("axis", rank - 1) % rank)
     for other in (*(arg.shape for arg in operands), *shapes):
         worked |= {dim for dim in range(rank) if x.shape[dim] != other[dim]}
     reason = f"{name} {_VERBS.get(name, 'works along it')}"
-    if name == "dynamic_slice" and flow.is_in_loop:
+    if name == "dynamic_slice" and flow.depth:
         reason = STACKED  # as layers are, which a loop takes out by their number
     for arg in operands:
         block([arg.dims[dim] for dim in worked], reason)
@@ -241,46 +244,19 @@ def _placewise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
     ]
 
 
-def _named(*names: str) -> Callable[[dict[str, Any]], Iterable[int]]:
-    """Returns a function that reads dims from the parameters of an operation."""
-
-    def dims(params: dict[str, Any]) -> Iterable[int]:
-        value = next(params[name] for name in names if name in params)
-        return value if isinstance(value, (tuple, list)) else (value,)
-
-    return dims
-
-
-def _other_than(name: str, usual: Any) -> Callable[[dict[str, Any]], Iterable[int]]:
-    """Returns a function that reads in which dims a parameter is not as usual."""
-
-    def dims(params: dict[str, Any]) -> Iterable[int]:
+def _worked_along(params: dict[str, Any]) -> set[int]:
+    """Returns the dims along which an operation works even if their sizes stay."""
+    worked: set[int] = set()
+    for name in ("dimension", "dimensions", "axis"):
+        dims = params.get(name, ())
+        worked |= {*dims} if isinstance(dims, (tuple, list)) else {dims}
+    for name, usual in _USUAL.items():
         values = params.get(name) or ()
-        return [dim for dim, value in enumerate(values) if value != usual]
+        worked |= {dim for dim, value in enumerate(values) if value != usual}
+    return worked
 
-    return dims
 
-
-# The dims along which an operation works even if their sizes stay.
-_WORKED: dict[str, Callable[[dict[str, Any]], Iterable[int]]] = {
-    "concatenate": _named("dimension"),
-    "dynamic_slice": lambda params: (),
-    "dynamic_update_slice": lambda params: (),
-    "pad": _other_than("padding_config", (0, 0, 0)),
-    "rev": _named("dimensions"),
-    "slice": _other_than("strides", 1),
-    "sort": _named("dimension"),
-    "split": _named("axis"),
-    "top_k": lambda params: (params.get("axis", -1),),
-    **dict.fromkeys(
-        ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _named("axis")
-    ),
-    **dict.fromkeys(
-        ("reduce_window", "reduce_window_max", "reduce_window_min"),
-        _other_than("window_dimensions", 1),
-    ),
-    "reduce_window_sum": _other_than("window_dimensions", 1),
-}
+_USUAL = {"padding_config": (0, 0, 0), "strides": 1, "window_dimensions": 1}
 _TAKES = "takes parts of it"
 _VERBS = {
     "dynamic_slice": _TAKES,
@@ -343,13 +319,13 @@ def _looped(
         if list(map(_depends, after)) == list(map(_depends, carry)):
             break
         carry = after
-    read, _, _ = dependence(arg for arg in args if arg.is_weight)
+    read, _, _ = dependence(arg for arg in args if arg.weights)
     constrained = set(_constrained(body))
     flow.loops += [
-        Loop(x.shape, read)
+        (x.shape, read)
         for x, var in zip(carry, body.outvars, strict=False)
         if x.of_inputs and len(x.shape) > 1 and x.shape not in constrained
-        if np.issubdtype(var.aval.dtype, np.inexact) or var.aval.dtype == "bfloat16"
+        if jnp.issubdtype(var.aval.dtype, jnp.inexact)
     ]
     with flow.repeated(length):
         results = walk(flow, body, (*consts, *carry, *slices))
@@ -409,8 +385,8 @@ _INLINED = """
 """
 _CALLS |= dict.fromkeys(_INLINED.split(), _called)
 
-_CASTS = frozenset(("convert_element_type", "copy", "reduce_precision"))
 _SLICES = frozenset(("dynamic_slice",))
+_CASTS = frozenset(("convert_element_type", "copy", "reduce_precision"))
 
 _KINDS: dict[_Handler, str] = {
     _elementwise: """
@@ -447,7 +423,11 @@ _KINDS: dict[_Handler, str] = {
     _scattered: """
         scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
     """,
-    _placewise: " ".join(_WORKED),
+    _placewise: """
+        concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_slice
+        dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min
+        reduce_window_sum rev slice sort split top_k
+    """,
     _stacked: "stack",
     _unstacked: "unstack",
 }

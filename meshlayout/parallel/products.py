@@ -74,7 +74,7 @@ def _contraction(
         for x, indices in zip((lhs, rhs), used, strict=True)
     ]
     shared = [lhs.dims[dim] for dim in batch[0]]
-    if lhs.is_weight != rhs.is_weight:
+    if bool(lhs.weights) != bool(rhs.weights):
         flow.experts += [factor for dim in shared for factor in dim]
     summed = [lhs.dims[dim] for dim in contracted[0]]
     result = (*shared, *free[0], *free[1])
@@ -92,8 +92,8 @@ def _product(
 ) -> Dims:
     """Notes what a product sums over, forward and in the gradients of its operands."""
     flow.contract(summed, (lhs, rhs), int(np.prod(out_shapes(eqn)[0])))
-    flow.sum_gradient(lhs, free[1], rhs.size, rhs.params if rhs.is_weight else 0)
-    flow.sum_gradient(rhs, free[0], lhs.size, lhs.params if lhs.is_weight else 0)
+    flow.sum_gradient(lhs, free[1], rhs.size, rhs.weights)
+    flow.sum_gradient(rhs, free[0], lhs.size, lhs.weights)
     flow.together.append(result)
     return result
 
@@ -117,7 +117,7 @@ def convolution(
         group, channel = regroup((channel,), (groups, rhs.shape[inputs]))
         feature = regroup(feature, (groups, rhs.shape[features] // groups))
         link(group, feature[0])
-        flow.grouped.append((rhs.params if rhs.is_weight else 0, group))
+        flow.grouped.append((rhs.weights, group))
         feature = feature[1:]
     link(channel, rhs.dims[inputs])
     free = [lhs.dims[rows]], feature

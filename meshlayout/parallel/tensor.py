@@ -97,7 +97,7 @@ def tensor_parallel(
             'create_mesh({"batch": 2, "model": 4}).'
         )
         raise LayoutMapError(msg)
-    params, flow = follow(model_or_build, example_inputs, call, where)
+    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
     candidates = Candidates.of(params, flow, num_shards)
     specs: dict[str, Layout | Rule] = {}
     for index, param in enumerate(params):
@@ -281,7 +281,7 @@ def _pairing(candidate: Candidate, index: int) -> str:
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     above = f", {candidate.above} x {candidate.factor.size} together"
     heads = above if candidate.above > 1 else ""
-    if any(each.operand.is_weight for each in sums):
+    if any(each.operand.weights for each in sums):
         return "looked up in parts; an all-reduce joins what the devices find"
     if sums:
         return f"rows{heads}; an all-reduce adds up the products"
