@@ -119,12 +119,6 @@ def test_the_axes_are_fsdp_or_else_those_of_the_batch():
     assert ml.parallel.fsdp(HYBRID, axes="fsdp") == ml.parallel.fsdp(HYBRID)
 
 
-def test_batches_of_hybrid_sharding_are_sharded_over_both_axes():
-    data = {"x": np.zeros((16, 3), "float32")}
-    batch = next(iter(ml.distribute_dataset(data, HYBRID, global_batch_size=16)))
-    assert ml.Layout.of(batch["x"]).specs == (("replica", "fsdp"), None)
-
-
 # With the program.
 
 
@@ -267,37 +261,6 @@ def test_data_parallel_replicates_everything():
 # States that follow.
 
 
-def hand_written(layouts, model):
-    """Returns a map of plain rules for the same parameters."""
-    return eval(layouts.to_code(model), {"ml": ml, "mesh": layouts.mesh})
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(optax.adamw(1e-3), id="adamw", marks=pytest.mark.slow),
-        pytest.param(optax.adafactor(1e-3), id="adafactor"),
-    ],
-)
-def test_optimizer_state_average_and_statistics_follow_as_by_hand(optimizer):
-    layouts = ml.parallel.fsdp(EIGHT, min_bytes=1024)
-    by_hand = hand_written(layouts, nnx.eval_shape(MODELS["resnet"]))
-
-    def layouts_of(layout_map):
-        described = ml.TrainState.describe(MODELS["resnet"], optimizer, layout_map)
-        state = described.abstract
-        batch = {"image": jnp.ones((8, 28, 28, 1)), "label": jnp.zeros(8, "int32")}
-        step = ml.make_train_step(image_loss, ema=0.9)
-        # As the step keeps it, without the minute that its compilation takes.
-        state = step._prepared(state, step._step_mesh(state, batch))
-        return jax.tree.map(lambda x: str(x.sharding), state)
-
-    found = layouts_of(layouts)
-    assert jax.tree.leaves(found) == jax.tree.leaves(layouts_of(by_hand))
-    assert "batch" in str(jax.tree.leaves(found.opt_state))
-    assert "batch" in str(jax.tree.leaves(found.extra["ema"]))
-
-
 def image_loss(model, batch):
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -374,18 +337,6 @@ def test_optimizer_state_stays_on_the_host_with_the_same_numbers(options):
     for x, y in zip(slots, expected_slots, strict=True):
         # Other operations are fused: the last bits differ.
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-9)
-
-
-@needs_memories
-def test_several_steps_per_call_keep_optimizer_state_on_the_host():
-    layouts = ml.parallel.data_parallel(EIGHT) | on_host(EIGHT)
-    state = ml.TrainState.create(MODELS["mlp"], optax.sgd(0.1, momentum=0.9), layouts)
-    step = ml.make_train_step(image_loss, steps_per_call=2)
-    image = np.ones((8, 28, 28, 1), "float32")
-    batch = {"image": image, "label": np.zeros(8, "int32")}
-    state, _ = step(state, [batch, batch])
-    slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
-    assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
 
 
 # Composition.

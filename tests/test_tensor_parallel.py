@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -800,33 +799,6 @@ def test_a_scanned_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4
     assert sum(found.values()) == found["all_reduce"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_a_train_step_sends_as_little_as_with_the_rules_written_by_hand(mesh_2x4, kind):
-    build, module, inputs, by_hand = EXAMPLES["transformer"]
-    options = {}
-    if kind == "linen":
-        options["module"] = module
-        init = jnp.zeros(*_args(inputs))
-        build = lambda: module.init(jax.random.key(0), init)  # noqa: E731
-    model = build if kind == "nnx" else module
-
-    def loss(model, batch):
-        return transformer.next_token_losses(model(batch), batch).mean(-1)
-
-    programs = []
-    tokens = ml.copy_to_mesh(np.zeros((8, 16), "int32"), mesh_2x4.layout("batch", None))
-    for layouts in (
-        tensor_parallel(mesh_2x4, model, inputs),
-        ml.LayoutMap(mesh_2x4, by_hand),
-    ):
-        state = ml.TrainState.create(build, optax.adam(1e-2), layouts, **options)
-        step = ml.make_train_step(loss)
-        found = ml.testing.expect_communication(step, state, tokens)
-        programs.append([(each.kind, each.arrays) for each in found.collectives])
-    assert programs[0] == programs[1]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -1046,15 +1018,6 @@ def test_an_exception_of_the_model_names_the_shapes_it_was_called_with(mesh_2x4)
     assert caught.value.__notes__[-1] == (
         "while tensor_parallel traces the model for inputs of f32[2, 28, 28, 1]"
     )
-
-
-def test_an_exception_of_a_builder_says_who_called_it(mesh_2x4):
-    def build():
-        raise ValueError("no such size")
-
-    with pytest.raises(ValueError, match="no such size") as caught:
-        tensor_parallel(mesh_2x4, build, IMAGES)
-    assert caught.value.__notes__[-1] == "while tensor_parallel builds the model"
 
 
 def _product(params, x):

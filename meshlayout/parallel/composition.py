@@ -121,18 +121,9 @@ class Composition:
             new, why = decision.layout, decision.fallback or decision.note
             if not hasattr(rule.layout, "extend"):
                 new = _merged(layout, new)
-                policy = rule.on_uneven or part._options.on_uneven
-                uneven = {misfit.dim: misfit for misfit in new.misfits(shape)}
-                if uneven and policy == "replicate":
-                    kept = zip(layout.specs, new.specs, strict=True)
-                    new = new.with_specs(
-                        [old if d in uneven else e for d, (old, e) in enumerate(kept)]
-                    )
-                    why = "; ".join(
-                        f"dim {x.dim} left as before: size {x.size} does not divide "
-                        f"into {x.num_shards} shards over {', '.join(x.axes)}"
-                        for x in uneven.values()
-                    )
+                if (rule.on_uneven or part._options.on_uneven) == "replicate":
+                    new, lost = _fitting(new, layout, shape)
+                    why = lost or why
             if new.specs != layout.specs:
                 text = f"{new} by part {number}, {decision.rule or _name(part)}"
                 reasons.append(f"{text}: {why}" if why else text)
@@ -151,6 +142,18 @@ def _merged(layout: Layout, more: Layout) -> Layout:
     entries = [(*axes_of(before), *axes_of(after)) for before, after in pairs]
     kind = layout.memory_kind or more.memory_kind
     return Layout(entries, layout.mesh, memory_kind=kind)
+
+
+def _fitting(new: Layout, before: Layout, shape: tuple[int, ...]) -> tuple[Layout, str]:
+    """Returns a layout with entries as before where it does not divide, and why."""
+    specs, reasons = list(new.specs), list[str]()
+    for x in new.misfits(shape):
+        specs[x.dim] = before.specs[x.dim]
+        reasons.append(
+            f"dim {x.dim} left as before: size {x.size} does not divide into "
+            f"{x.num_shards} shards over {', '.join(x.axes)}"
+        )
+    return new.with_specs(specs), "; ".join(reasons)
 
 
 def _rule(part: LayoutMap, pattern: str | None) -> Rule:

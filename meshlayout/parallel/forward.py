@@ -46,6 +46,11 @@ class Parameter:
     nbytes: int
     array: FactoredArray
 
+    @property
+    def rank(self) -> int:
+        """Its number of dims."""
+        return len(self.array.shape)
+
 
 def follow(
     model_or_build: Model | Callable[[], Model],

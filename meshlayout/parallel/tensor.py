@@ -13,8 +13,9 @@ What cannot be sharded without sending more stays whole, and `explain` says why.
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
@@ -25,7 +26,7 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import Factor, leaves_of
+from meshlayout.parallel.factors import Factor, FactoredArray, leaves_of
 from meshlayout.parallel.flow import Contraction, Flow, GradientSum
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
 from meshlayout.parallel.operations import STACKED
@@ -98,12 +99,13 @@ def tensor_parallel(
         )
         raise LayoutMapError(msg)
     params, flow = follow(model_or_build, example_inputs, call, where, mesh)
-    candidates = Candidates.of(params, flow, num_shards)
     specs: dict[str, Layout | Rule] = {}
-    for index, param in enumerate(params):
-        dim, note, sends = candidates.decision(index)
-        entries = [axis if d == dim else None for d in range(len(param.array.shape))]
-        specs[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
+    for param, decision in zip(
+        params, _decisions(params, flow, num_shards), strict=True
+    ):
+        entries = [axis if d == decision.dim else None for d in range(param.rank)]
+        note = decision.note or None
+        specs[param.path] = Rule(Layout(entries, mesh), note=note, sends=decision.sends)
     return LayoutMap(mesh, rules_for(specs))
 
 
@@ -179,113 +181,111 @@ _GROUPED = (
 )
 
 
-@dataclass(eq=False)
-class Candidates:
-    """The candidates of a model, and which of them are sharded.
+class _Decision(NamedTuple):
+    """The dim along which a parameter is sharded, why or why not, and what it sends."""
 
-    Attributes:
-        params: The model's parameters.
-        by_factor: The candidates.
-        chosen: Those that are sharded, by parameter.
-        multiplied: The parameters that something is multiplied with, as bits.
-        grouped: The dim of groups of each kernel of a grouped convolution that is
-            sharded for its gradient's sake; None where the groups do not divide.
-    """
-
-    params: Sequence[Parameter]
-    by_factor: dict[Factor, Candidate]
-    chosen: dict[int, Candidate]
-    multiplied: int
-    grouped: dict[int, int | None]
-
-    @classmethod
-    def of(
-        cls, params: Sequence[Parameter], flow: Flow, num_shards: int
-    ) -> "Candidates":
-        """Finds the candidates of a model, and chooses among them."""
-        candidates = _candidates(params, flow, num_shards)
-        for candidate in candidates.values():
-            multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
-            candidate.refusal = _refusal(candidate)
-            if not candidate.refusal and not multiplies:
-                candidate.refusal = "nothing in the program is multiplied with it"
-        rivals = _rivals(candidates, flow)
-        free = {f: each for f, each in candidates.items() if not each.refusal}
-        nbytes = {
-            factor: sum(params[index].nbytes for index in candidate.dims)
-            for factor, candidate in free.items()
-        }
-        # Bytes count, and less where more is sent for each: half where it is as much as
-        # on the average of all candidates, which does not depend on the batch.
-        sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
-        mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
-        ratio = {f: sent[f] / nbytes[f] / mean for f in free}
-        for factor in free:
-            if ratio[factor] > _NOT_WORTH_FROM:
-                free[factor].refusal = _NOT_WORTH
-        worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
-        experts = leaves_of(flow.experts)
-        worth |= {f: worth[f] * _EXPERTS_WORTH for f in experts if f in worth}
-        chosen: dict[int, Candidate] = {}
-        for factor in _heaviest(worth, rivals):
-            chosen.update(dict.fromkeys(candidates[factor].dims, candidates[factor]))
-            for rival, reason in rivals[factor].items():
-                candidates[rival].refusal = candidates[rival].refusal or reason
-        grouped: dict[int, int | None] = {}
-        for bits, group in flow.grouped:
-            for index, param in enumerate(params):
-                major = leaves_of(group)[:1]
-                dims = [leaves_of(dim)[:1] for dim in param.array.dims]
-                if bits >> index & 1:
-                    is_even = major and major[0].size % num_shards == 0
-                    is_there = is_even and major in dims
-                    grouped[index] = dims.index(major) if is_there else None
-        return cls(params, candidates, chosen, flow.multiplied, grouped)
-
-    def decision(self, index: int) -> tuple[int | None, str, int | None]:
-        """Returns the dim along which a parameter is sharded, why, and what it sends.
-
-        Vectors that follow a matrix, and those that stay whole, have no reason.
-        """
-        dim, note, sends = self._decision(index)
-        if index not in self.grouped:
-            return dim, note, sends
-        if dim is None and self.grouped[index] is not None:
-            dim, note = self.grouped[index], "channels"
-        return dim, f"{note}; {_GROUPED}" if note else _GROUPED, sends
-
-    def _decision(self, index: int) -> tuple[int | None, str, int | None]:
-        is_factor = bool(self.multiplied >> index & 1)
-        candidate = self.chosen.get(index)
-        if candidate is not None:
-            note = _pairing(candidate, index) if is_factor else ""
-            sends = candidate.sent().get(index) if is_factor else None
-            return candidate.dims[index], note, sends
-        array = self.params[index].array
-        reasons: dict[int, str] = {}
-        for dim, factors in enumerate(array.dims):
-            leaves = leaves_of(factors)
-            if leaves and self.by_factor[leaves[0]].refusal not in _OBVIOUS:
-                refusal = self.by_factor[leaves[0]].refusal
-                sizes = " x ".join(str(leaf.size) for leaf in leaves)
-                parts = f" ({sizes})" if len(leaves) > 1 else ""
-                reasons[dim] = f"dim {dim} of {array.shape[dim]}{parts}: {refusal}"
-        if len(reasons) < (1 if is_factor else 2):
-            return None, "", None
-        own = [text for text in reasons.values() if not text.endswith(_STREAM)]
-        return None, f"whole; {'; '.join(own or reasons.values())}", None
+    dim: int | None
+    note: str
+    sends: int | None = None
 
 
-def _pairing(candidate: Candidate, index: int) -> str:
-    """Returns what a matrix is in the pair that is sharded."""
+def _decisions(
+    params: Sequence[Parameter], flow: Flow, num_shards: int
+) -> Iterator[_Decision]:
+    """Finds the candidates of a model, chooses among them, and says why."""
+    candidates = _candidates(params, flow, num_shards)
+    for candidate in candidates.values():
+        multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
+        candidate.refusal = _refusal(candidate)
+        if not candidate.refusal and not multiplies:
+            candidate.refusal = "nothing in the program is multiplied with it"
+    chosen: dict[int, Candidate] = {}
+    for candidate in _chosen(params, flow, candidates):
+        chosen.update(dict.fromkeys(candidate.dims, candidate))
+    grouped = {
+        index: leaves_of(group)[:1]
+        for bits, group in flow.grouped
+        for index in range(len(params))
+        if bits >> index & 1
+    }
+    for index, param in enumerate(params):
+        is_factor = bool(flow.multiplied >> index & 1)
+        if index in chosen:
+            decision = _sharded(chosen[index], index, is_factor=is_factor)
+        else:
+            decision = _whole(param.array, candidates, is_factor=is_factor)
+        if index in grouped:
+            dim, note, sends = decision
+            majors = [leaves_of(factors)[:1] for factors in param.array.dims]
+            major = grouped[index]
+            if dim is None and major in majors and major[0].size % num_shards == 0:
+                dim, note = majors.index(major), "channels"
+            note = f"{note}; {_GROUPED}" if note else _GROUPED
+            decision = _Decision(dim, note, sends)
+        yield decision
+
+
+def _chosen(
+    params: Sequence[Parameter], flow: Flow, candidates: dict[Factor, Candidate]
+) -> Iterator[Candidate]:
+    """Yields the candidates that are sharded, and refuses those that they exclude."""
+    rivals = _rivals(candidates, flow)
+    free = {f: each for f, each in candidates.items() if not each.refusal}
+    nbytes = {
+        factor: sum(params[index].nbytes for index in candidate.dims)
+        for factor, candidate in free.items()
+    }
+    # Bytes count, and less where more is sent for each: half where it is as much as on
+    # the average of all candidates, which does not depend on the batch.
+    sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
+    mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
+    ratio = {factor: sent[factor] / nbytes[factor] / mean for factor in free}
+    for factor in free:
+        if ratio[factor] > _NOT_WORTH_FROM:
+            free[factor].refusal = _NOT_WORTH
+    worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
+    experts = leaves_of(flow.experts)
+    worth |= {f: worth[f] * _EXPERTS_WORTH for f in experts if f in worth}
+    for factor in _heaviest(worth, rivals):
+        yield candidates[factor]
+        for rival, reason in rivals[factor].items():
+            candidates[rival].refusal = candidates[rival].refusal or reason
+
+
+def _whole(
+    array: FactoredArray, candidates: dict[Factor, Candidate], *, is_factor: bool
+) -> _Decision:
+    """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
+    reasons: list[str] = []
+    for dim, factors in enumerate(array.dims):
+        leaves = leaves_of(factors)
+        refusal = candidates[leaves[0]].refusal if leaves else STACKED
+        if refusal not in _OBVIOUS:
+            sizes = " x ".join(str(leaf.size) for leaf in leaves)
+            parts = f" ({sizes})" if len(leaves) > 1 else ""
+            reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
+    if len(reasons) < (1 if is_factor else 2):
+        return _Decision(None, "")
+    own = [text for text in reasons if not text.endswith(_STREAM)]
+    return _Decision(None, f"whole; {'; '.join(own or reasons)}")
+
+
+def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Decision:
+    """Says what a parameter is in the set that is sharded."""
+    dim = candidate.dims[index]
+    if not is_factor:  # a vector that follows a matrix
+        return _Decision(dim, "")
+    sends = candidate.sent().get(index)
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     above = f", {candidate.above} x {candidate.factor.size} together"
     heads = above if candidate.above > 1 else ""
     if any(each.operand.weights for each in sums):
-        return "looked up in parts; an all-reduce joins what the devices find"
-    if sums:
-        return f"rows{heads}; an all-reduce adds up the products"
-    return f"columns{heads}; the results stay sharded"
+        note = "looked up in parts; an all-reduce joins what the devices find"
+    elif sums:
+        note = f"rows{heads}; an all-reduce adds up the products"
+    else:
+        note = f"columns{heads}; the results stay sharded"
+    return _Decision(dim, note, sends)
 
 
 def _heaviest(
