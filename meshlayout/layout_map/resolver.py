@@ -187,8 +187,10 @@ class Resolver:
         None if no rule matches and the default, if there is one, has no opinion.
         """
         array, default = _ArrayAt(path, shape, dtype), self._options.default
-        rules = self.deciding(path) or (() if default is None else (default,))
-        return self._by_rules(array, rules, layout)
+        decision = self._by_rules(array, self.deciding(path), layout)
+        if decision is None and default is not None:
+            return self._by_rules(array, (default,), layout)
+        return decision
 
     def _resolution(
         self, array: _ArrayAt, value: object, decision: Decision
