@@ -191,6 +191,12 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
     return jaxprs
 
 
+def operands_of(jaxpr: Any, index: int) -> list[bool]:
+    """Returns for each operand of a jaxpr whether one of its results depends on it."""
+    wanted = [other == index for other in range(len(jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+
+
 def inner_constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that functions inside a jaxpr close over.
 
