@@ -97,7 +97,8 @@ def test_long_runs_are_averaged_and_names_are_escaped():
 
 def test_curves_are_one_image_for_pages_that_strip_html():
     history = ml.History()
-    history.set([1, 2], {"loss": [0.9, 0.5], "accuracy": [0.1, 0.2]})
+    history.add(1, {"loss": 0.9, "accuracy": 0.1})
+    history.add(2, {"loss": 0.5, "accuracy": 0.2})
     image = ET.fromstring(history.plot()._repr_svg_())
     panels = image.findall(f"{SVG}svg")
     ends = [float(svg.get("x")) + float(svg.get("width")) for svg in panels]
