@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -25,7 +25,7 @@ from meshlayout.step.updates import OnNonfinite
 class StepOptions(TypedDict, total=False):
     """Options of `make_train_step`, which documents them."""
 
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer
+    regularizers: Mapping[str, losses.Regularizer] | None
     weights: str | int
     denominator: losses.Denominator
     accumulate: int
