@@ -107,8 +107,8 @@ class BatchPlacer:
             self._tell(f"examples are weighted by {self._key!r} of their batch.")
         # With weights of 0 gradients are 0, but momentum and weight decay would still
         # move the parameters. Weights on devices are not read: that would wait.
-        is_padding = self._marks and isinstance(weights, np.ndarray)
-        if num_examples(tree) == 0 or (is_padding and not weights.any()):
+        is_padding = isinstance(weights, np.ndarray) and not weights.any()
+        if num_examples(tree) == 0 or (is_padding and self._marks):
             return None
         adds = self._pad and self._marks and takes_weights(tree, self._key)
         placed = self._placed(batch, adds=adds)

@@ -7,7 +7,6 @@ batches on the mesh, and `TrainerSteps` makes the steps from a loss function.
 
 import contextlib
 import functools
-import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from meshlayout.trainer.callbacks import Callback
 from meshlayout.trainer.epochs import Data, TrainerInput, TrainingPosition
 from meshlayout.trainer.history import History
 from meshlayout.trainer.loop import FitLoop, evaluate
-from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps, check_options
+from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps
 
 
 _log = logging.getLogger("meshlayout")
@@ -133,7 +132,6 @@ class Trainer:
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        check_options(options, inspect.signature(Trainer).parameters)
         self._pad = _checks.flag("pad", pad, where="Trainer")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         self._data_layout = None if data_layout is None else Layout.of(data_layout)
@@ -496,7 +494,7 @@ class Trainer:
             self._steps.weights,
             pad=pads,
             marks=marks,
-            accepts=accepts if is_own and self._steps.has_loss else None,
+            accepts=accepts if is_own and self._steps.loss_fn else None,
             tell=self._tell,
         )
         return TrainerInput(where, name, data, placer, **options)

@@ -76,8 +76,8 @@ class Checkpoint(Callback):
             msg = (
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
                 f"{has} of another run: resume=True would later resume from step "
-                f"{later[-1]}, not from this run. Give resume=True to resume from there "
-                "now, or save to another directory."
+                f"{later[-1]}, not from this run. Give resume=True to resume from "
+                "there now, or save to another directory."
             )
             raise CheckpointError(msg)
 

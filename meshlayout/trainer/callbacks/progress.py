@@ -8,6 +8,7 @@ import html
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -133,7 +134,7 @@ class Progress(Callback):
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
-        self._show_step(trainer.position, {}, "")
+        self._show_step(trainer.position)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
@@ -143,26 +144,20 @@ class Progress(Callback):
         if not self._pending and self._is_time_to_look():
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
+            texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
             seconds = time.perf_counter() - self._epoch_start_s
-            facts = [self._rate_text(position, seconds)]
-            if position.steps_per_epoch is not None:
-                epochs = position.last_epoch - position.epoch + 1
-                left = epochs * position.steps_per_epoch - position.step_in_epoch
-                # From the whole fit, with validation, not from the last steps.
-                facts.append(self._left_text(left / max(1, position.step_in_fit)))
-            self._show_step(position, values, ", ".join(facts))
+            texts.append(f"  {self._rate_text(position, seconds)}")
+            self._show_step(position, "".join(texts))
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        total = trainer.validation_steps
-        self._show(trainer.position, 0, total, "validating  ")
+        self._show(trainer.position, 0, trainer.validation_steps, "validating  ")
 
     def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
         """Moves the bar, now and then."""
         if self._is_time_to_look():
-            total = trainer.validation_steps
-            self._show(trainer.position, step, total, "validating  ")
+            self._show(trainer.position, step, trainer.validation_steps, "validating  ")
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -174,9 +169,11 @@ class Progress(Callback):
         epoch_s = time.perf_counter() - self._epoch_start_s
         # Without validation there is no `_trained_s`: the epoch was all training.
         rate = self._rate_text(position, self._trained_s or epoch_s)
-        left = position.last_epoch - epoch if not trainer.stopped else 0
-        left_text = self._left_text(left / (epoch - self._first_epoch + 1))
-        facts = [f"{epoch_s:.1f} s", left_text if left else "", rate]
+        num_left = 0 if trainer.stopped else position.last_epoch - epoch
+        fit_s = time.perf_counter() - self._start_s
+        left_s = round(fit_s / (epoch - self._first_epoch + 1) * num_left)
+        left = f"{timedelta(seconds=left_s)} left" if num_left else ""
+        facts = [f"{epoch_s:.1f} s", left, rate]
         texts = [f"{name} {value_text(x):>8}" for name, x in scalars(logs).items()]
         line = "  ".join([_title(position), *texts])
         while any(facts) and len(line) + sum(map(len, facts)) + 8 > width:
@@ -201,21 +198,16 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show_step(
-        self, position: TrainingPosition, values: Mapping[str, float], pace: str
-    ) -> None:
-        texts = [f"{name} {value_text(x)}" for name, x in values.items()]
-        facts = "".join(f"  {text}" for text in [*texts, pace] if text)
-        self._show(
-            position, position.step_in_epoch, position.steps_per_epoch, "", facts
-        )
+    def _show_step(self, position: TrainingPosition, facts: str = "") -> None:
+        done, total = position.step_in_epoch, position.steps_per_epoch
+        self._show(position, done, total, facts=facts)
 
     def _show(
         self,
         position: TrainingPosition,
         done: int,
         total: int | None,
-        doing: str,
+        doing: str = "",
         facts: str = "",
     ) -> None:
         if self._display is not None:
@@ -225,13 +217,6 @@ class Progress(Callback):
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before
         return f"{count / max(seconds, 1e-9):,.0f} examples/s" if count else ""
-
-    def _left_text(self, share: float) -> str:
-        """Returns the time left, from that of this fit so far."""
-        seconds = round((time.perf_counter() - self._start_s) * share)
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        time_text = f"{minutes}:{seconds % 60:02}"
-        return f"{hours}:{time_text:>05} left" if hours else f"{time_text} left"
 
 
 def _title(position: TrainingPosition) -> str:
