@@ -92,13 +92,12 @@ class TrainerSteps:
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
         """Runs a train step, or those of a list of batches."""
-        if self.group_size == 1 or not isinstance(batch, list):
-            self._see("train_step", batch)
-            return self._one(state, batch, metrics)
-        if len(batch) == 1:
-            return self.train(state, batch[0], metrics)
-        self._see("train_step", *batch[:1])
-        return self._many(state, batch, metrics)
+        # A batch may itself be a list, of arrays.
+        batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
+        self._see("train_step", *batches[:1])
+        if len(batches) == 1:
+            return self._one(state, batches[0], metrics)
+        return self._many(state, batches, metrics)
 
     def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
         """Measures a batch."""

@@ -59,27 +59,26 @@ class Trainer:
     same signatures; if it defines all that it uses, the state may be any tree of
     arrays.
 
-    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are
-    already on devices are used unchanged. Batches of NumPy arrays are sharded over the
-    mesh, and a short batch is padded to the size of the first, so that one program
-    serves all. To mark the padding, with weight 0, batches get weights: in a dict under
-    the key `weight` (or another one, `weights=`), in a tuple at the end if `weights` is
-    that index. If nothing can leave padding out (the loss function returns a mean, or a
-    tuple has no place for weights), a short batch keeps its size, for which a second
-    program is compiled.
+    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
+    devices are used unchanged. Others are sharded over the mesh, and a short batch is
+    padded to the size of the first, so that one program serves all. To mark the
+    padding, with weight 0, batches get weights: in a dict under the key `weight` (or
+    another one, `weights=`), in a tuple at the end if `weights` is that index; not in a
+    list of batches that need no padding. If nothing can leave padding out (the loss
+    function returns a mean, or a tuple has no place for weights), a short batch keeps
+    its size, for which a second program is compiled.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
             up; `trainer.state` is always the newest state.
-        loss_fn: As for `make_train_step`. A subclass that overrides the steps needs
-            none.
+        loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name; in training and validation.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`.
-        data_layout: The layout of all arrays of a batch, such as `mesh.layout("rows",
-            ...)`. By default the first dim is sharded over the mesh axes called
-            `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`.
+        data_layout: The layout of all arrays of a batch. By default the first dim is
+            sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
+            `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
             `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
@@ -93,12 +92,7 @@ class Trainer:
         stopped: Why training stops before its last epoch; empty if it does not.
         steps_in_call: The number of steps in the last call of the train step.
         validation_steps: The number of batches in a validation; None if not known.
-        input: The data of the running `fit` and the position in it, for callbacks that
-            save it.
-
-    Raises:
-        MeshLayoutError: If an option does not exist, or needs a loss function.
-        StepError: If an option of the steps is wrong.
+        input: The data of the running `fit`, for callbacks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -145,52 +139,29 @@ class Trainer:
         self._is_fitting = False
         self._told: set[str] = set()
 
-    # The steps.
+    # The steps, which may be overridden.
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
-        """Runs one step; may be overridden.
+        """Runs one step; returns the next state, and the metrics including this step.
 
         Args:
             state: The state, which may be used up.
             batch: A global batch; with `steps_per_call`, a list of batches, or of a
                 single one that is left over.
             metrics: The metrics of the epoch so far; None at its beginning.
-
-        Returns:
-            The next state, and the metrics including this step.
-
-        Raises:
-            MeshLayoutError: If there is no loss function.
         """
         return self._steps.train(state, batch, metrics)
 
     def eval_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> Metrics:
-        """Measures one batch; may be overridden.
-
-        Args:
-            state: The state, which is not used up.
-            batch: A global batch.
-            metrics: The metrics of the batches so far; None at the beginning.
-
-        Raises:
-            MeshLayoutError: If there is no loss function.
-        """
+        """Measures one batch, as `train_step`; the state is not used up."""
         return self._steps.evaluate(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
-        """Returns the model's predictions for one batch; may be overridden.
-
-        Args:
-            state: The state, which is not used up.
-            batch: A global batch.
-
-        Raises:
-            MeshLayoutError: If there is neither a `predict_fn` nor a loss function.
-        """
+        """Returns the model's predictions for one batch; the state is not used up."""
         return self._steps.predict(state, batch)
 
     # The loops.
@@ -257,11 +228,9 @@ class Trainer:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
-            MeshLayoutError: If an argument is wrong, or the data yields no batch; with
-                `resume`, if no callback is a `Checkpoint`.
+            MeshLayoutError: If an argument is wrong, or the data yields no batch.
             CheckpointError: If the checkpoint cannot be resumed from; a note says
-                whether the trainer's state is used up. Without `resume`, if a directory
-                holds later steps of another run.
+                whether the trainer's state is used up.
             Preempted: After SIGTERM; it ends the process.
         """
         if self._is_fitting:
@@ -343,9 +312,6 @@ class Trainer:
 
         Returns:
             The values by name, as floats; values with dims as NumPy arrays.
-
-        Raises:
-            MeshLayoutError: If the data is of another type, or yields no batch.
         """
         return evaluate(self, self._input("evaluate", "data", data, labels, batch_size))
 
@@ -372,10 +338,6 @@ class Trainer:
 
         Returns:
             A tree of NumPy arrays with one row per example.
-
-        Raises:
-            MeshLayoutError: If the data is of another type, yields no batch, or an
-                output does not have one row per example.
         """
         step = self.predict_step
         if predict_fn is not None:
@@ -401,11 +363,7 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """Ends training after the current step or epoch; for callbacks.
 
-        Args:
-            reason: The reason, shown by `stopped`, the history and the progress.
-
-        Raises:
-            MeshLayoutError: If it is not a string, or is empty.
+        The reason is shown by `stopped`, the history and the progress.
         """
         if not isinstance(reason, str) or not reason:
             msg = (
