@@ -198,7 +198,7 @@ _compute: Any = jax.jit(lambda metric: metric.compute())
 
 
 def _like(empty: Leaf, leaf: Leaf) -> Any:
-    """Returns what a metric starts with, perhaps a Python number, like a later value."""
+    """Returns what a metric starts with, perhaps a number, as a later value has it."""
     if not hasattr(leaf, "dtype"):
         return empty
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)
