@@ -72,7 +72,7 @@ class ReplicaTrace:
         decisions: list[Any] | None = None,
     ) -> None:
         self.context, self._axis, self._value_of = context, context.axis_name, value_of
-        self._path_of, self._marks, self.used = path_of, marks or {}, set[str]()
+        self._path_of, self._marks, self._used = path_of, marks or {}, set[str]()
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
@@ -87,7 +87,9 @@ class ReplicaTrace:
         # By the id of a value: the value, and the ids of what is a term of it; and
         # COMBINED, if it is the result of a collective, or that times a number.
         self._terms: dict[int, tuple[Any, frozenset[Any]]] = {}
-        self._added_up: set[int] = set()  # the ids of Variables
+        # The ids of Variables whose old values are marked.
+        self._added_up: set[int] = set()
+        self.is_setting = False
 
     def __enter__(self) -> "ReplicaTrace":
         self._token = current.set(self)
@@ -125,7 +127,8 @@ class ReplicaTrace:
     def read(self, variable: Variable, _: object) -> Any:
         """Returns the value of a Variable that code in the trace reads."""
         value = self._value(variable)
-        self.used |= {ADDED_UP} if id(variable) in self._added_up else set()
+        if id(variable) in self._added_up and not self.is_setting:
+            self._used.add(ADDED_UP)
         return value
 
     def _value(self, variable: Variable) -> Any:
@@ -216,13 +219,13 @@ class ReplicaTrace:
         return jax.tree.map(add, value)
 
     def _is_marked(self, mark: str, value: PyTree) -> bool:
-        if mark in self.used and not self._marks:
+        if mark in self._used and not self._marks:
             raise MarksNeeded
         return self.differs(value, mark)
 
     def sent(self, mark: str, value: PyTree) -> PyTree:
         """Returns what a collective of the function returned, with a mark."""
-        self.used.add(mark)
+        self._used.add(mark)
         value = self.mark(mark, value)
         for x in jax.tree.leaves(value):
             self.note_terms(x, frozenset([mark]))
@@ -344,13 +347,14 @@ def _setting(set_value: Any) -> Any:
         trace = current.get()
         if trace is None or options.get("index", ...) is not ...:
             return set_value(self, value, **options)
-        # Flax looks at the old value, which is not the function's doing.
-        used, old = {*trace.used}, getattr(self, VALUE)
-        if options:
-            value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
-        set_value(self, value)
-        trace.used = used
-        return None
+        trace.is_setting = True  # Flax looks at the old value, not the function
+        try:
+            if options:
+                old = getattr(self, VALUE)
+                value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+            return set_value(self, value)
+        finally:
+            trace.is_setting = False
 
     return replacement
 

@@ -7,6 +7,7 @@ as long as possible: to add up what is sharded takes a round of communication, a
 compiler can combine it with that of the gradients only if nothing reads it before.
 """
 
+import functools
 import inspect
 import logging
 import math
@@ -29,15 +30,13 @@ from meshlayout.errors import LossError, StepError
 from meshlayout.losses.reduction import weighted
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Policies
+from meshlayout.state.precision import PrecisionPolicy
 from meshlayout.step.model_call import (
     Interceptors,
-    Module,
     ModuleCall,
     call_model,
-    collect,
 )
-from meshlayout.step.remat import RematRule, Rematting
+from meshlayout.step.remat import Remat, Rematting
 
 
 _log = logging.getLogger("meshlayout")
@@ -114,7 +113,7 @@ class Loss:
 
     Attributes:
         loss_fn: The user's function of the model and the batch.
-        policies: The dtypes to compute in.
+        policy: The dtypes to compute in.
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters.
@@ -124,18 +123,17 @@ class Loss:
     """
 
     loss_fn: Callable[..., Any]
-    policies: Policies
+    policy: PrecisionPolicy
     weights: str | int
     denominator: losses.Denominator
-    regularizers: tuple[losses.Regularizer, ...]
-    remat: tuple[RematRule, ...] = ()
+    regularizers: Mapping[str, losses.Regularizer]
+    remat: Remat = "none"
     train: bool = False
     has_metrics: bool = False
 
     def expected_metrics(self) -> list[str]:
         """Returns the names of the loss and its parts, if the model records none."""
-        penalties = [one.name for one in self.regularizers]
-        return ["loss", *([DATA, *penalties] if penalties else [])]
+        return ["loss", *([DATA, *self.regularizers] if self.regularizers else [])]
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
@@ -193,8 +191,9 @@ class Loss:
                 weights do not fit.
         """
         weights = share.weights
-        remat = Rematting(self.remat, params) if self.remat else None
-        interceptors: Interceptors = () if remat is None else (remat,)
+        interceptors: Interceptors = ()
+        if self.remat != "none":
+            interceptors = (Rematting(self.remat, params),)
         if weights is not None and self.train:
             interceptors = (*interceptors, WeightMask(weights))
         names = inspect.signature(self.loss_fn).parameters
@@ -205,15 +204,13 @@ class Loss:
                 extras["rngs"] = nnx.Rngs(key)
             return self.loss_fn(model, batch, **extras)
 
-        model, result = call_model(
+        result, recorded, after = call_model(
             function,
-            *(self.policies, state, params, model_state, key, interceptors),
+            *(self.policy, state, params, model_state, key, interceptors),
             train=self.train,
         )
-        if remat is not None:
-            remat.check_used()
         values, outputs = _losses_and_outputs(self.loss_fn, result)
-        outcome = Outcome(values, outputs, *collect(model, model_state))
+        outcome = Outcome(values, outputs, recorded, after)
         _check_rows(outcome, num_examples(batch))
         if weights is None or weights.ndim == 1:
             _note_pairs(outcome, num_examples(batch), self.loss_fn)
@@ -222,12 +219,6 @@ class Loss:
         return self._parts(outcome, share), outcome
 
     def _parts(self, outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
-        if jnp.ndim(outcome.losses) == 0 and not isinstance(self.denominator, str):
-            msg = (
-                "the loss function returned a scalar, which has been divided already, "
-                "and denominator= is a number. Return one loss per example, (batch,)."
-            )
-            raise LossError(msg)
         parts = {DATA: _part("the loss function returned", outcome.losses, share)}
         for path, recorded in outcome.recorded.items():
             if path in RESERVED:
@@ -241,7 +232,7 @@ class Loss:
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
-        return {penalty.name: penalty(params) for penalty in self.regularizers}
+        return {name: fn(params) for name, fn in self.regularizers.items()}
 
     def with_penalties(
         self, parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
@@ -251,16 +242,14 @@ class Loss:
         Raises:
             LossError: If two have the same name.
         """
-        names = [penalty.name for penalty in self.regularizers]
-        for name in names:
+        for name in self.regularizers:
             if name in parts:
                 msg = (
                     f"a regularizer is called {name!r}, as another part of the loss "
-                    "is. Give it another name: losses.l2(1e-5, "
-                    f"name='weights_{name}')."
+                    "is. Give it another name."
                 )
                 raise LossError(msg)
-        return {**parts, **{name: penalties[name] for name in names}}
+        return {**parts, **{name: penalties[name] for name in self.regularizers}}
 
 
 def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
@@ -378,14 +367,12 @@ class WeightMask:
     def __init__(self, weights: jax.Array) -> None:
         self._weights = weights
 
-    def wants(self, path: str, module: Module) -> bool:
-        """Returns whether a submodule is a BatchNorm."""
-        return isinstance(module, (nn.BatchNorm, nnx.BatchNorm))
+    def __call__(self, call: ModuleCall) -> Callable[..., Any]:
+        """Returns a call with a mask, of a BatchNorm that is given none."""
+        is_norm = isinstance(call.module, (nn.BatchNorm, nnx.BatchNorm))
+        return functools.partial(self._masked, call) if is_norm else call.proceed
 
-    def call(
-        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a BatchNorm with a mask, unless it has one."""
+    def _masked(self, call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
         x, *others = args
         flag = others[0] if others else kwargs.get("use_running_average")
         uses_average = bool(call.module.use_running_average if flag is None else flag)

@@ -6,7 +6,7 @@ call it. Any other is checked, its batch placed, and the program for its mesh lo
 Several batches in one call are stacked and scanned over (`multi_step`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -21,7 +21,7 @@ from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.inspection import StepInspection, StepMemory, shard_bytes
 from meshlayout.step.multi_step import Stacked, stacked_batches, steps_of
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
@@ -36,8 +36,8 @@ from meshlayout.step.placement import (
     row_axes,
     step_mesh_of,
 )
-from meshlayout.step.program import Plan, Repeat, StepProgram, repeat_of
-from meshlayout.step.remat import Remat, parse_remat
+from meshlayout.step.program import Plan, StepProgram
+from meshlayout.step.remat import Remat, check_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
 from meshlayout.step.updates import OnNonfinite, Update
 from meshlayout.step.zero import ZeroPlacement, update_shardings
@@ -47,7 +47,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     *,
     metrics: Mapping[str, Any] | None = None,
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    regularizers: Mapping[str, losses.Regularizer] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
@@ -75,14 +75,15 @@ def make_train_step(
             model is an NNX module in training mode or a bound Linen module. Parameters
             named `rngs` and `train` receive an `nnx.Rngs` of this step and True.
         metrics: What is measured besides the loss, by name.
-        regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
+        regularizers: Functions of the parameters that return a penalty, by name, as
+            `{"l2": losses.l2(1e-5, where="kernel")}`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or an index of a tuple. A batch without an entry there
             has none. One whose weights are all 0 has gradients of 0 and is still a
             step: `step` counts it, and momentum and weight decay move the parameters.
             Leave such batches out of your own loop, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
-            of weights; `"global_batch_size"`, padding included; or a number.
+            of weights; or `"global_batch_size"`, padding included.
         accumulate: The number of microbatches in a global batch; they go through the
             model one after another, and their gradients are added. Microbatch i
             of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
@@ -97,10 +98,10 @@ def make_train_step(
             or `"skip"`, leave the state as it was and count it in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            a `PrecisionPolicy`, or a dict from patterns of paths to those.
+            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
-            submodules with insides), `"full"`, a policy of `jax.checkpoint_policies`
-            for the blocks, or a dict from patterns of paths to policies.
+            submodules with insides), `"full"`, or a policy of
+            `jax.checkpoint_policies` for the blocks.
         zero: 1 shards the optimizer's state and the update over the axes that shard
             the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
@@ -142,18 +143,19 @@ def make_train_step(
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     _checks.choice("zero", zero, (0, 1), **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    policies = parse_precision(precision)
+    policy = parse_precision(precision)
+    check_remat(remat)
     loss = Loss(
         loss_fn,
-        policies,
+        policy,
         weights,
         denominator,
         as_regularizers(regularizers),
-        () if remat == "none" else parse_remat(remat),
+        remat,
         train=True,
         has_metrics=bool(metrics),
     )
-    has_loss_scale = jnp.dtype("float16") in policies.computes_in
+    has_loss_scale = policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(
         loss,
@@ -177,12 +179,11 @@ class TrainStep(StepInspection):
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        check_options(on_recompile, layouts)
+        compile_step(lambda state: None, on_recompile=on_recompile, layouts=layouts)
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._programs: dict[Hashable, StepProgram] = {}
-        self._repeat: Repeat | None = None
         self._takes_several = plan.steps_per_call != 1
         self._wants_extra = frozenset(plan.update.names())
         self._zero = ZeroPlacement() if plan.zero else None
@@ -214,11 +215,6 @@ class TrainStep(StepInspection):
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        repeat = self._repeat
-        if repeat is not None:
-            result = repeat(state, batch, metrics)
-            if result is not None:
-                return result
         with noted_call(self.__name__, state):
             if self._takes_several:
                 # Before they are stacked: weights are marked by the identity of arrays.
@@ -233,12 +229,6 @@ class TrainStep(StepInspection):
         """Runs one step, or those of all batches of a call in one dispatch."""
         with in_own_mesh(state):
             placed = self._placed(state, batch)
-            # Only now it is like the batch of the call before: on the mesh, or stacked.
-            is_new = placed is not batch or self._takes_several
-            if is_new and self._repeat is not None:
-                result = self._repeat(state, placed, metrics)
-                if result is not None:
-                    return result
             return self._dispatch(*self._program_call(state, placed), metrics)
 
     def _dispatch(
@@ -259,15 +249,11 @@ class TrainStep(StepInspection):
             metrics: The metrics to add to.
             is_traced: Whether to trace it.
         """
-        result, start = program.metrics.run(
+        result, _ = program.metrics.run(
             *(compiled, args, args[0], metrics, program.expected_metrics),
             is_traced=is_traced,
         )
-        if is_traced:
-            return result
-        state, flat = result
-        self._repeat = repeat_of(compiled, args[1:], self.weights, start)
-        return state, Metrics.from_flat(flat, start.treedef)
+        return result
 
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
         """Returns a batch on the mesh of the state."""
@@ -317,9 +303,9 @@ class TrainStep(StepInspection):
         memory = super().memory(state, batch, metrics)
         gradients = shard_bytes(jax.tree.leaves(state.params))
         memory = replace(memory, gradient_bytes=gradients)
-        if not self._plan.loss.remat:
+        if self._plan.loss.remat == "none":
             return memory
-        plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
+        plan = replace(self._plan, loss=replace(self._plan.loss, remat="none"))
         without = TrainStep(plan, self._layouts, self._on_recompile)
         more = without.memory(state, batch, metrics).temporary_bytes
         return replace(memory, saved_bytes=more - memory.temporary_bytes)
