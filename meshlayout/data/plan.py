@@ -6,6 +6,7 @@ differ between them. Each process sends its errors to the others, so that none o
 waits for a process that has already failed.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_row_shards
 from meshlayout._render.tables import array_text
 from meshlayout.data.adapters import arrays, grain, hugging_face, tensorflow, torch
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
@@ -198,9 +200,19 @@ class DataPlan:
             # Nothing but padding needs weights that the source does not have.
             is_padded = self.options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
-            self._placement = Placement(spec, index, layout, size, own)
+            self._all_replicas = num_row_shards(layout)
+            self.num_replicas = len(own) * self._all_replicas // size
+
+            def rows_of(num_rows: int) -> np.ndarray:
+                return own if num_rows == size else process_rows(layout, num_rows)
+
+            @functools.lru_cache(4)
+            def placement(num_rows: int) -> Placement:
+                return Placement(spec, index, layout, num_rows, rows_of(num_rows))
+
+            self._rows_of, self._placement = rows_of, placement
         self.has_weights = index is not None
-        batch_spec = self._placement.element_spec
+        batch_spec = placement(size).element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
         length = self._num_rows, self.size
         lengths = agreement.exchange(facts, length).values() if agreement else [length]
@@ -295,23 +307,39 @@ class DataPlan:
                 f"{size}. {self.padding_hint}"
             )
 
+    def num_even(self, rows: float) -> int | None:
+        """Returns the rows of a batch of so many per replica, if that can be."""
+        # Only strategies take batches that are shorter than others.
+        is_even = self._assemble is not None and rows > 0 and rows % 1 == 0
+        return int(rows) * self._all_replicas if is_even else None
+
+    def _rows(self, count: int) -> np.ndarray:
+        num_even = self.num_even(count / self._all_replicas)
+        is_shared = num_even is not None and not self.options.per_process
+        return self._rows_of(num_even) if is_shared else np.minimum(self.own, count - 1)
+
     def placed(self, batch: HostBatch) -> Batch:
         """Returns a batch on the mesh, with its weights."""
-        start_s = time.perf_counter()
-        is_padded = batch.count < self.size
+        start_s, num_even = time.perf_counter(), batch.num_even
+        if self.agreement is None or not self.options.per_process:
+            num_even = self.num_even(batch.count / self._all_replicas)
+        is_padded = batch.count < self.size and num_even is None
         is_real = self.own < batch.count if is_padded else None
-        placed = self._placement(batch.leaves, is_real)
+        leaves = [x if num_even is None else x[: batch.count] for x in batch.leaves]
+        placement = self._placement(num_even or self.options.global_batch_size)
+        placed = placement(leaves, is_real)
         self.clock.place_s += time.perf_counter() - start_s
         if self._assemble is None:
             return placed
         rows, *weights = placed
         is_late = self._num_full is not None and batch.after.batch > self._num_full
         is_padded = is_padded or batch.is_padded_elsewhere or is_late
-        return self._assemble(rows, weights[0] if is_padded else None)
+        has_mask = is_padded and num_even is None
+        return self._assemble(rows, weights[0] if has_mask else None)
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        rows = self._source, self._spec, self.size, self.own
+        rows = self._source, self._spec, self.size, self._rows
         cut = Division(*rows, self.options.remainder, self.clock)
         if not self.is_stream:
             return RowReader(cut, self._num_batches, self.options.shuffle)

@@ -90,9 +90,7 @@ class Arguments:
         return form, is_own, is_scalar, mask is not None
 
     def _take_mask(self, mask: Any) -> None:
-        first = mask if self.mask is None else self.mask
-        is_traced = isinstance(mask, Tracer) or isinstance(first, Tracer)
-        if first is not mask and (is_traced or not jnp.array_equal(mask, first)):
+        if self.mask is not None and not jnp.array_equal(mask, self.mask):
             msg = (
                 "run: two arguments have different rows that are padding, and which "
                 "are meant is unknown. Pass values of one batch."

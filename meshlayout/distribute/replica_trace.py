@@ -72,7 +72,7 @@ class ReplicaTrace:
         decisions: list[Any] | None = None,
     ) -> None:
         self.context, self._axis, self._value_of = context, context.axis_name, value_of
-        self._path_of, self._marks, self._used = path_of, marks or {}, set[str]()
+        self._path_of, self._marks, self.used = path_of, marks or {}, set[str]()
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
@@ -89,7 +89,6 @@ class ReplicaTrace:
         self._terms: dict[int, tuple[Any, frozenset[Any]]] = {}
         # The ids of Variables whose old values are marked.
         self._added_up: set[int] = set()
-        self.is_setting = False
 
     def __enter__(self) -> "ReplicaTrace":
         self._token = current.set(self)
@@ -126,12 +125,13 @@ class ReplicaTrace:
 
     def read(self, variable: Variable, _: object) -> Any:
         """Returns the value of a Variable that code in the trace reads."""
-        value = self._value(variable)
-        if id(variable) in self._added_up and not self.is_setting:
-            self._used.add(ADDED_UP)
+        value = self.value(variable)
+        if id(variable) in self._added_up:
+            self.used.add(ADDED_UP)
         return value
 
-    def _value(self, variable: Variable) -> Any:
+    def value(self, variable: Variable) -> Any:
+        """Returns it without a note of that."""
         key = id(variable)
         if key not in self.values:
             if self._is_made(variable, _trace_slot):
@@ -147,7 +147,7 @@ class ReplicaTrace:
         if self._is_made(variable, _trace_slot):
             set_raw_value(variable, value)
             return
-        old, kind = self._value(variable), aggregation(variable)
+        old, kind = self.value(variable), aggregation(variable)
         if self._axis and value is not old and kind not in (None, "per_replica"):
             with unwatched():
                 how = self._decide(lambda: self._choose(kind, variable, value))
@@ -206,30 +206,23 @@ class ReplicaTrace:
         axis, leaves = mark or self._axis, jax.tree.leaves(value)
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
-    def mark(self, mark: str, value: PyTree) -> PyTree:
-        """Returns a value with a mark, which its derivatives do not have."""
-        if mark not in self._marks:
-            return value
+    def mark(self, mark: str, value: PyTree, term: Any) -> PyTree:
+        """Returns a value with a mark, which its derivatives do not have; notes it."""
+        axis = self._marks.get(mark)
 
         def add(x: Leaf) -> Any:
             # A sum of constants, as the number of replicas, is a number.
-            is_traced = isinstance(x, Tracer)
-            return x + self._marks[mark].astype(x.dtype) if is_traced else x
+            if axis is not None and isinstance(x, Tracer):
+                x = x + axis.astype(x.dtype)
+            self.note_terms(x, frozenset([term]))
+            return x
 
         return jax.tree.map(add, value)
 
     def _is_marked(self, mark: str, value: PyTree) -> bool:
-        if mark in self._used and not self._marks:
+        if mark in self.used and not self._marks:
             raise MarksNeeded
         return self.differs(value, mark)
-
-    def sent(self, mark: str, value: PyTree) -> PyTree:
-        """Returns what a collective of the function returned, with a mark."""
-        self._used.add(mark)
-        value = self.mark(mark, value)
-        for x in jax.tree.leaves(value):
-            self.note_terms(x, frozenset([mark]))
-        return value
 
     def _is_combined(self, value: PyTree) -> bool:
         if self.differs(value):
@@ -264,10 +257,9 @@ class ReplicaTrace:
     def _followed(self, variable: Variable, value: Any) -> Any:
         """Marks a value that is added up, to see what is computed from it."""
         if self._earlier is None and aggregation(variable) in ("sum", "metric"):
-            value = self.mark(ADDED_UP, jax.tree.map(jnp.asarray, value))
             self._added_up.add(id(variable))
-            for x in jax.tree.leaves(value):
-                self.note_terms(x, frozenset([id(variable)]))
+            value = jax.tree.map(jnp.asarray, value)
+            value = self.mark(ADDED_UP, value, id(variable))
         return value
 
     def note_terms(self, x: Leaf, terms: frozenset[Any]) -> None:
@@ -343,18 +335,15 @@ def _meeting(getattribute: Any) -> Any:
 
 
 def _setting(set_value: Any) -> Any:
-    def replacement(self: Any, value: Any, **options: Any) -> Any:
-        trace = current.get()
-        if trace is None or options.get("index", ...) is not ...:
-            return set_value(self, value, **options)
-        trace.is_setting = True  # Flax looks at the old value, not the function
-        try:
-            if options:
-                old = getattr(self, VALUE)
-                value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
-            return set_value(self, value)
-        finally:
-            trace.is_setting = False
+    def replacement(self: Any, value: Any, **options: Any) -> None:
+        trace, is_whole = current.get(), options.get("index", ...) is ...
+        if trace is None or not is_whole or "on_set_value" in self.get_metadata():
+            set_value(self, value, **options)
+            return
+        if options:  # Flax would compute `variable[...] = 0` from the old value
+            old = trace.value(self)
+            value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+        setattr(self, VALUE, value)
 
     return replacement
 
@@ -381,8 +370,10 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
         # What a loss has sent is sent back for its gradients, which combines nothing.
         if trace is None or _jax.is_transposing():
             return result
-        is_ours = str(trace.context.axis_name) in axes
-        return trace.sent(mark, result) if is_ours else result
+        if str(trace.context.axis_name) not in axes:
+            return result
+        trace.used.add(mark)
+        return trace.mark(mark, result, mark)
 
     return replacement
 
@@ -404,6 +395,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
+_CONVERTS: Any = jax.lax.convert_element_type_p
 _levels = _watched(ReplicaTrace.level, ReplicaTrace.set_level)
 _set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
 # Optimizers have no hook between gradients and update. If Flax renames the method,
@@ -425,8 +417,9 @@ patches = SharedPatches(
     *(
         (cast("type", Tracer), name, functools.partial(_noting, name))
         for name in (
-            *("__add__", "__radd__", "__sub__", "__getitem__", "astype"),
+            *("__add__", "__radd__", "__sub__", "__getitem__"),
             *("__mul__", "__rmul__", "__truediv__"),
         )
     ),
+    (_CONVERTS, "bind", lambda x: functools.partial(_noting("bind", x), _CONVERTS)),
 )

@@ -90,11 +90,8 @@ class Strategy:
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: whole on every replica."""
-
-        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-            return self._layout(shape, dtype)
-
-        return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
+        rules = {".*": lambda path, shape, dtype: self._layout(shape, dtype)}
+        return LayoutMap(self.mesh, rules, unused="ignore")
 
     @contextlib.contextmanager
     def scope(self) -> Iterator["Strategy"]:
