@@ -10,6 +10,7 @@ and repeat others.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,7 @@ class HostBatch:
     leaves: list[np.ndarray]
     count: int
     after: Position
-    is_padded_elsewhere: bool = False
-    num_even: int | None = None  # rows on all processes, if each replica has as many
+    parts: frozenset[Any] = frozenset()  # rows per replica on processes, if agreed
 
 
 def order(

@@ -264,7 +264,4 @@ def _agreed(
     if batch is None:
         leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
         batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
-    full = plan.size / plan.num_replicas
-    is_padded = any(answer != full for answer in answers.values())
-    num_even = plan.num_even(rows) if len({*answers.values()}) == 1 else None
-    return dataclasses.replace(batch, is_padded_elsewhere=is_padded, num_even=num_even)
+    return dataclasses.replace(batch, parts=frozenset(answers.values()))

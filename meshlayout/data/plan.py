@@ -201,22 +201,17 @@ class DataPlan:
             is_padded = self.options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
             self._all_replicas = num_row_shards(layout)
-            self.num_replicas = len(own) * self._all_replicas // size
-
-            def rows_of(num_rows: int) -> np.ndarray:
-                return own if num_rows == size else process_rows(layout, num_rows)
-
-            @functools.lru_cache(4)
-            def placement(num_rows: int) -> Placement:
-                return Placement(spec, index, layout, num_rows, rows_of(num_rows))
-
-            self._rows_of, self._placement = rows_of, placement
+            self._full = size // self._all_replicas  # the rows of a replica
+            self.num_replicas = self.size // self._full
+            place = functools.partial(Placement, spec, index, layout)
+            self._placement = functools.lru_cache(4)(place)
         self.has_weights = index is not None
-        batch_spec = placement(size).element_spec
+        batch_spec = self._placement(size).element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
         length = self._num_rows, self.size
         lengths = agreement.exchange(facts, length).values() if agreement else [length]
-        self._set_lengths(list(lengths))
+        self._lengths: Any = list(lengths)
+        self._set_lengths(self._lengths)
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -272,10 +267,8 @@ class DataPlan:
         What does not fit at the end of an epoch, hours later, is refused now.
         """
         remainder, epochs = self.options.remainder, self.options.epochs
-        # Batches of an epoch, if known and unless epochs run together; and those that
-        # have no padding on any process.
+        # Batches of an epoch, if known and unless epochs run together.
         self._num_batches: int | None = None
-        self._num_full: int | None = None
         self.num_steps: int | None = None
         counts = [(num_rows, size) for num_rows, size in lengths if num_rows]
         if len(counts) < len(lengths):
@@ -284,7 +277,7 @@ class DataPlan:
             rows = (epochs or 0) * counts[0][0]
             self.num_steps = -(-rows // self.size) or None
             return
-        self._num_full = num_batches = min(rows // size for rows, size in counts)
+        num_batches = min(rows // size for rows, size in counts)
         if remainder == "pad":
             num_batches = max(-(-rows // size) for rows, size in counts)
         self._num_batches = num_batches
@@ -307,22 +300,33 @@ class DataPlan:
                 f"{size}. {self.padding_hint}"
             )
 
-    def num_even(self, rows: float) -> int | None:
-        """Returns the rows of a batch of so many per replica, if that can be."""
+    def _num_even(self, *parts: Any) -> int | None:
+        """Returns the rows of a batch, given those of a replica, if these are equal."""
         # Only strategies take batches that are shorter than others.
-        is_even = self._assemble is not None and rows > 0 and rows % 1 == 0
-        return int(rows) * self._all_replicas if is_even else None
+        is_even = self._assemble is not None and len(parts) == 1 and parts[0] % 1 == 0
+        return int(parts[0]) * self._all_replicas or None if is_even else None
 
     def _rows(self, count: int) -> np.ndarray:
-        num_even = self.num_even(count / self._all_replicas)
-        is_shared = num_even is not None and not self.options.per_process
-        return self._rows_of(num_even) if is_shared else np.minimum(self.own, count - 1)
+        num_even = self._num_even(count / self._all_replicas)
+        if num_even is None or self.options.per_process:
+            return np.minimum(self.own, count - 1)
+        return self._placement(num_even).own
+
+    def _parts(self, batch: HostBatch) -> frozenset[Any]:
+        """Returns the rows of a replica on all processes; None at a source's end."""
+        known = self._num_batches is not None and self.agreement is not None
+        if not (known and self.options.per_process):
+            return batch.parts or frozenset([batch.count / self.num_replicas])
+        before = batch.after.batch - 1
+        return frozenset(
+            min(max(rows - before * size, 0), size) / (size // self._full)
+            for rows, size in self._lengths
+        )
 
     def placed(self, batch: HostBatch) -> Batch:
         """Returns a batch on the mesh, with its weights."""
-        start_s, num_even = time.perf_counter(), batch.num_even
-        if self.agreement is None or not self.options.per_process:
-            num_even = self.num_even(batch.count / self._all_replicas)
+        start_s, parts = time.perf_counter(), self._parts(batch)
+        num_even = self._num_even(*parts)
         is_padded = batch.count < self.size and num_even is None
         is_real = self.own < batch.count if is_padded else None
         leaves = [x if num_even is None else x[: batch.count] for x in batch.leaves]
@@ -332,9 +336,7 @@ class DataPlan:
         if self._assemble is None:
             return placed
         rows, *weights = placed
-        is_late = self._num_full is not None and batch.after.batch > self._num_full
-        is_padded = is_padded or batch.is_padded_elsewhere or is_late
-        has_mask = is_padded and num_even is None
+        has_mask = num_even is None and parts != {self._full}
         return self._assemble(rows, weights[0] if has_mask else None)
 
     def new_reader(self) -> RowReader | StreamReader:

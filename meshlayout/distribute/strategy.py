@@ -194,9 +194,9 @@ class Strategy:
     ) -> DistributedDataset:
         """Divides the batches of a source among the replicas.
 
-        Leaves of its batches are `PerReplica`, or plain arrays with one replica. On one
-        process, a short batch whose rows divide among the replicas is divided evenly;
-        otherwise some replicas have fewer rows, or none, and each leaf says so.
+        Leaves of its batches are `PerReplica`, or plain arrays with one replica. A
+        short batch whose rows divide among the replicas is divided evenly; otherwise
+        some replicas have fewer rows, or none, and each leaf says so.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
