@@ -233,40 +233,12 @@ def test_integers_are_not_trained(mesh):
 # Code that names an axis of pmap.
 
 
-@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
-def test_a_mean_over_an_axis_of_pmap_is_refused_with_its_name(mesh, make):
-    def loss_fn(model, batch):
-        return jax.lax.pmean(squares(model, batch), "devices")
-
-    batch = on(mesh, {"x": X, "y": Y})
-    assert message_of(lambda: make(loss_fn)(create(mesh), batch)) == (
-        "the loss function or the model names the axis 'devices', as code for pmap "
-        "does in lax.pmean or lax.psum, and a step has no such axis: it is one program "
-        "over the global batch, in which a mean over the rows is over those of all "
-        "devices. Leave that call out, or make it inside a jax.shard_map that binds "
-        "the axis."
-    )
-
-
 def test_a_name_that_python_does_not_know_stays_a_name_error(mesh):
     def loss_fn(model, batch):
         return undefined  # type: ignore[name-defined]  # noqa: F821
 
     with pytest.raises(NameError, match="'undefined' is not defined"):
         ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
-
-
-def test_precision_patterns_that_match_nothing_are_refused(mesh):
-    batch = on(mesh, {"x": X, "y": Y})
-    for make in (ml.make_train_step, ml.make_eval_step):
-        step = make(squares, precision={"nothing": "bfloat16"})
-        assert message_of(lambda step=step: step(create(mesh), batch)) == (
-            "precision: 'nothing' matches no parameter; there are 'bias', 'kernel'."
-        )
-    assert message_of(lambda: ml.make_train_step(squares, precision={})) == (
-        "precision={} is empty. Give patterns of paths and their dtypes, as "
-        '{"router": "float32", "": "bfloat16"}.'
-    )
 
 
 # Steps as objects.
@@ -308,7 +280,6 @@ OPTIONS = [
 WORKS: dict[str, list[Any]] = {
     "clip_norm": [None],
     "ema": [None, 0],
-    "remat": [{}],
     "zero": [0],
     "weights": [-1, 0, "x", ""],
     "metrics": [None, {}],

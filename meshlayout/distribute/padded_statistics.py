@@ -38,7 +38,8 @@ def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> An
     if _mask() is None:
         return call(norm, *args, **kwargs)
     module_call = ModuleCall("", norm, partial(call, norm))
-    return WeightMask(_mask()).call(module_call, args or (kwargs.pop("x"),), kwargs)
+    masked = WeightMask(_mask())(module_call)
+    return masked(*(args or (kwargs.pop("x"),)), **kwargs)
 
 
 def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:

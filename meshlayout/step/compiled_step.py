@@ -53,7 +53,6 @@ from meshlayout.step.jitted_step import (
     may_be_donated_twice,
     named_leaves,
 )
-from meshlayout.step.model_call import ignoring_unbound_axes, names_unbound_axis
 from meshlayout.step.placement import in_own_mesh, layout_of, place_rest
 
 
@@ -177,7 +176,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._thread = _Thread()
         self._in_flight = 0
         self._places_rest = False
-        self._ignores_axes = False
         self._no_mesh: jax.sharding.AbstractMesh | None = None
         # Parameters whose values differ between processes, as those with clocks do.
         self.own: tuple[str, ...] = ()
@@ -244,15 +242,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         ambient = jax.sharding.get_abstract_mesh()
-        try:
-            if ambient is self._no_mesh or ambient.empty:
-                self._no_mesh = ambient  # to ask an abstract mesh takes time
-                return self._run(args, kwargs)
-            with in_own_mesh((args, kwargs)):
-                return self._run(args, kwargs)
-        except NameError as error:
-            self._ignore_axes_after(error)
-        return self._call(args, kwargs)
+        if ambient is self._no_mesh or ambient.empty:
+            self._no_mesh = ambient  # to ask an abstract mesh takes time
+            return self._run(args, kwargs)
+        with in_own_mesh((args, kwargs)):
+            return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
@@ -336,28 +330,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
                         self._programs[signature] = program
                 jitted: Any = program.jitted
                 return jitted.trace(static, program.flattened(args[0]), rest)
-        except NameError as error:
-            self._ignore_axes_after(error)
         except Exception:
             if args:  # what is wrong with them, if it is they
                 check_arguments(self._name, self._names, args, kwargs)
             raise
         finally:
             self._thread.is_quiet = before
-        return self.trace(*args, **kwargs)
-
-    def _ignore_axes_after(self, error: NameError) -> None:
-        """Lets layers written for pmap ignore its axis, if that is what is unbound.
-
-        Only then are classes of Flax patched during a trace. What has been traced so
-        far is dropped: a second attempt inside of it would leave a debug.print twice.
-
-        Raises:
-            NameError: If it is another name, or they ignore it already.
-        """
-        if self._ignores_axes or not names_unbound_axis(error):
-            raise error
-        self._ignores_axes = True
 
     def _run_traced(
         self, program: JittedStep, static: Any, args: Any, kwargs: Any
@@ -508,8 +486,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         with contextlib.ExitStack() as stack:
             if self._layouts:
                 stack.enter_context(activate(self._layouts))
-            if self._ignores_axes:
-                stack.enter_context(ignoring_unbound_axes())
             result = self._step(state, *args, **kwargs, **dict(static))
         if not isinstance(result, tuple) or len(result) != 2:
             msg = (

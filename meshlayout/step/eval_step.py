@@ -19,9 +19,8 @@ from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import (
-    Policies,
     Precision,
-    check_params,
+    PrecisionPolicy,
     parse_precision,
 )
 from meshlayout.step.compiled_step import (
@@ -198,7 +197,6 @@ class EvalStep(StepInspection):
             args = ((), without_optimizer(state), batch)
 
             def expected(state: TrainState) -> list[str]:
-                check_params(state.params, self._loss.policies)
                 return self._loss.expected_metrics()
 
             run = functools.partial(
@@ -293,27 +291,26 @@ class PredictStep(StepInspection):
 
     Attributes:
         predict_fn: The function of the model and a batch.
-        policies: The dtypes it computes in.
+        policy: The dtypes it computes in.
     """
 
     def __init__(
         self,
         predict_fn: Callable[[Any, Any], Any],
-        policies: Policies,
+        policy: PrecisionPolicy,
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        self.predict_fn, self.policies = predict_fn, policies
+        self.predict_fn, self.policy = predict_fn, policy
         self._options = (layouts, on_recompile)
         self._meshes: set[StepMesh] = set()  # those that divide the work
 
         def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
-            check_params(state.params, policies)
-            _, predictions = call_model(
+            predictions = call_model(
                 lambda model: predict_fn(model, batch),
-                *(policies, state, state.params, state.model_state, state.rng),
+                *(policy, state, state.params, state.model_state, state.rng),
                 train=False,
-            )
+            ).result
             return nothing, predictions
 
         self._compiled = compile_step(
@@ -322,11 +319,11 @@ class PredictStep(StepInspection):
         self.__name__ = "predict_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PredictStep, (self.predict_fn, self.policies, *self._options)
+        return PredictStep, (self.predict_fn, self.policy, *self._options)
 
     def without_layouts(self) -> "PredictStep":
         """Returns the same step for states on any mesh, which follows no layout map."""
-        return PredictStep(self.predict_fn, self.policies, None, "ignore")
+        return PredictStep(self.predict_fn, self.policy, None, "ignore")
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.

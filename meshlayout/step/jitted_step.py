@@ -14,7 +14,7 @@ state when one of its fields is read.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import StepError, did_you_mean
 from meshlayout.state import TrainState
-from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
+from meshlayout.step.kernel_gradients import check_kernel_gradients
 from meshlayout.step.placement import layout_of, mesh_text, replicated
 
 
@@ -356,7 +356,7 @@ class JittedStep:
         call: CallSignature,
         arguments: tuple[Any, PyTree, Any],
     ) -> "JittedStep":
-        """Jits a step, with right kernel gradients where XLA's would be wrong.
+        """Jits a step; refuses one whose kernel gradients XLA would multiply.
 
         Args:
             step: What to jit: a function of the list `seen`, the static arguments,
@@ -381,21 +381,12 @@ class JittedStep:
             is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
             is_shared=len(processes) == jax.process_count(),
         )
-        if not program.is_spread or _jax.is_tracing():
-            return program
-        # This trace is not wasted: JAX keeps it for the program's first call.
-        static, state, rest = arguments
-        jaxpr = jitted.trace(static, program.flattened(state), rest).jaxpr.jaxpr
-        axes = gradient_axes(jaxpr, state, rest) if _has_convolutions(jaxpr) else None
-        if axes is None:
-            return program
-
-        def mended(static: tuple[Any, ...], *arguments: PyTree) -> Any:
-            partial = functools.partial(noting, static)
-            return with_right_gradients(partial, axes)(*arguments)
-
-        seen.clear()
-        return replace(program, jitted=_jit(mended, name, signature))
+        if program.is_spread or _jax.is_tracing():
+            # This trace is not wasted: JAX keeps it for the program's first call.
+            static, state, rest = arguments
+            traced = jitted.trace(static, program.flattened(state), rest)
+            check_kernel_gradients(traced.jaxpr.jaxpr, state, rest)
+        return program
 
     def is_elsewhere(self, leaves: Sequence[Leaf]) -> bool:
         """Returns, fast, whether an array is bound to other devices than the program's.
@@ -468,11 +459,6 @@ def _sharded_on_device(leaf: Leaf, layout: Any) -> Leaf:
         return leaf
     on_device = layout.with_memory_kind("device")
     return jax.device_put(_jax.constrain(leaf, on_device), layout)
-
-
-def _has_convolutions(jaxpr: Any) -> bool:
-    names = (eqn.primitive.name for eqn in _jax.equations(jaxpr))
-    return "conv_general_dilated" in names
 
 
 # Leaves.

@@ -7,6 +7,7 @@ as long as possible: to add up what is sharded takes a round of communication, a
 compiler can combine it with that of the gradients only if nothing reads it before.
 """
 
+import functools
 import inspect
 import logging
 import math
@@ -29,15 +30,13 @@ from meshlayout.errors import LossError, StepError
 from meshlayout.losses.reduction import weighted
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Policies
+from meshlayout.state.precision import PrecisionPolicy
 from meshlayout.step.model_call import (
     Interceptors,
-    Module,
     ModuleCall,
     call_model,
-    collect,
 )
-from meshlayout.step.remat import RematRule, Rematting
+from meshlayout.step.remat import Remat, Rematting
 
 
 _log = logging.getLogger("meshlayout")
@@ -114,7 +113,7 @@ class Loss:
 
     Attributes:
         loss_fn: The user's function of the model and the batch.
-        policies: The dtypes to compute in.
+        policy: The dtypes to compute in.
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters.
@@ -124,11 +123,11 @@ class Loss:
     """
 
     loss_fn: Callable[..., Any]
-    policies: Policies
+    policy: PrecisionPolicy
     weights: str | int
     denominator: losses.Denominator
     regularizers: Mapping[str, losses.Regularizer]
-    remat: tuple[RematRule, ...] = ()
+    remat: Remat = "none"
     train: bool = False
     has_metrics: bool = False
 
@@ -192,8 +191,9 @@ class Loss:
                 weights do not fit.
         """
         weights = share.weights
-        remat = Rematting(self.remat, params) if self.remat else None
-        interceptors: Interceptors = () if remat is None else (remat,)
+        interceptors: Interceptors = ()
+        if self.remat != "none":
+            interceptors = (Rematting(self.remat, params),)
         if weights is not None and self.train:
             interceptors = (*interceptors, WeightMask(weights))
         names = inspect.signature(self.loss_fn).parameters
@@ -204,15 +204,13 @@ class Loss:
                 extras["rngs"] = nnx.Rngs(key)
             return self.loss_fn(model, batch, **extras)
 
-        model, result = call_model(
+        result, recorded, after = call_model(
             function,
-            *(self.policies, state, params, model_state, key, interceptors),
+            *(self.policy, state, params, model_state, key, interceptors),
             train=self.train,
         )
-        if remat is not None:
-            remat.check_used()
         values, outputs = _losses_and_outputs(self.loss_fn, result)
-        outcome = Outcome(values, outputs, *collect(model, model_state))
+        outcome = Outcome(values, outputs, recorded, after)
         _check_rows(outcome, num_examples(batch))
         if weights is None or weights.ndim == 1:
             _note_pairs(outcome, num_examples(batch), self.loss_fn)
@@ -369,14 +367,12 @@ class WeightMask:
     def __init__(self, weights: jax.Array) -> None:
         self._weights = weights
 
-    def wants(self, path: str, module: Module) -> bool:
-        """Returns whether a submodule is a BatchNorm."""
-        return isinstance(module, (nn.BatchNorm, nnx.BatchNorm))
+    def __call__(self, call: ModuleCall) -> Callable[..., Any]:
+        """Returns a call with a mask, of a BatchNorm that is given none."""
+        is_norm = isinstance(call.module, (nn.BatchNorm, nnx.BatchNorm))
+        return functools.partial(self._masked, call) if is_norm else call.proceed
 
-    def call(
-        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a BatchNorm with a mask, unless it has one."""
+    def _masked(self, call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
         x, *others = args
         flag = others[0] if others else kwargs.get("use_running_average")
         uses_average = bool(call.module.use_running_average if flag is None else flag)

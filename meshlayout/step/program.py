@@ -26,7 +26,6 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.collection import set_flat
 from meshlayout.state import TrainState
-from meshlayout.state.precision import check_params
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.jitted_step import may_be_donated_twice
 from meshlayout.step.microbatches import microbatch_gradients
@@ -103,7 +102,6 @@ class StepProgram:
     def expected_metrics(self, state: TrainState) -> list[str]:
         """Returns the step's own metrics, if the model records no losses."""
         plan, update = self._plan, self._plan.update
-        check_params(state.params, plan.loss.policies)
         names = {
             "learning_rate": learning_rate(state.opt_state) is not None,
             "loss_scale": update.has_loss_scale,

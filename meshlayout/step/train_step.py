@@ -37,7 +37,7 @@ from meshlayout.step.placement import (
     step_mesh_of,
 )
 from meshlayout.step.program import Plan, Repeat, StepProgram, repeat_of
-from meshlayout.step.remat import Remat, parse_remat
+from meshlayout.step.remat import Remat, check_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
 from meshlayout.step.updates import OnNonfinite, Update
 from meshlayout.step.zero import ZeroPlacement, update_shardings
@@ -98,10 +98,10 @@ def make_train_step(
             or `"skip"`, leave the state as it was and count it in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            a `PrecisionPolicy`, or a dict from patterns of paths to those.
+            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
-            submodules with insides), `"full"`, a policy of `jax.checkpoint_policies`
-            for the blocks, or a dict from patterns of paths to policies.
+            submodules with insides), `"full"`, or a policy of
+            `jax.checkpoint_policies` for the blocks.
         zero: 1 shards the optimizer's state and the update over the axes that shard
             the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
@@ -143,18 +143,19 @@ def make_train_step(
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     _checks.choice("zero", zero, (0, 1), **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    policies = parse_precision(precision)
+    policy = parse_precision(precision)
+    check_remat(remat)
     loss = Loss(
         loss_fn,
-        policies,
+        policy,
         weights,
         denominator,
         as_regularizers(regularizers),
-        () if remat == "none" else parse_remat(remat),
+        remat,
         train=True,
         has_metrics=bool(metrics),
     )
-    has_loss_scale = jnp.dtype("float16") in policies.computes_in
+    has_loss_scale = policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(
         loss,
@@ -318,9 +319,9 @@ class TrainStep(StepInspection):
         memory = super().memory(state, batch, metrics)
         gradients = shard_bytes(jax.tree.leaves(state.params))
         memory = replace(memory, gradient_bytes=gradients)
-        if not self._plan.loss.remat:
+        if self._plan.loss.remat == "none":
             return memory
-        plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
+        plan = replace(self._plan, loss=replace(self._plan.loss, remat="none"))
         without = TrainStep(plan, self._layouts, self._on_recompile)
         more = without.memory(state, batch, metrics).temporary_bytes
         return replace(memory, saved_bytes=more - memory.temporary_bytes)
