@@ -117,6 +117,8 @@ class StepInspection:
     that are only described. A program that was or will be called is not compiled twice.
     """
 
+    _state_name = "state"
+
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         raise NotImplementedError
@@ -140,7 +142,14 @@ class StepInspection:
             **kwargs: Arguments by name.
         """
         compiled = self._compile(args, kwargs)
-        arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
+        state = args[0] if args else kwargs[self._state_name]
+        leaves = _paths.flatten(state).leaves
+        paths = [leaf.path.removeprefix("params/") for leaf in leaves]
+        entries = jax.tree_util.tree_flatten_with_path(state)[0]
+        names = [self._state_name + jax.tree_util.keystr(keys) for keys, _ in entries]
+        arguments = dict(zip(map(meshlayout.hlo.leaf_name, names), paths, strict=True))
+        is_kept = any(info.donated for info in jax.tree.leaves(compiled.args_info))
+        results = paths if is_kept else []
         return meshlayout.hlo.read_communication(
             compiled, arguments=arguments, results=results
         )
@@ -164,46 +173,23 @@ class StepInspection:
             **kwargs: Arguments by name.
         """
         compiled = self._compile(args, kwargs)
-        state = args[0] if args else kwargs.get("state")
+        state = args[0] if args else kwargs[self._state_name]
         return _memory_of(compiled, state)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.lower(*args, **kwargs).compile()
 
 
-def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
-    """Returns the paths of a program's arguments by JAX's names, and of its results."""
-    (first, rest), _ = compiled.args_info
-    donates = bool(jax.tree.leaves(first))
-    names: dict[str, str] = {}
-    for keys, _ in jax.tree_util.tree_flatten_with_path(rest)[0]:
-        path = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-        names[meshlayout.hlo.leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
-    paths = [leaf.path.removeprefix("params/") for leaf in _paths.flatten(state).leaves]
-    if isinstance(state, TrainState) and donates:  # it is passed flat
-        names.update((f"state/{index}", path) for index, path in enumerate(paths))
-        return names, paths
-    prefix = "state" if donates else "rest[0][0]"
-    entries, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (keys, _), path in zip(entries, paths, strict=True):
-        names[meshlayout.hlo.leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
-    return names, paths if donates else []
-
-
 def _memory_of(compiled: Any, state: Any) -> StepMemory:
-    (first, rest), _ = compiled.args_info
-    # An eval step donates nothing, and takes its state first among the others.
-    donates = bool(jax.tree.leaves(first))
-    num_state = len(jax.tree.leaves(first if donates else rest[0][0]))
     params = slots = ()
     if isinstance(state, TrainState):
         # A program takes a state's arrays in the order of its fields.
-        params = jax.tree.leaves(state.params)
-        slots = jax.tree.leaves(state.opt_state) if donates else ()
+        params, slots = map(jax.tree.leaves, (state.params, state.opt_state))
     infos, treedef = jax.tree.flatten(compiled.args_info)
     # None for what the program does not use.
     shardings = treedef.flatten_up_to(compiled.input_shardings)
     pairs = list(zip(infos, shardings, strict=True))
+    num_state = len(jax.tree.leaves(state))
     ends = (0, len(params), len(params) + len(slots), num_state, None)
     on_host = [pair for pair in pairs if pair[1] and _is_on_host(pair[1])]
     parts = [
