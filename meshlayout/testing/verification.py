@@ -17,7 +17,7 @@ from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep, PredictStep
-from meshlayout.step.train_step import TrainStep
+from meshlayout.step.state_step import StateStep
 from meshlayout.testing.expectations import VerificationError, leaf_text
 from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one_device
 
@@ -354,11 +354,11 @@ def _rounding_error(program: str) -> float:
 
 def _for_one_device(step: Any) -> Any:
     """Returns a step that follows no layout map of its own."""
-    if isinstance(step, (TrainStep, EvalStep, PredictStep)):
+    if isinstance(step, StateStep):
         return step.without_layouts()
     if isinstance(step, CompiledStep):
         static = step.static_argnames
-        return jax.jit(vars(step)["__wrapped__"], static_argnames=static)
+        return jax.jit(step.function, static_argnames=static)
     return step if hasattr(step, "lower") else jax.jit(step)
 
 
