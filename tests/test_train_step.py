@@ -550,12 +550,6 @@ def norms_of_part(params, stats, x, y, weights, denominator):
             *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "nnx", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "linen", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
-        ),
     ],
 )
 def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(

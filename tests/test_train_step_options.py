@@ -650,9 +650,9 @@ CALLS = {
         squares,
         {},
         {"weight": np.ones((16, 2), "float32")},
-        "the loss function returned losses that do not fit: the batch's weights have "
-        "shape (16, 2) and the losses (16, 8); one loss per example, or per weight, is "
-        "needed.",
+        "the loss function returned losses that do not fit: weights of shape (16, 2) do "
+        "not fit losses of shape (16, 8); give one weight per example, (16,), or one "
+        "per loss.",
     ),
     "rows of two lengths": (
         squares,

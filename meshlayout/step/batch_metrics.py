@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf
-from meshlayout.errors import StepError
+from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 
 
@@ -56,7 +56,16 @@ def metrics_of_batch(
 
 
 def merged(metrics: Metrics, measured: Metrics) -> Metrics:
-    """Returns the metrics of earlier batches and of one more, inside jit."""
+    """Returns the metrics of earlier batches and of one more, inside jit.
+
+    Raises:
+        StepError: If the earlier ones are not metrics of this step.
+    """
+    try:
+        metrics = metrics.merge(measured)
+    except MetricError as error:
+        msg = f"{error} Start with None, and pass on what the step returned."
+        raise StepError(msg) from None
     mesh = jax.sharding.get_abstract_mesh()
 
     def settled(leaf: Leaf) -> Any:
@@ -66,14 +75,7 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
             return leaf
         return _jax.constrain(leaf, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.tree.map(settled, metrics.merge(measured))
-
-
-def empty_like(measured: Metrics) -> Metrics:
-    """Returns empty metrics in the dtypes of a batch's, which may be abstract."""
-    return jax.tree.map(
-        lambda empty, leaf: jnp.asarray(empty, leaf.dtype), measured.empty(), measured
-    )
+    return jax.tree.map(settled, metrics)
 
 
 def total_weight(batch_weights: jax.Array | None, num_examples: int) -> Any:

@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
+from meshlayout._tracebacks import show_user_frames
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -216,9 +217,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
-        return self._call(args, kwargs)
-
-    def _call(self, args: Any, kwargs: Any) -> Any:
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
@@ -235,6 +233,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
+            show_user_frames(error)
             leaves = jax.tree.leaves((args, kwargs))
             is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
             # JAX refuses arrays that were used up. A call that fails otherwise with its
@@ -254,7 +253,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.arguments = None
         self._last = None
-        return self._call(args, kwargs)
+        return self(*args, **kwargs)
 
     def _is_like_last(self, program: _Program, args: Any, kwargs: Any) -> bool:
         """Returns, fast, whether arrays are where those of the last call were.
@@ -327,6 +326,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program.is_looked_at = True
         try:
             return program.jitted.trace(*args, **kwargs)
+        except TypeError:
+            self._check(args, kwargs)
+            raise
         finally:
             program.is_looked_at = False
 
@@ -354,8 +356,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 stack.enter_context(activate(self._layouts))
             with self._agreement(program, why) as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
-                if program.is_spread:
-                    check_kernel_gradients(jaxpr.jaxpr, state, (batch, named))
+                check_kernel_gradients(jaxpr.jaxpr, state, (batch, named))
                 compare(functools.partial(self._facts, program, jaxpr))
             result = self._inner(*args, **kwargs)
         if self._donates:
@@ -407,8 +408,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if changes or treedef != jax.tree.structure(new):
             msg = (
                 f"{self.__name__} returned another state than came in: "
-                f"{[*changes, 'its containers changed'][0]}. Return it in the structure, "
-                "shapes and dtypes that it had: cast or reshape it back."
+                f"{[*changes, 'its containers changed'][0]}. Return it in the "
+                "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
         leaves: list[Any] = []
@@ -435,16 +436,23 @@ class CompiledStep(StepInspection, Generic[P, R]):
         donated: dict[int, str] = {}
         first: tuple[str, str] | None = None
         for index, (name, leaf) in enumerate(self._named(args, kwargs)):
-            if not isinstance(leaf, jax.Array):
-                continue
             fact, devices = "", _devices_text(layout_of(leaf))
-            if leaf.is_deleted():
+            is_array = isinstance(leaf, jax.Array)
+            if not hasattr(leaf, "dtype") and not isinstance(
+                leaf, (int, float, complex)
+            ):
+                if not self._is_static(name):
+                    fact = (
+                        f" is {_checks.shown(leaf)}, and not an array. What a program "
+                        "depends on is named in static_argnames."
+                    )
+            elif is_array and leaf.is_deleted():
                 fact = (
                     " was used up by an earlier call of a step, which reuses the "
                     "memory of its state. Continue with the state that the step "
                     "returned."
                 )
-            elif id(leaf) in donated:
+            elif is_array and id(leaf) in donated:
                 fact = (
                     f" and {donated[id(leaf)]!r} are the same array, whose memory the "
                     "step reuses. Copy one of them with jax.numpy.copy."

@@ -27,7 +27,6 @@ from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.batch_metrics import empty_like
 from meshlayout.step.objective import Loss
 
 
@@ -185,7 +184,7 @@ def _scanned(
     )
     (sums, after, metrics), parts = jax.lax.scan(
         add,
-        (zeros, model_state, empty_like(measured)),
+        (zeros, model_state, measured.empty()),
         (rows, jnp.arange(microbatches.count), has_examples),
     )
     # Otherwise the compiler would scatter the sums in the loop, if the optimizer's

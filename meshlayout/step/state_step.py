@@ -17,7 +17,6 @@ from meshlayout._tracebacks import show_user_frames
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.batch_metrics import empty_like
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.placement import (
@@ -51,7 +50,10 @@ class StateStep(StepInspection):
         on_recompile: OnRecompile,
     ) -> None:
         self._function, self.weights = function, weights
-        self._options: dict[str, Any] = {"layouts": layouts, "on_recompile": on_recompile}
+        self._options: dict[str, Any] = {
+            "layouts": layouts,
+            "on_recompile": on_recompile,
+        }
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.
@@ -132,7 +134,7 @@ class StateStep(StepInspection):
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 measured,
             )
-        empty = empty_like(measured)
+        empty = measured.empty()
         if sharding is None:  # inside another jit
             return empty
         return jax.tree.map(lambda x: _jax.put(x, sharding), empty)
