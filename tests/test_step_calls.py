@@ -345,7 +345,9 @@ def test_a_batch_on_other_devices_or_in_another_order_is_refused_in_words(kind):
     step = {
         "train_step": lambda: ml.make_train_step(loss_fn),
         "eval_step": lambda: ml.make_eval_step(loss_fn),
-        "predict_step": lambda: ml.make_predict_step(lambda model, batch: model(batch["x"])),
+        "predict_step": lambda: ml.make_predict_step(
+            lambda model, batch: model(batch["x"])
+        ),
     }[kind]
     for ids in ((4, 5), (1, 0)):
         devices = [jax.devices()[index] for index in ids]
