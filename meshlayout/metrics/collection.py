@@ -141,7 +141,8 @@ class Metrics(Mapping[str, Any]):
             MetricError: If their names differ, or two metrics do not merge.
         """
         if not isinstance(other, Metrics) or {*self.names} != {*other.names}:
-            msg = f"Metrics of {', '.join(self.names)} do not merge with {other!r}."
+            names = list(other) if isinstance(other, Metrics) else other
+            msg = f"Metrics of {list(self)} do not merge with {shown(names)}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
         return Metrics(merged, self.names)
