@@ -2,7 +2,7 @@
 
 `jnp.zeros` and the like take a sharding as `device=`; here they take a layout, which is
 checked against the shape. Random values have the bits of JAX's on one device in any
-layout, for which some are computed in another sharding and moved (see `_bit_exact`).
+layout.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import DType
-from meshlayout._bit_exact import bit_exact_sharding
 from meshlayout.arrays.leaf import is_concrete_array, move, with_full_rank
 from meshlayout.arrays.tree import type_text
 from meshlayout.errors import LayoutError
@@ -180,8 +179,6 @@ def _random(
         key = _jax.put(key, layout.mesh.layout(...).with_rank(key.ndim).sharding)
 
     def created(sharding: NamedSharding) -> jax.Array:
-        if not _jax.is_staged(None):
-            sharding = bit_exact_sharding(sharding, shape, dtype, layout.mesh)
         return _compiled(make, shape, dtype, sharding)(key, *bounds)
 
     return _created(created, layout)

@@ -24,7 +24,6 @@ from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import PyTree
-from meshlayout._bit_exact import finest_layout
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError, LayoutWarning, StateError, stack_level
 from meshlayout.layout import Layout
@@ -34,7 +33,7 @@ from meshlayout.layout_map import (
     Resolved,
     activate,
 )
-from meshlayout.state.create import (
+from meshlayout.state.creation import (
     eager_sharding,
     eager_sharding_off,
     has_layout,
@@ -42,6 +41,7 @@ from meshlayout.state.create import (
     place,
     trace,
 )
+from meshlayout.state.operations import finest_layout
 
 
 class Scope:

@@ -25,7 +25,7 @@ from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
 from meshlayout.mesh import Mesh, create_mesh, current_mesh
-from meshlayout.state.operations import CreationMemory, Operations
+from meshlayout.state.operations import run_on_shards
 
 
 if TYPE_CHECKING:
@@ -122,7 +122,13 @@ class StateDescription(Generic[T]):
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        results = iter(self._operations().run(inputs))
+        targets = [
+            layout
+            for leaf, layout in self._leaves()
+            if isinstance(leaf, ComputedArray) and layout is not None
+        ]
+        jaxpr = self._traced.jaxpr
+        results = iter(run_on_shards(jaxpr, inputs, targets, self._mesh))
         leaves: list[Leaf] = []
         for leaf, layout in self._leaves():
             if isinstance(leaf, ComputedArray):
@@ -133,20 +139,6 @@ class StateDescription(Generic[T]):
             else:
                 leaves.append(leaf)
         return self._traced.rebuild(leaves)
-
-    def memory(self) -> CreationMemory:
-        """Compiles the operations that make the state, and adds up their memory."""
-        computed = self._operations().memory()
-        moved_bytes = sum(
-            layout.bytes_per_device(leaf.shape, leaf.dtype)
-            for leaf, layout in self._leaves()
-            if is_array(leaf)
-            and not isinstance(leaf, ComputedArray)
-            and layout is not None
-        )
-        return CreationMemory(
-            computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
-        )
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
@@ -167,22 +159,14 @@ class StateDescription(Generic[T]):
     def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
         return zip(self._traced.leaves, self._targets, strict=True)
 
-    def _operations(self) -> Operations:
-        targets = [
-            layout
-            for leaf, layout in self._leaves()
-            if isinstance(leaf, ComputedArray) and layout is not None
-        ]
-        return Operations(self._traced.jaxpr, targets, self._mesh)
-
 
 def describe(
     build: Callable[[], T], layouts: LayoutMap | None = None
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this to look at shapes, layouts and memory before paying for them, or to give
-    `Checkpointer.restore` the state to restore into.
+    Use this to look at shapes and layouts, or to give `Checkpointer.restore` the state
+    to restore into.
 
     Args:
         build: As for `create`. It is traced, once.
@@ -197,8 +181,8 @@ def describe(
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"w": (None, "model")})
         >>> plan = ml.describe(lambda: {"w": jax.numpy.ones((64, 64))}, layouts)
-        >>> plan.memory().state_bytes
-        4096
+        >>> plan.abstract["w"].sharding.shard_shape((64, 64))
+        (64, 16)
     """
     return describe_state(build, layouts, "describe")
 
