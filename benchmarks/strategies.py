@@ -118,6 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     ml.virtual_devices(options.devices)
     if options.first:
+        jax.config.update("jax_enable_compilation_cache", val=False)  # it counts
         call, _ = made(options.first, *options.layers)
         start = time.process_time()
         jax.block_until_ready(call())

@@ -27,8 +27,9 @@ _NAMES = {
     "devices": ("virtual_devices",),
     "errors": ("MeshLayoutError",),
     "layout": ("MATCH", "UNSHARDED", "Layout"),
-    "layout_map": ("LayoutMap", "Rule", "constrain", "zero_rule"),
+    "layout_map": ("LayoutMap", "Rule", "constrain"),
     "mesh": ("Mesh", "create_mesh"),
+    "parallel": ("zero_rule",),
     "pictures": ("visualize",),
     "state": (
         *("PrecisionPolicy", "TrainState", "create", "describe", "optimizer_by_path"),
@@ -83,9 +84,9 @@ if TYPE_CHECKING:
         LayoutMap as LayoutMap,
         Rule as Rule,
         constrain as constrain,
-        zero_rule as zero_rule,
     )
     from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
+    from meshlayout.parallel import zero_rule as zero_rule
     from meshlayout.pictures import visualize as visualize
     from meshlayout.state import (
         PrecisionPolicy as PrecisionPolicy,

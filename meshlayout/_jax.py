@@ -565,14 +565,6 @@ def manual_axis_sizes() -> dict[str, int]:
     }
 
 
-def varying_axes(x: Leaf) -> frozenset[str]:
-    """Returns the manual axes over which a value differs, as far as JAX tracks it."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
-    return frozenset(getattr(aval, "vma", ()))
-
-
 def is_key(x: Leaf) -> bool:
     """Returns whether a value is a single PRNG key, typed or as old-style words."""
     dtype = getattr(x, "dtype", None)

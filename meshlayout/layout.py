@@ -10,15 +10,17 @@ layouts that mean the same have to be equal, as they are keys of compiled progra
 """
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Final, TypeAlias, Union
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from meshlayout import _checks, _jax, _render
+from meshlayout import _checks, _jax
 from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.mesh import Mesh, as_mesh, create_mesh, current_mesh
@@ -142,8 +144,18 @@ class Layout:
             )
             raise LayoutError(msg)
         _check_axes(parsed, mesh)
-        kind = _memory_kind(memory_kind, mesh)
-        self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=kind)
+        # Only devices of this process list their memories.
+        device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+        kinds, default = _jax.memory_kinds(device)
+        if kinds and memory_kind not in (None, *kinds):
+            msg = (
+                f"memory_kind {_checks.shown(memory_kind)} is not one of these "
+                f"devices' memories: {', '.join(map(repr, kinds))}."
+            )
+            raise LayoutError(msg)
+        # Layouts that mean the same have to be equal, also if the default is named.
+        memory_kind = None if memory_kind == default else memory_kind
+        self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=memory_kind)
 
     @property
     def has_ellipsis(self) -> bool:
@@ -171,39 +183,20 @@ class Layout:
                 `PartitionSpec` cannot express these; see `with_rank` and `relayout`.
         """
         specs = self._known()
-        if self.has_ellipsis:
-            if specs[-1] is not ...:
-                msg = (
-                    f"{self!r} has `...` before its end, which a PartitionSpec cannot "
-                    "express; use layout.with_rank(n) first."
-                )
-                raise LayoutError(msg)
-            specs = specs[:-1]
-        return PartitionSpec(*specs)
+        if ... in specs[:-1]:
+            msg = (
+                f"{self!r} has `...` before its end, which a PartitionSpec cannot "
+                "express; use layout.with_rank(n) first."
+            )
+            raise LayoutError(msg)
+        return PartitionSpec(*(entry for entry in specs if entry is not ...))
 
     @property
     def sharding(self) -> NamedSharding:
-        """The `NamedSharding`, for any JAX function that takes one.
-
-        Raises:
-            LayoutError: As `spec`.
-        """
+        """The `NamedSharding`, for any JAX function that takes one."""
         return NamedSharding(
             self.mesh.jax_mesh, self.spec, memory_kind=self.memory_kind
         )
-
-    @property
-    def is_fully_replicated(self) -> bool:
-        """Whether every device holds the whole array."""
-        return all(self._entry_shards(entry) == 1 for entry in self._known())
-
-    @property
-    def is_batch_parallel(self) -> bool:
-        """Whether the first dim, and no other, is sharded over mesh axes."""
-        sharded = [bool(axes_of(entry)) for entry in self._known()]
-        return sharded[:1] == [True] and not any(sharded[1:])
-
-    # Other layouts.
 
     @classmethod
     def of(cls, value: Any, rank: int | None = None) -> "Layout":
@@ -228,15 +221,13 @@ class Layout:
         """
         if isinstance(value, Layout):
             return value if rank is None else value.with_rank(rank)
-        sharding = value
+        sharding: Any = value
         if not isinstance(value, jax.sharding.Sharding):
             sharding, rank = _jax.sharding_of(value), getattr(value, "ndim", rank)
         if isinstance(sharding, SingleDeviceSharding):
             # JAX's usual arrays: a mesh of one lets them pass through all functions.
-            (device,) = sharding.device_set
-            mesh = create_mesh({"device": 1}, devices=[device])
-            entries = [None] * _check_rank(rank or 0)
-            return cls(entries, mesh, memory_kind=sharding.memory_kind)
+            mesh = create_mesh({"device": 1}, devices=[*sharding.device_set])
+            return cls([None] * (rank or 0), mesh, memory_kind=sharding.memory_kind)
         if not isinstance(sharding, NamedSharding):
             what = type(value).__name__ if sharding is None else repr(sharding)
             msg = (
@@ -257,16 +248,10 @@ class Layout:
                 )
                 raise LayoutError(msg)
             mesh = concrete
-        entries = list(sharding.spec)
-        if rank is not None:
-            if len(entries) > _check_rank(rank):
-                msg = (
-                    f"the spec {tuple(sharding.spec)} of the sharding has "
-                    f"{len(entries)} entries, too many for an array of rank {rank}."
-                )
-                raise LayoutError(msg)
-            entries += [None] * (rank - len(entries))
-        return cls(entries, mesh, memory_kind=sharding.memory_kind)
+        specs = [*sharding.spec]
+        # JAX leaves trailing unsharded dims out.
+        specs += [None] * (0 if rank is None else rank - len(specs))
+        return cls(specs, mesh, memory_kind=sharding.memory_kind)
 
     def with_rank(self, rank: int) -> "Layout":
         """Returns this layout for arrays of `rank` dims, with `...` filled in.
@@ -279,14 +264,13 @@ class Layout:
             >>> Layout([..., "model"], mesh).with_rank(3)
             Layout([unsharded, unsharded, model], Mesh(batch=2, model=4))
         """
-        named = len(self.specs) - self.has_ellipsis
-        missing = _check_rank(rank) - named
+        missing = rank - len(self.specs) + self.has_ellipsis
         if missing < 0 or (missing and not self.has_ellipsis):
             or_more = " or more" * self.has_ellipsis
             hint = " Use `...` for any number of unsharded dims."
             msg = (
-                f"{self!r} is for arrays of rank {named}{or_more}, but this one has "
-                f"rank {rank}.{hint * (not self.has_ellipsis)}"
+                f"{self!r} is for arrays of rank {rank - missing}{or_more}, but this "
+                f"one has rank {rank}.{hint * (not self.has_ellipsis)}"
             )
             raise LayoutError(msg)
         if not self.has_ellipsis:
@@ -305,45 +289,22 @@ class Layout:
 
     # Arithmetic on shapes.
 
-    def num_shards(self, dim: int) -> int:
-        """Returns the number of shards of a dim.
-
-        Raises:
-            LayoutError: If the dim is out of range, or the rank is open.
-        """
-        return self._entry_shards(self.specs[_check_dim(dim, self.rank)])
-
     def misfits(self, global_shape: Sequence[int]) -> list[Misfit]:
         """Returns the dims of a shape that do not divide into their shards.
-
-        Args:
-            global_shape: Shape of the whole array.
 
         Raises:
             LayoutError: If the rank differs.
         """
         return [
-            Misfit(dim, size, shards, axes)
-            for dim, (size, shards, axes) in enumerate(self._dims(global_shape))
+            Misfit(dim, size, shards, axes_of(entry))
+            for dim, (size, shards, entry) in enumerate(self._dims(global_shape))
             if size % shards
         ]
 
-    def check(self, global_shape: Sequence[int], where: str = "") -> None:
-        """Raises LayoutError if an array of this shape cannot have this layout.
-
-        Args:
-            global_shape: Shape of the whole array.
-            where: The name of the array, with which the message begins.
-        """
-        prefix = f"{where}: " if where else ""
-        try:
-            misfits = self.misfits(global_shape)
-        except LayoutError as error:
-            raise LayoutError(f"{prefix}{error}") from None
-        if misfits:
-            first = misfits[0]
-            prefix = prefix or f"an array of shape {tuple(global_shape)}: "
-            raise LayoutError(f"{prefix}{first.fact} ({self!r}). {first.fix}")
+    def check(self, global_shape: Sequence[int]) -> None:
+        """Raises LayoutError if an array of this shape cannot have this layout."""
+        for misfit in self.misfits(global_shape):
+            raise LayoutError(f"{misfit.fact} ({self!r}). {misfit.fix}")
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the piece that each device holds.
@@ -395,7 +356,7 @@ class Layout:
             (slice(2, 4, None), slice(2, 4, None))
         """
         shape = self.shard_shape(global_shape)
-        index = self.with_rank(len(shape))._shard_index(device)
+        index = self.with_rank(len(shape))._shard_index(self.mesh.coords(device))
         pairs = zip(index, shape, strict=True)
         return tuple(slice(i * size, (i + 1) * size) for i, size in pairs)
 
@@ -411,22 +372,33 @@ class Layout:
         """
         return math.prod(self.shard_shape(global_shape)) * _jax.itemsize(dtype)
 
-    # DTensor's names, for code that comes from TensorFlow; not used in the library.
+    # DTensor's names, for code that comes from TensorFlow.
 
     local_shape_from_global_shape = shard_shape
     global_shape_from_local_shape = global_shape
 
     @property
-    def sharding_specs(self) -> list[DimSpec]:
-        """DTensor's name for `specs`."""
-        return list(self.specs)
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds the whole array."""
+        return self.mesh.axis_size([x for e in self._known() for x in axes_of(e)]) == 1
+
+    @property
+    def is_batch_parallel(self) -> bool:
+        """Whether the first dim, and no other, is sharded over mesh axes."""
+        sharded = [bool(axes_of(entry)) for entry in self._known()]
+        return sharded[:1] == [True] and not any(sharded[1:])
+
+    def num_shards(self, dim: int) -> int:
+        """Returns the number of shards of a dim."""
+        _ = self.rank
+        return self.mesh.axis_size(axes_of(self._known()[dim]))
 
     @classmethod
     def replicated(
         cls, mesh: Mesh | jax.sharding.Mesh | None = None, rank: int = 0
     ) -> "Layout":
         """Returns the layout in which every device holds the whole array."""
-        return cls([None] * _check_rank(rank), mesh)
+        return cls([None] * rank, mesh)
 
     @classmethod
     def batch_sharded(
@@ -436,15 +408,9 @@ class Layout:
         rank: int,
         dim: int = 0,
     ) -> "Layout":
-        """Returns the layout that shards one dim over a mesh axis, or over several.
-
-        Example:
-            >>> mesh = create_mesh({"batch": 8})
-            >>> Layout.batch_sharded(mesh, "batch", rank=3)
-            Layout([batch, unsharded, unsharded], Mesh(batch=8))
-        """
-        specs: list[Any] = [None] * _check_rank(rank)
-        specs[_check_dim(dim, rank)] = axis
+        """Returns the layout that shards one dim over a mesh axis, or over several."""
+        specs: list[Any] = [None] * rank
+        specs[dim] = axis
         return cls(specs, mesh)
 
     @classmethod
@@ -458,15 +424,9 @@ class Layout:
         return cls.batch_sharded(mesh, axis, rank, dim=-1)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """Returns the index of the shard of every device, in mesh order.
-
-        Example:
-            >>> mesh = create_mesh({"batch": 2, "model": 4})
-            >>> Layout(["batch"], mesh).offset_to_shard()
-            [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]
-        """
+        """Returns the index of the shard of every device, in mesh order."""
         _ = self.rank, self._known()
-        return list(map(self._shard_index, range(self.mesh.size)))
+        return list(map(self._shard_index, np.ndindex(self.mesh.devices.shape)))
 
     def __repr__(self) -> str:
         memory = f", memory_kind={self.memory_kind!r}" if self.memory_kind else ""
@@ -475,22 +435,6 @@ class Layout:
     def __str__(self) -> str:
         memory = f" in {self.memory_kind}" if self.memory_kind else ""
         return specs_text(self.specs) + memory
-
-    def _repr_html_(self) -> str:
-        size = len(self.specs)
-        end = self.specs.index(...) if ... in self.specs else size
-        dims = [dim if dim < end else dim - size for dim in range(size)]
-        rows = [
-            [
-                "" if entry is ... else dim,
-                entry_text(entry),
-                _render_shards(self, entry),
-            ]
-            for dim, entry in zip(dims, self.specs, strict=True)
-        ]
-        caption = f"Layout {self} on {self.mesh!r}"
-        headers = ["dim", "sharded over", "shards"]
-        return _render.html_table(headers, rows, "rlr", caption=caption)
 
     def _known(self) -> tuple[DimSpec, ...]:
         """Returns the entries, or raises LayoutError if one of them is MATCH."""
@@ -502,29 +446,24 @@ class Layout:
             raise LayoutError(msg)
         return self.specs
 
-    def _entry_shards(self, entry: DimSpec) -> int:
-        if entry is MATCH:
-            self._known()
-        return self.mesh.axis_size(axes_of(entry))
-
-    def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, tuple[str, ...]]]:
-        """Returns the size, the number of shards and the mesh axes of each dim."""
-        sizes = _checks.shape(shape, error=LayoutError)
-        specs = self.with_rank(len(sizes)).specs
+    def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, DimSpec]]:
+        """Returns the size, the number of shards and the entry of each dim."""
+        sizes = list(map(operator.index, shape))
         return [
-            (size, self._entry_shards(entry), axes_of(entry))
-            for size, entry in zip(sizes, specs, strict=True)
+            (size, self.mesh.axis_size(axes_of(entry)), entry)
+            for size, entry in zip(
+                sizes, self.with_rank(len(sizes))._known(), strict=True
+            )
         ]
 
-    def _shard_index(self, device: _jax.Device | int) -> tuple[int, ...]:
-        """Returns the index of the shard that a device holds, one entry per dim."""
-        mesh = self.mesh
-        place = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
+    def _shard_index(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """Returns the index of the shard at a place in the mesh, one entry per dim."""
+        place = dict(zip(self.mesh.axis_names, coords, strict=True))
         index = []
         for entry in self.specs:
             flat = 0
             for axis in axes_of(entry):  # major first, as in JAX
-                flat = flat * mesh.shape[axis] + place[axis]
+                flat = flat * self.mesh.shape[axis] + place[axis]
             index.append(flat)
         return tuple(index)
 
@@ -541,9 +480,8 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         LayoutError: If it is neither, or its rank differs.
     """
     if not isinstance(value, (Layout, NamedSharding)):
-        hint = ""
-        if isinstance(value, (list, tuple, PartitionSpec)):
-            hint = " A spec needs a mesh: Layout(spec, mesh)."
+        is_spec = isinstance(value, (list, tuple, PartitionSpec))
+        hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
         msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)
@@ -575,10 +513,6 @@ def entry_text(entry: DimSpec) -> str:
 def specs_text(specs: Iterable[DimSpec]) -> str:
     """Returns entries as messages show them, such as `[batch, unsharded]`."""
     return f"[{', '.join(map(entry_text, specs))}]"
-
-
-def _render_shards(layout: Layout, entry: DimSpec) -> object:
-    return "" if entry in (..., MATCH) else layout._entry_shards(entry)
 
 
 def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
@@ -620,47 +554,17 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
 
 def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
     """Raises LayoutError if an entry names an unknown axis, or one is used twice."""
-    seen: set[str] = set()
-    for axis in (axis for entry in specs for axis in axes_of(entry)):
+    axes = [axis for entry in specs for axis in axes_of(entry)]
+    for index, axis in enumerate(axes):
         if axis not in mesh:
             msg = (
                 f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
                 f"{did_you_mean(axis, mesh.axis_names)}"
             )
             raise LayoutError(msg)
-        if axis in seen:
+        if axis in axes[:index]:
             msg = (
                 f"mesh axis {axis!r} is used twice in {specs_text(specs)}; an axis can "
                 "shard only one dim, and only once."
             )
             raise LayoutError(msg)
-        seen.add(axis)
-
-
-def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
-    """Returns the kind of memory, or None for the devices' default."""
-    if kind is None:
-        return None
-    # Only devices of this process list their memories.
-    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
-    kinds, default = _jax.memory_kinds(device)
-    if kinds and kind not in kinds:
-        msg = (
-            f"memory_kind {_checks.shown(kind)} is not one of these devices' memories: "
-            f"{', '.join(map(repr, kinds))}.{did_you_mean(kind, kinds)}"
-        )
-        raise LayoutError(msg)
-    # Layouts that mean the same have to be equal, whether the default is named or not.
-    return None if kind == default else kind
-
-
-def _check_rank(rank: Any) -> int:
-    return _checks.count("rank", rank, at_least=0, error=LayoutError)
-
-
-def _check_dim(dim: Any, rank: int) -> int:
-    index = _checks.count("dim", dim, at_least=None, error=LayoutError)
-    if not -rank <= index < rank:
-        msg = f"dim {index} is out of range for a layout of rank {rank}."
-        raise LayoutError(msg)
-    return index % rank

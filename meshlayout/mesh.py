@@ -13,7 +13,8 @@ them would not run on two: here, the first axes cross unless `dcn` says otherwis
 
 import functools
 import math
-from collections import defaultdict
+import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,14 +36,9 @@ if TYPE_CHECKING:
 AxisTypesLike: TypeAlias = AxisType | str | Sequence[AxisType | str]
 """What a user may write for axis types."""
 
-_AXIS_TYPES = {kind.name.lower(): kind for kind in AxisType}
-
 # What devices are grouped by: an attribute of theirs, and its groups' name. Inside a
 # slice the network is fast: that of a TPU pod slice, or NVLink inside a host.
 _UNITS = {"slice_index": "slices", "process_index": "processes"}
-
-# Of more processes, only the first and the last one are listed.
-_MOST_LISTED = 8
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -61,8 +57,8 @@ class Mesh:
         shape: The size of each axis by name, in order; read-only.
 
     Raises:
-        MeshError: If `mesh` is neither, has no axes or no devices, an axis name is not
-            a plain string, or the devices are repeated or of several platforms.
+        MeshError: If `mesh` is neither, has no devices, or an axis name is not a plain
+            string.
 
     Example:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -77,14 +73,23 @@ class Mesh:
 
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         mesh = getattr(mesh, "jax_mesh", mesh)
-        if not isinstance(mesh, jax.sharding.Mesh):
+        if not isinstance(mesh, jax.sharding.Mesh) or not mesh.size:
             msg = (
-                "expected a Mesh or a jax.sharding.Mesh, got "
+                "expected a Mesh or a jax.sharding.Mesh with devices, got "
                 f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
+        for name in mesh.axis_names:
+            if not isinstance(name, str) or not name.strip() or {*name} & {*",=|"}:
+                msg = (
+                    f"axis name {shown(name)} is not a string, is empty, or contains "
+                    "one of , = | (which separate axes in text). Use a name such as "
+                    "'batch'."
+                )
+                raise MeshError(msg)
         _jax.check_joined("Mesh")
-        self.__dict__.update(jax_mesh=mesh, shape=_checked_shape(mesh))
+        shape = MappingProxyType(dict(mesh.shape))
+        self.__dict__.update(jax_mesh=mesh, shape=shape)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -162,23 +167,15 @@ class Mesh:
         if isinstance(device, (int, np.integer)) and 0 <= device < self.size:
             indices = [int(device)]
         if not indices:
-            text = repr(device) if hasattr(device, "platform") else shown(device)
             msg = (
-                f"{text} is not a device of {self!r}, whose devices are "
+                f"{shown(device)} is not a device of {self!r}, whose devices are "
                 f"{self._devices_text()}, nor the index of one."
             )
             raise MeshError(msg)
-        return tuple(map(int, np.unravel_index(indices[0], (*self.shape.values(),))))
+        return tuple(map(int, np.unravel_index(indices[0], self.devices.shape)))
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
         """Returns `Layout(specs, self)`: the short form, one argument per dim.
-
-        Args:
-            specs: One entry per dim, as for `Layout`.
-            memory_kind: As for `Layout`.
-
-        Raises:
-            LayoutError: As for `Layout`.
 
         Example:
             >>> create_mesh({"batch": 8}).layout("batch", None)
@@ -215,8 +212,8 @@ class Mesh:
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Returns the coordinates of this process's devices, by axis."""
-        coords = map(self.coords, self.local_devices)
-        return [dict(zip(self.shape, place, strict=True)) for place in coords]
+        every = zip(self.unravel_index(), self.devices.flat, strict=True)
+        return [place for place, device in every if device in self.local_devices]
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -229,26 +226,16 @@ class Mesh:
         return [dict(zip(self.shape, place, strict=True)) for place in places]
 
     def to_string(self) -> str:
-        """Returns the mesh as a readable line, which `from_string` reads back exactly.
-
-        Example:
-            >>> create_mesh({"batch": 2, "model": 4}).to_string()
-            'batch=2,model=4|auto,auto|cpu:0-7'
-        """
+        """Returns text such as `"batch=8|auto|cpu:0-7"`, which `from_string` reads."""
         axes = ",".join(f"{name}={size}" for name, size in self.shape.items())
         types = ",".join(kind.name.lower() for kind in self.axis_types)
         return f"{axes}|{types}|{self._devices_text()}"
 
     @classmethod
     def from_string(cls, text: str) -> "Mesh":
-        """Returns the mesh that `to_string` wrote, on the devices with the same ids.
-
-        Raises:
-            MeshError: If the text was not written by `to_string`, or a device does not
-                exist here.
-        """
+        """Returns the mesh that `to_string` wrote, on the devices with the same ids."""
         try:
-            axes, types, devices = text.rsplit("|", 2)
+            axes, types, devices = text.split("|")
             platform, runs = devices.split(":")
             ends = [[int(end) for end in run.split("-")] for run in runs.split(",")]
         except (ValueError, AttributeError):
@@ -267,20 +254,10 @@ class Mesh:
         return f"Mesh({'; '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        crossed = [
-            " and ".join(
-                unit
-                for attribute, unit in _UNITS.items()
-                if name in _axes_across(self.jax_mesh, attribute)[0]
-            )
-            for name in self.axis_names
-        ]
-        picture = _render.mesh_picture(
-            self.axis_names, [*self.shape.values()], self.global_device_ids(), crossed
-        )
+        sizes, ids = [*self.shape.values()], self.global_device_ids()
+        picture = _render.mesh_picture(self.axis_names, sizes, ids)
         devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
-        title = f"{self!r}: {self.size} {devices}"
-        return _render.picture_html(title, picture, self._process_notes())
+        return _render.picture_html(f"{self!r}: {self.size} {devices}", picture)
 
     def __copy__(self) -> "Mesh":
         return self
@@ -297,50 +274,6 @@ class Mesh:
 
     def _devices_text(self) -> str:
         return f"{self.platform}:{_render.ranges_text(self.global_device_ids())}"
-
-    def _process_notes(self) -> list[str]:
-        """Returns a line on which devices each process has; none for one process."""
-        groups = _device_groups(self.devices.flat, "process_index")
-        if len(groups) == 1:
-            return []
-        listed = [f"process {i} {_render.ranges_text(x)}" for i, x in groups.items()]
-        if len(listed) > _MOST_LISTED:
-            listed = [listed[0], "...", listed[-1]]
-        return [f"Devices by process: {'; '.join(listed)}."]
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
-    """Returns sizes by name, or raises MeshError for a JAX mesh that cannot be wrapped.
-
-    Cached, as every layout that comes out of JAX wraps its mesh again.
-    """
-    if not mesh.axis_names or not mesh.size:
-        msg = (
-            f"{mesh} has no axes or no devices; make one: create_mesh({{'batch': 8}})."
-        )
-        raise MeshError(msg)
-    for index, name in enumerate(mesh.axis_names):
-        if not isinstance(name, str) or not name.strip() or set(name) & set(",=|"):
-            msg = (
-                f"axis name {shown(name)} is not a string, is empty, or contains one "
-                "of , = | (which separate axes in text). Use a name such as 'batch'."
-            )
-            raise MeshError(msg)
-        if name in mesh.axis_names[:index]:
-            msg = f"two axes are named {name!r}; the names of axes must differ."
-            raise MeshError(msg)
-    devices = list(mesh.devices.flat)
-    if len({device.platform for device in devices}) > 1:
-        platforms = ", ".join(sorted({device.platform for device in devices}))
-        msg = f"the devices of a mesh must be of one platform, got {platforms}."
-        raise MeshError(msg)
-    for index, device in enumerate(devices):
-        if len({*devices}) < len(devices) and device in devices[:index]:
-            name = f"{device.platform}:{device.id}"
-            msg = f"device {name} is given twice; a mesh has each device once."
-            raise MeshError(msg)
-    return MappingProxyType(dict(mesh.shape))
 
 
 def as_mesh(value: Any) -> Mesh:
@@ -399,7 +332,7 @@ def create_mesh(
     Raises:
         MeshError: If names or sizes are malformed, their product is not the number of
             devices, the axes of `dcn` cannot be divided among slices or processes, or
-            the devices are unknown, repeated or of different kinds.
+            the devices are unknown.
         ClusterError: If `meshlayout.launch` started this process among others, and it
             has not called `initialize`.
 
@@ -419,22 +352,14 @@ def create_mesh(
         raise MeshError(msg)
     _jax.check_joined("create_mesh")
     chosen = jax.devices() if devices is None else parse_devices(devices)
-    if axes is None and not axis_sizes:
-        axes = {"batch": -1}
-    asked = _parse_axes(axis_sizes if axes is None else axes)
+    asked = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)
     sizes = _fill_sizes(asked, len(chosen))
-    types = _parse_axis_types(axis_types, list(sizes))
-    listed: Any = dcn if isinstance(dcn, (list, tuple)) else [dcn]
-    slow = None if dcn is None else tuple(listed)
-    for axis in slow or ():
-        if axis not in list(sizes):
-            hint = did_you_mean(axis, sizes)
-            msg = f"dcn names the axis {shown(axis)}, which the mesh lacks.{hint}"
-            raise MeshError(msg)
-    if devices is None or slow is not None:
+    if devices is None or dcn is not None:
+        slow = [dcn] if isinstance(dcn, str) else dcn
         grid = _device_grid(sizes, chosen, slow)
     else:
         grid = np.array(chosen, dtype=object).reshape([*sizes.values()])
+    types = _parse_axis_types(axis_types, len(sizes))
     return Mesh(jax.sharding.Mesh(grid, tuple(sizes), axis_types=types))
 
 
@@ -446,31 +371,27 @@ def _parse_axes(axes: Any) -> dict[str, int]:
             pairs = [(name.strip(), int(size)) for name, size in pairs]
         else:
             pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
-        sizes = dict(pairs)
-        if not sizes:
-            raise ValueError
+        sizes = {name: operator.index(size) for name, size in pairs}
     except (TypeError, ValueError):
+        sizes, pairs = {}, []
+    if not sizes or len(sizes) < len(pairs):
         msg = (
-            f"{shown(axes)} does not give names and sizes of axes. Write {{'batch': "
-            "2, 'model': 4}, [('batch', 2), ('model', 4)] or 'batch=2,model=4'."
+            f"{shown(axes)} does not give a size, an integer, for each axis name once. "
+            "Write {'batch': 2, 'model': 4}, [('batch', 2), ('model', 4)] or "
+            "'batch=2,model=4'."
         )
-        raise MeshError(msg) from None
-    for name, size in pairs:
-        is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-        if not is_integer or size < -1 or not size:
-            msg = (
-                f"axis {name!r} has size {shown(size)}; a size must be a positive "
-                "integer, the number of devices, or -1 for whatever is left."
-            )
-            raise MeshError(msg)
-    if len(sizes) < len(pairs):
-        repeated = next(x for i, (x, _) in enumerate(pairs) if x in dict(pairs[:i]))
-        msg = f"two axes are named {repeated!r}; the names of axes must differ."
         raise MeshError(msg)
-    if sum(size == -1 for size in sizes.values()) > 1:
-        msg = f"in {sizes_text(sizes)}, only one axis can take whatever is left."
+    if (
+        min(sizes.values()) < -1
+        or 0 in sizes.values()
+        or [*sizes.values()].count(-1) > 1
+    ):
+        msg = (
+            f"in {sizes_text(sizes)}, a size must be a positive number of devices, or "
+            "-1 for whatever is left, once."
+        )
         raise MeshError(msg)
-    return {name: int(size) for name, size in sizes.items()}
+    return sizes
 
 
 def _fill_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
@@ -509,43 +430,36 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return f"({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
-def _parse_axis_types(
-    types: AxisTypesLike | None, names: Sequence[str]
-) -> tuple[AxisType, ...]:
-    """Returns one axis type per name."""
-    is_one = not isinstance(types, (list, tuple))
-    listed = [AxisType.Auto if types is None else types] * len(names)
-    given: list[Any] = listed if is_one else list(types)
-    kinds = [_AXIS_TYPES.get(x.lower()) if isinstance(x, str) else x for x in given]
-    if len(kinds) != len(names) or not all(isinstance(x, AxisType) for x in kinds):
+def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType, ...]:
+    """Returns one axis type per axis."""
+    given: Any = types if isinstance(types, (list, tuple)) else [types] * count
+    known: Any = {kind.name.lower(): kind for kind in AxisType}
+    known |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
+    kinds = [known.get(x.lower() if isinstance(x, str) else x) for x in given]
+    if len(kinds) != count or None in kinds:
         msg = (
-            f"axis_types={given!r} must be one of {', '.join(map(repr, _AXIS_TYPES))}, "
-            f"or a list with one of them for each of {', '.join(names)}."
+            f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
+            "with one of them for each axis."
         )
         raise MeshError(msg)
-    return tuple(kind for kind in kinds if kind is not None)
+    return tuple(kinds)
 
 
 def parse_devices(devices: Any) -> list[Any]:
     """Returns devices from objects and texts such as `"CPU:3"`, in their order."""
     chosen: list[Any] = []
     for device in np.asarray(devices, dtype=object).flat:
-        if isinstance(device, str):
-            platform, _, number = device.strip().lower().partition(":")
-            ids = [int(number)] if number.isdecimal() else []
-            chosen += _devices_by_id(platform, ids)
-        else:
+        if isinstance(device, str) and re.fullmatch(r" *\w+:[0-9]+ *", device):
+            platform, number = device.strip().lower().split(":")
+            chosen += _devices_by_id(platform, [int(number)])
+        elif hasattr(device, "platform"):  # also described ones, of other classes
             chosen.append(device)
-        # Not by class: tests and topologies have devices of other classes.
-        if not chosen or not hasattr(chosen[-1], "platform"):
+        else:
             msg = (
                 f"{shown(device)} is not a device; give those of jax.devices(), or "
                 "text of the form PLATFORM:ID, as in 'CPU:3'."
             )
             raise MeshError(msg)
-    if not chosen:
-        msg = "devices is empty; a mesh needs at least one device."
-        raise MeshError(msg)
     return chosen
 
 
@@ -553,27 +467,21 @@ def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
     """Returns the devices of a platform with these ids."""
     try:
         known = {device.id: device for device in jax.devices(platform or "none")}
-    except RuntimeError:
-        here = sorted({device.platform for device in jax.devices()})
-        msg = f"there are no {platform!r} devices here, only {', '.join(here)} devices."
+        return [known[number] for number in ids]
+    except (RuntimeError, KeyError):
+        kinds = sorted({device.platform for device in jax.devices()})
+        here = [
+            f"{kind}:{_render.ranges_text([x.id for x in jax.devices(kind)])}"
+            for kind in kinds
+        ]
+        msg = (
+            f"a device of {platform}:{_render.ranges_text(ids)} does not exist here, "
+            f"only {', '.join(here)}."
+        )
         raise MeshError(msg) from None
-    for number in ids:
-        if number not in known:
-            there = f"{platform}:{_render.ranges_text(sorted(known))}"
-            msg = f"device {platform}:{number} does not exist here, only {there}."
-            raise MeshError(msg)
-    return [known[number] for number in ids]
 
 
 # Slices and processes.
-
-
-def _device_groups(devices: Iterable[Any], attribute: str) -> dict[int, list[int]]:
-    """Returns the ids of the devices of each group, by its index; 0 if it has none."""
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for device in devices:
-        groups[getattr(device, attribute, None) or 0].append(int(device.id))
-    return {index: sorted(groups[index]) for index in sorted(groups)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -608,36 +516,28 @@ def _device_grid(
     Raises:
         MeshError: If the sizes cannot be divided so, or JAX finds no order.
     """
+    slow = sizes if slow_axes is None else slow_axes
+    for axis in slow:
+        if axis not in [*sizes]:
+            hint = did_you_mean(axis, sizes)
+            msg = f"dcn names the axis {shown(axis)}, which the mesh lacks.{hint}"
+            raise MeshError(msg)
     attribute = "slice_index"
-    groups = _device_groups(devices, attribute)
-    if len(groups) == 1 and slow_axes is not None:
+    count = _num_groups(devices, attribute)
+    if count == 1 and slow_axes is not None:
         attribute = "process_index"
-        groups = _device_groups(devices, attribute)
-    count, unit = len(groups), _UNITS[attribute]
-    if len({len(ids) for ids in groups.values()}) > 1:
-        listed = ", ".join(f"{len(ids)} in {index}" for index, ids in groups.items())
-        msg = (
-            f"the {count} {unit} have different numbers of devices ({listed}), so that "
-            "no axis can cross from one to the next. Give devices= with the same "
-            "number of each."
-        )
-        raise MeshError(msg)
+        count = _num_groups(devices, attribute)
     crossing, left = dict.fromkeys(sizes, 1), count
-    for axis in sizes if slow_axes is None else slow_axes:
+    for axis in slow:
         crossing[axis] = math.gcd(sizes[axis], left)
         left //= crossing[axis]
     if slow_axes is not None and left > 1:
-        first = next(iter(slow_axes), next(iter(sizes)))
-        others = {axis: n for axis, n in sizes.items() if axis not in slow_axes}
-        rest = math.prod(sizes.values()) // count
-        fits = dict.fromkeys(sizes, 1) | _fitting_sizes(others or {first: 1}, rest)
-        fits[first] *= count
+        unit = _UNITS[attribute]
         msg = (
-            f"the axes in dcn=, {sizes_text({x: sizes[x] for x in slow_axes})}, cannot "
-            f"be divided among the {count} {unit} of the devices: their sizes must "
-            f"together make {count}, or a multiple of it. A shape that fits: "
-            f"{sizes_text(fits)}. Or leave out dcn=, if the network between them is "
-            "fast."
+            f"the axes in dcn=, {sizes_text({x: sizes[x] for x in slow})}, cannot be "
+            f"divided among the {count} {unit} of the devices: their sizes must "
+            f"together make {count}, or a multiple of it. Or leave out dcn=, if the "
+            "network between them is fast."
         )
         raise MeshError(msg)
     inside = [size // crossing[axis] for axis, size in sizes.items()]
@@ -653,3 +553,7 @@ def _device_grid(
             "Choose other sizes, or an order of your own with devices=."
         )
         raise MeshError(msg) from error
+
+
+def _num_groups(devices: Iterable[Any], attribute: str) -> int:
+    return len({getattr(device, attribute, None) or 0 for device in devices})

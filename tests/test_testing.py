@@ -475,7 +475,7 @@ def conv_loss(model, batch):
         {
             "clip_norm": 0.1,
             "ema": 0.9,
-            "regularizers": ml.losses.l2(0.1, where="kernel"),
+            "regularizers": {"l2": ml.losses.l2(0.1, where="kernel")},
         },
         {"on_nonfinite": "skip"},
         {"denominator": "global_batch_size", "zero": 1, "remat": "full"},

@@ -513,11 +513,13 @@ def test_optimizer_state_on_the_host_is_no_argument_in_device_memory(capfd):
     work = fsdp_rules.WORKS["mlp"]
     mesh = create_slice_mesh(batch=8)
 
-    def memory(kind):
-        layouts = ml.parallel.fsdp(mesh, optimizer_memory_kind=kind)
+    def memory(**options):
+        layouts = ml.parallel.fsdp(mesh) | {
+            "^opt_state/": ml.zero_rule(mesh, **options)
+        }
         return fsdp_rules.compiled_step(work, layouts, "float32").memory_analysis()
 
-    on_device, on_host = memory(None), memory("pinned_host")
+    on_device, on_host = memory(), memory(memory_kind="pinned_host")
     moved = on_device.argument_size_in_bytes - on_host.argument_size_in_bytes
     assert moved > 2 * 1024 * 512 * FLOAT / 8  # Adam's two slots, of the first kernel
     assert on_host.host_argument_size_in_bytes == moved

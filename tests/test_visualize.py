@@ -209,7 +209,7 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
         (
             LAYOUT,
             (4, 6),
-            "an array of shape (4, 6): dim 1 has size 6, which does not divide into 4 "
+            "dim 1 has size 6, which does not divide into 4 "
             "shards over mesh axis 'model' (Layout([batch, model], Mesh(batch=2, "
             "model=4))). Nearest sizes that fit: 4 and 8. To keep the size, leave dim "
             "1 UNSHARDED.",

@@ -4,9 +4,9 @@ Every function takes an array or any pytree of arrays, with one layout for all o
 leaves or a tree of layouts that is a prefix of it.
 """
 
-from meshlayout.arrays.calls import call_with_layout as call_with_layout
 from meshlayout.arrays.creation import (
     arange as arange,
+    call_with_layout as call_with_layout,
     full as full,
     normal as normal,
     ones as ones,

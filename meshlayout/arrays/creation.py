@@ -12,14 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from meshlayout import _checks, _jax
-from meshlayout._annotations import DType
-from meshlayout.arrays.leaf import is_concrete_array, move, with_full_rank
-from meshlayout.arrays.tree import type_text
-from meshlayout.errors import LayoutError
+from meshlayout import _jax
+from meshlayout.arrays.placement import (
+    LayoutLike,
+    broadcast,
+    for_each,
+    full_rank,
+    relayout,
+)
 from meshlayout.layout import Layout
 
 
@@ -43,14 +47,14 @@ def zeros(
         >>> x.addressable_shards[0].data.shape
         (2, 2)
     """
-    return full(shape, 0, layout, float if dtype is None else dtype)
+    return _created(functools.partial(jnp.zeros, shape, dtype), layout)
 
 
 def ones(
     shape: int | Sequence[int], layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
     """Creates an array of ones, each device only its shard; see `zeros`."""
-    return full(shape, 1, layout, float if dtype is None else dtype)
+    return _created(functools.partial(jnp.ones, shape, dtype), layout)
 
 
 def full(
@@ -59,26 +63,8 @@ def full(
     layout: Layout,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Creates an array of one value, each device only its shard.
-
-    Args:
-        shape: Shape of the whole array.
-        value: The value of every element.
-        layout: The layout.
-        dtype: Dtype of the elements; by default that of the value.
-
-    Raises:
-        LayoutError: If the layout does not fit the shape.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 8})
-        >>> ml.arrays.full((8,), 7, mesh.layout("batch")).dtype
-        dtype('int32')
-    """
-    shape, layout = _fitting(shape, layout, dtype)
-    make = functools.partial(jnp.full, shape, value, dtype)
-    return _created(lambda sharding: make(device=sharding), layout)
+    """Creates an array of one value, each device only its shard; see `zeros`."""
+    return _created(functools.partial(jnp.full, shape, value, dtype), layout)
 
 
 def arange(
@@ -91,16 +77,6 @@ def arange(
 ) -> jax.Array:
     """Creates evenly spaced values, as `jnp.arange` does, each device only its shard.
 
-    Args:
-        start: The first value; without `stop`, the end, and the first value is 0.
-        stop: The exclusive end.
-        step: The distance between values; by default 1.
-        layout: The layout.
-        dtype: Dtype of the elements; by default that of the arguments.
-
-    Raises:
-        LayoutError: If the layout does not fit.
-
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
@@ -108,10 +84,7 @@ def arange(
         >>> ml.to_numpy(x).tolist()
         [0, 2, 4, 6, 8, 10, 12, 14]
     """
-    make = functools.partial(jnp.arange, start, stop, step, dtype)
-    described = jax.eval_shape(make)
-    _, layout = _fitting(described.shape, layout, described.dtype)
-    return _created(lambda sharding: make(device=sharding), layout)
+    return _created(functools.partial(jnp.arange, start, stop, step, dtype), layout)
 
 
 def normal(
@@ -151,17 +124,80 @@ def uniform(
     minval: ArrayLike = 0.0,
     maxval: ArrayLike = 1.0,
 ) -> jax.Array:
-    """Creates an array of uniform values in `[minval, maxval)`; see `normal`.
+    """Creates an array of uniform values in `[minval, maxval)`; see `normal`."""
+    return _random(jax.random.uniform, key, shape, layout, dtype, minval, maxval)
+
+
+def call_with_layout(
+    fn: Callable[..., Any], layout: LayoutLike, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function so that its results are created in a layout.
+
+    Use this for arrays that no other function of `ml.arrays` creates, such as
+    `jnp.eye`. The function is compiled, and no device ever holds a full result.
+    Arguments with arrays are traced; all others (shapes, dtypes, numbers) are compiled
+    in, so that a function is compiled once for the same ones.
 
     Args:
-        key: A PRNG key.
-        shape: Shape of the whole array.
-        layout: The layout.
-        dtype: A float dtype; by default JAX's float.
-        minval: Inclusive lower bound.
-        maxval: Exclusive upper bound.
+        fn: Any function that `jax.jit` can compile.
+        layout: The layout of the result, or a tree of layouts for a pytree.
+        *args: Arguments of the function.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        The results of the function.
+
+    Raises:
+        LayoutError: If a layout does not fit a result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> eye = ml.arrays.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)
+        >>> eye.addressable_shards[0].data.shape
+        (4, 2)
     """
-    return _random(jax.random.uniform, key, shape, layout, dtype, minval, maxval)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    kinds = (jax.Array, np.ndarray, np.generic)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    constants = tuple(
+        None if isinstance(leaf, kinds) else (type(leaf), leaf) for leaf in leaves
+    )
+    call = _with_constants(fn, treedef, constants)
+    shapes = jax.eval_shape(call, *arrays)
+    layouts = for_each(_fitting, shapes, broadcast(layout, shapes))
+    # jax 0.7.2 cannot shard results without elements.
+    out = jax.tree.structure(shapes).unflatten(
+        None if 0 in leaf.shape else layout.with_memory_kind(None).sharding
+        for leaf, layout in zip(jax.tree.leaves(shapes), layouts, strict=True)
+    )
+    made = jax.jit(call, out_shardings=out)(*arrays)
+    # Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend
+    # can compile results into another kind of memory.
+    return relayout(made, jax.tree.structure(shapes).unflatten(layouts))
+
+
+# jit caches by function object.
+@functools.lru_cache(maxsize=512)
+def _with_constants(
+    fn: Callable[..., Any], treedef: Any, constants: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Returns a function of the arrays among some arguments."""
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if pair is None else pair[1] for pair in constants]
+        args, kwargs = treedef.unflatten(leaves)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _fitting(described: jax.ShapeDtypeStruct, layout: object) -> Layout:
+    fitting = full_rank(layout, described.ndim)
+    fitting.check(described.shape)
+    return fitting
 
 
 def _random(
@@ -172,48 +208,28 @@ def _random(
     dtype: DTypeLike | None,
     *bounds: ArrayLike,
 ) -> jax.Array:
+    # jit takes no arrays of other devices, or of another mesh that was set.
+    arguments = [
+        x if isinstance(x, Tracer) else relayout(x, layout.mesh.layout(...))
+        for x in (key, *bounds)
+    ]
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
-    shape, layout = _fitting(shape, layout, dtype)
-    if is_concrete_array(key) and _jax.is_committed(key):
-        # jit takes no key of other devices.
-        key = _jax.put(key, layout.mesh.layout(...).with_rank(key.ndim).sharding)
-
-    def created(sharding: NamedSharding) -> jax.Array:
-        return _compiled(make, shape, dtype, sharding)(key, *bounds)
-
-    return _created(created, layout)
+    with _no_set_mesh():
+        return call_with_layout(
+            make, layout, arguments[0], sizes, dtype, *arguments[1:]
+        )
 
 
-# jit caches by function object, and a partial is a new one in every call.
-@functools.lru_cache(maxsize=512)
-def _compiled(
-    make: Callable[..., jax.Array],
-    shape: tuple[int, ...],
-    dtype: DType,
-    sharding: NamedSharding,
-) -> Callable[..., jax.Array]:
-    def create(key: jax.Array, *bounds: Any) -> jax.Array:
-        return make(key, shape, dtype, *bounds)
-
-    return jax.jit(create, out_shardings=sharding)
-
-
-def _fitting(
-    shape: int | Sequence[int], layout: Layout, dtype: DTypeLike | None
-) -> tuple[tuple[int, ...], Layout]:
-    """Returns a shape as a tuple, and a user's layout of its rank."""
-    entries = shape if isinstance(shape, (list, tuple)) else [shape]
-    sizes = _checks.shape(entries, error=LayoutError)
-    where = type_text(sizes, dtype)
-    full_layout = with_full_rank(layout, len(sizes), where, match=False)
-    full_layout.check(sizes, where)
-    return sizes, full_layout
-
-
-def _created(make: Callable[[NamedSharding], jax.Array], layout: Layout) -> jax.Array:
+def _created(make: Callable[..., jax.Array], layout: Layout) -> jax.Array:
     """Creates an array in the devices' main memory, and moves it where it belongs."""
-    main = layout.with_memory_kind(None).sharding
-    with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
-        x = make(main)
-    is_there = not _jax.is_staged(x) and _jax.sharding_of(x) == layout.sharding
-    return x if is_there else move(x, layout, type_text(x.shape, x.dtype))
+    shapes = jax.eval_shape(make)
+    [layout] = for_each(_fitting, shapes, [layout])
+    with _no_set_mesh():
+        x = make(device=layout.with_memory_kind(None).sharding)
+    return relayout(x, layout)
+
+
+def _no_set_mesh() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the layout's mesh counts, and no mesh that is set."""
+    return contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh()

@@ -1,21 +1,35 @@
-"""Changing, copying, reading and checking the layouts of arrays."""
+"""Changing, copying, reading and checking the layouts of arrays.
 
-from typing import Any
+JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
+axes, none moves PRNG keys between processes, and inside jit it is a constraint. What
+every process has for itself is compared before it becomes one array on the devices of
+all.
+"""
 
-from meshlayout import _checks
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.arrays.leaf import (
-    as_array,
-    check_same,
-    is_concrete_array,
-    layout_of,
-    move,
-    resolve,
-    with_full_rank,
-)
-from meshlayout.arrays.tree import LayoutLike, Tree, array_text, is_number_list
-from meshlayout.errors import LayoutError
-from meshlayout.layout import MATCH, Layout
+from meshlayout._host_arrays import host_array
+from meshlayout.cluster.agreement import assert_same
+from meshlayout.errors import ClusterError, LayoutError
+from meshlayout.layout import MATCH, Layout, as_layout
+from meshlayout.mesh import Mesh
+
+
+LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
+"""A layout, or a tree of layouts that is a prefix of the tree of arrays."""
+
+_NUMBERS = (bool, int, float, complex)
 
 
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
@@ -52,22 +66,15 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
     """
-    donate = _checks.flag("donate", donate, where="relayout", error=LayoutError)
-    tree = Tree(x)
-    layouts = tree.broadcast(layout)
     # All layouts are checked before the first move: an error must not leave half of a
     # donated tree deleted.
-    todo = [
-        (leaf, where, resolve(leaf, target, where))
-        for (where, leaf), target in zip(tree.named(), layouts, strict=True)
-    ]
-    check_same((where, leaf, target.mesh) for leaf, where, target in todo)
-    moved = [move(leaf, target, where, copy=donate) for leaf, where, target in todo]
+    layouts = for_each(_fitting, x, broadcast(layout, x))
+    moved = _moved(x, layouts, copy=donate)
     # Only after all moves: the same array may be in the tree under several paths.
-    for leaf in tree.leaves if donate else ():
-        if is_concrete_array(leaf) and not leaf.is_deleted():
+    for leaf in jax.tree.leaves(x) if donate else ():
+        if is_concrete(leaf) and not leaf.is_deleted():
             leaf.delete()
-    return tree.unflatten(moved)
+    return moved
 
 
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
@@ -105,17 +112,9 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
         >>> ml.copy_to_mesh([[1.0, 2.0], [3.0, 4.0]], mesh.layout("batch", None)).shape
         (2, 2)
     """
-    tree = Tree(x, is_leaf=is_number_list)
-    todo = []
-    for (path, leaf), target in zip(tree.items(), tree.broadcast(layout), strict=True):
-        if is_number_list(leaf):
-            leaf = as_array(leaf, path or "the list")
-        where = array_text(path, leaf)
-        todo.append((where, leaf, resolve(leaf, target, where, match=False)))
-    check_same((where, leaf, target.mesh) for where, leaf, target in todo)
-    return tree.unflatten(
-        move(x, layout, where, copy=True) for where, x, layout in todo
-    )
+    x = with_lists_as_arrays(x)
+    fitting = functools.partial(_fitting, match=False)
+    return _moved(x, for_each(fitting, x, broadcast(layout, x)), copy=True)
 
 
 def fetch_layout(x: Leaf) -> Any:
@@ -136,8 +135,7 @@ def fetch_layout(x: Leaf) -> Any:
         >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
         {'w': Layout([batch, unsharded], Mesh(batch=8))}
     """
-    tree = Tree(x)
-    return tree.unflatten(layout_of(leaf, where) for where, leaf in tree.named())
+    return jax.tree.structure(x).unflatten(for_each(_layout_of, x))
 
 
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
@@ -163,13 +161,18 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
         ...     mesh.layout("batch", ...),
         ... )
     """
-    tree = Tree(x)
-    for (where, leaf), target in zip(tree.named(), tree.broadcast(layout), strict=True):
-        actual = layout_of(leaf, where)
-        expected = with_full_rank(target, actual.rank, where)
-        if not is_same_layout(actual, expected):
-            msg = f"{where}: the layout is {actual!r}, but {expected!r} was expected."
-            raise LayoutError(f"{msg} Move it with relayout(x, layout).")
+    for_each(_check, x, broadcast(layout, x))
+
+
+def _check(x: Leaf, layout: Any) -> None:
+    actual = _layout_of(x)
+    expected = as_layout(layout, actual.rank)
+    if not is_same_layout(actual, expected):
+        msg = (
+            f"the layout is {actual!r}, but {expected!r} was expected. Move it with "
+            "relayout(x, layout)."
+        )
+        raise LayoutError(msg)
 
 
 def is_same_layout(actual: Layout, expected: Layout) -> bool:
@@ -190,3 +193,249 @@ def is_same_layout(actual: Layout, expected: Layout) -> bool:
     return actual == expected or actual.sharding.is_equivalent_to(
         expected.sharding, actual.rank
     )
+
+
+# Trees.
+
+
+def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> list[Any]:
+    """Calls a function with each leaf of a tree, and one more argument per column.
+
+    Paths are only found for messages: a loop may relayout each of its batches.
+
+    Raises:
+        LayoutError: What the function raises, with the name of the leaf before it.
+    """
+    results = []
+    for index, arguments in enumerate(zip(jax.tree.leaves(x), *columns, strict=True)):
+        try:
+            results.append(function(*arguments))
+        except LayoutError as error:
+            name = array_text([*_paths.leaf_names(x)][index], arguments[0])
+            raise LayoutError(f"{name}: {error}" if name else str(error)) from error
+    return results
+
+
+def array_text(path: str, x: Leaf) -> str:
+    """Returns the name of an array in messages: `encoder/kernel f32[512, 10]`."""
+    has_type = hasattr(x, "shape") and hasattr(x, "dtype")
+    kind = _render.array_text(x.dtype, x.shape) if has_type else ""
+    return " ".join(filter(None, [path, kind]))
+
+
+def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
+    """Returns one layout per leaf, from a single one or a prefix tree."""
+    try:
+        whole = jax.tree.broadcast(layout, x, is_leaf=_is_layout)
+    except (ValueError, TypeError) as error:
+        msg = (
+            "the layouts do not have the structure of the arrays. Give one Layout for "
+            "all, or a tree of layouts that is a prefix of the tree of arrays; a spec "
+            f"needs a mesh: Layout(spec, mesh). JAX says: {error}"
+        )
+        raise LayoutError(msg) from None
+    return jax.tree.leaves(whole, is_leaf=_is_layout)
+
+
+def _is_layout(node: PyTree) -> bool:
+    return isinstance(node, (Layout, NamedSharding))
+
+
+def with_lists_as_arrays(x: PyTree) -> PyTree:
+    """Returns a tree in which lists of numbers, which JAX would open, are arrays."""
+    return jax.tree.map(
+        lambda node: host_array(node) if _is_number_list(node) else node,
+        x,
+        is_leaf=_is_number_list,
+    )
+
+
+def _is_number_list(node: PyTree) -> bool:
+    kinds = (*_NUMBERS, np.generic)
+    return isinstance(node, list) and all(
+        isinstance(item, kinds) or _is_number_list(item) for item in node
+    )
+
+
+# One array.
+
+
+def is_concrete(x: Leaf) -> bool:
+    """Returns whether a leaf is a `jax.Array` that has values now."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def check_alive(x: Leaf) -> None:
+    """Raises LayoutError if a leaf is a deleted array."""
+    if is_concrete(x) and x.is_deleted():
+        msg = "the array is deleted; it was donated, to a step or a relayout."
+        raise LayoutError(msg)
+
+
+def as_array(x: Leaf) -> Any:
+    """Returns a NumPy or JAX array for anything array-like."""
+    if isinstance(x, jax.Array):
+        return x
+    return jnp.asarray(x) if hasattr(x, "__jax_array__") else host_array(x)
+
+
+def full_rank(layout: object, rank: int) -> Layout:
+    """Returns a user's layout for a new array of a rank, which has nothing to match."""
+    layout = as_layout(layout, rank)
+    if MATCH in layout.specs:
+        msg = f"{layout!r} holds MATCH; a new array has nothing to match."
+        raise LayoutError(msg)
+    return layout
+
+
+def _fitting(x: Leaf, layout: object, *, match: bool = True) -> Layout:
+    """Returns the layout for an array, with its rank, and MATCH filled in if known."""
+    if isinstance(x, str) or (not hasattr(x, "shape") and np.ndim(x) and match):
+        msg = f"a layout is for arrays, but this is {_checks.shown(x)}."
+        raise LayoutError(msg)
+    if isinstance(x, Tracer) and _jax.is_manual(x):
+        msg = (
+            "inside shard_map every device works on its own shard, which relayout "
+            "cannot move. Call it outside shard_map."
+        )
+        raise LayoutError(msg)
+    shape = np.shape(x)
+    fitting = as_layout(layout, len(shape)) if match else full_rank(layout, len(shape))
+    if MATCH in fitting.specs:
+        fitting = _matched(x, fitting)
+    fitting.with_specs([None if e is MATCH else e for e in fitting.specs]).check(shape)
+    return fitting
+
+
+def _matched(x: Leaf, layout: Layout) -> Layout:
+    """Fills in MATCH if the array's layout is known."""
+    sharding = _jax.sharding_of(x)
+    is_staged = isinstance(x, Tracer) and _jax.is_staged(x)
+    if is_staged and sharding is None:
+        return layout
+    spec = tuple(getattr(sharding, "spec", ()))  # no other sharding has axes
+    if not is_staged and isinstance(x, jax.Array):
+        spec = _layout_of(x).specs
+    now = (*spec, *[None] * (layout.rank - len(spec)))
+    pairs = zip(layout.specs, now, strict=True)
+    try:
+        return layout.with_specs([here if e is MATCH else e for e, here in pairs])
+    except LayoutError as error:
+        msg = f"with MATCH filled in from {Layout.of(x)!r}, {error}"
+        raise LayoutError(msg) from None
+
+
+def _layout_of(x: Leaf) -> Layout:
+    check_alive(x)
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        msg = f"{_checks.shown(x)} is on no mesh. Place it with relayout(x, layout)."
+        raise LayoutError(msg)
+    return Layout.of(x)
+
+
+def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
+    """Moves a tree to layouts that fit; a `copy` shares no memory with it."""
+    leaves, treedef = jax.tree.flatten(x)
+    if jax.process_count() > 1:
+        names = map(array_text, _paths.leaf_names(x), leaves)
+        meshes = (layout.mesh for layout in layouts)
+        check_same(zip(names, leaves, meshes, strict=True))
+    return treedef.unflatten(for_each(functools.partial(_move, copy=copy), x, layouts))
+
+
+def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        msg = "an abstract array has no values to move."
+        raise LayoutError(msg)
+    check_alive(x)
+    if not isinstance(x, _NUMBERS):  # which stay weakly typed
+        x = as_array(x)
+    spec = (PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
+    sharding = NamedSharding(
+        layout.mesh.jax_mesh, PartitionSpec(*spec), memory_kind=layout.memory_kind
+    )
+    try:
+        if _jax.is_staged(x):
+            x = _jax.constrain(x, sharding)
+            return x if layout.memory_kind is None else jax.device_put(x, sharding)
+        if not isinstance(x, jax.Array):
+            # A CPU device would use the user's own memory, whatever `may_alias` says.
+            return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)
+        if isinstance(x, Tracer):  # of eager grad, which differentiates this
+            return jax.device_put(x, sharding)
+        moved = _jax.put(_jax.movable(x, layout.mesh.jax_mesh), sharding)
+        return _in_own_memory(moved) if copy else moved
+    except (
+        *(AssertionError, ValueError, TypeError, OverflowError),
+        NotImplementedError,  # between devices of other processes
+    ) as error:
+        reason = str(error).strip().partition("\n")[0] or "other axes are in force."
+        msg = f"JAX cannot move it to {layout!r}: {reason}"
+        raise LayoutError(msg) from error
+
+
+def _in_own_memory(x: jax.Array) -> jax.Array:
+    """Returns a copy of an array that shares no memory with any other.
+
+    `may_alias=False` of `device_put` is only a hint where an array moves, but holds
+    where it stays; the words of PRNG keys it shares in any case.
+    """
+    if _jax.is_extended(x.dtype):
+        return _jax.key_of_words(_in_own_memory(_jax.words_of_key(x)), x.dtype)
+    return jax.device_put(x, x.sharding, may_alias=False)
+
+
+# Several processes.
+
+# What `check_same` has compared.
+_compared: set[tuple[Any, ...]] = set()
+
+
+def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
+    """Checks that what goes to devices of all processes is the same on all of them.
+
+    Arrays of the same name, shape, dtype and mesh are compared once, as programs are:
+    in a loop, this costs nothing after the first step. Otherwise each process would
+    place its own value, and the array would be another one on each. JAX compares, too
+    (`device_put` of a host array): it gathers the values of all processes on all
+    devices, takes NaN for a difference, and names no process.
+
+    Args:
+        named: Arrays with their names for messages, and the meshes they go to.
+
+    Raises:
+        ClusterError: If a process has another value.
+    """
+    values: dict[str, Any] = {}
+    for name, x, mesh in named:
+        key = name, np.shape(x), getattr(x, "dtype", type(x)), mesh
+        if key in _compared or not can_compare(mesh) or _jax.is_staged(x):
+            continue
+        is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if is_shared and x.sharding.device_set != {*mesh.devices.flat}:
+            # For its own process it is an array like any other.
+            values[name] = "an array on devices of other processes"
+        elif not is_shared and not isinstance(x, jax.ShapeDtypeStruct):
+            values[name] = x
+        if name in values:
+            _compared.add(key)
+    try:
+        if values:
+            assert_same(values, "an array that goes to devices of all processes")
+    except ClusterError as error:
+        error.add_note(
+            "What each process has for itself becomes one array through ml.pack, or "
+            "through ml.distribute_dataset with per_process=True."
+        )
+        raise
+
+
+def can_compare(mesh: Mesh) -> bool:
+    """Returns whether processes can compare what they place on a mesh.
+
+    On a mesh of some processes, each may place arrays of its own, as in JAX. In threads
+    other than the main one, the calls of processes have no order by which to pair them.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    processes = {device.process_index for device in mesh.devices.flat}
+    return is_main and 1 < jax.process_count() == len(processes)

@@ -145,11 +145,14 @@ class Checkpointer:
                 the processes save different states.
             Preempted: After SIGTERM, once the step is saved.
         """
-        step = _checks.count("step", step, at_least=0, error=CheckpointError)
         is_preempted, every = self._is_preempted(), self._every or 1
+        is_certain = force or is_preempted or self._every is None
+        if is_certain:  # all processes come here, and learn that one has a wrong step
+            self.wait()
+        with self._channel.failure_told() if is_certain else contextlib.nullcontext():
+            step = _checks.count("step", step, at_least=0, error=CheckpointError)
         # Not `step % every`: with several steps per call, multiples may be passed over.
-        is_due = not self._every or step // every > min(self._last, step) // every
-        if not (force or is_preempted or is_due):
+        if not is_certain and step // every <= min(self._last, step) // every:
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
@@ -314,9 +317,7 @@ class Checkpointer:
             DamagedCheckpointError: If files are damaged; it names one.
             CheckpointError: If the step does not exist.
         """
-        request = Request(
-            like=like, layouts=layouts, rename=rename, partial=partial, dtype=dtype
-        )
+        request = Request(like, layouts, rename, partial=partial, dtype=dtype)
         state, places = self.read(
             step, lambda x: (x.load(request), x.facts["data"]), verify=verify
         )

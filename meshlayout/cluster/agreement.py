@@ -1,4 +1,4 @@
-"""Values that processes bring together: barriers, broadcasts, comparisons.
+"""Values that processes exchange: barriers, broadcasts, comparisons.
 
 They go through a channel and not through a collective: JAX's own helpers
 (`multihost_utils`) need devices, make 64 bits 32, and given trees that differ, or calls
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.cluster import startup
 from meshlayout.cluster.channel import processes_text, shared_channel
@@ -56,42 +56,36 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
 
     Use this for what only one process can know, such as a run's name, a random seed or
     a file that only process 0 reads. Values keep their dtypes: float64 and int64 stay
-    what they are, also without `jax_enable_x64`.
+    what they are, also without `jax_enable_x64`. Arrays of JAX become NumPy arrays.
 
     Args:
-        tree: Arrays, numbers and text, or a pytree of those. The other processes give a
-            tree of the same paths, shapes and dtypes, whose values do not matter, or
-            None.
+        tree: Arrays, numbers and text, or a pytree of those. What the other processes
+            give does not matter.
         timeout_s: How long to wait for the others, in seconds.
 
-    Returns:
-        The tree, with NumPy arrays for arrays of JAX.
-
     Raises:
-        ClusterError: If trees differ, a process does not come, or is at another call.
+        ClusterError: If a process does not come, or is at another call.
 
     Example:
         >>> broadcast({"name": "run-3", "seed": 7})
         {'name': 'run-3', 'seed': 7}
     """
-    hosts = _gathered("broadcast", tree, timeout_s, is_sender=startup.is_main())
-    return hosts[0]
+    sent = tree if startup.is_main() else None
+    values = _exchange("broadcast", lambda: _on_host(sent, "broadcast"), timeout_s)
+    return values[0]
 
 
 def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of all processes, stacked in a first dim, on all of them.
 
     Use this for figures that each process has for itself, such as its number of rows or
-    its time. Values keep their dtypes, as for `broadcast`.
+    its time. Values keep their dtypes, as for `broadcast`; text becomes an array of
+    objects. The index in the first dim is the process.
 
     Args:
-        tree: Arrays, numbers and text, or a pytree of those, of the same paths, shapes
-            and dtypes on all processes.
+        tree: Arrays, numbers and text, or a pytree of those, of the same structure,
+            shapes and dtypes on all processes.
         timeout_s: How long to wait for the others, in seconds.
-
-    Returns:
-        The tree with NumPy arrays, whose index in the first dim is the process; text
-        becomes arrays of objects.
 
     Raises:
         ClusterError: If trees differ, a process does not come, or is at another call.
@@ -100,7 +94,13 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
         >>> all_gather({"host": "a", "rows": 12})
         {'host': array(['a'], dtype=object), 'rows': array([12])}
     """
-    return jax.tree.map(_stacked, *_gathered("all_gather", tree, timeout_s))
+    call = "all_gather"
+    trees = _exchange(call, lambda: _on_host(tree, call), timeout_s)
+    text = difference({p: _texts(x, _type_text) for p, x in trees.items()})
+    if text:
+        msg = f"{call}: the trees differ between processes: {text}."
+        raise ClusterError(msg)
+    return jax.tree.map(_stacked, *trees.values())
 
 
 def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
@@ -126,7 +126,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """
 
     def texts() -> dict[str, str]:
-        return _texts(value, lambda leaf: value_text(_on_host(leaf, what)))
+        return _texts(_on_host(value, what), value_text)
 
     text = difference(_exchange(f"assert_same {what!r}", texts, timeout_s))
     if text:
@@ -163,16 +163,8 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int, Any]:
-    """Returns the values of all processes that make a call.
-
-    Args:
-        call: The function, with what was given to it as a name.
-        value: Returns this process's value. If it raises, all processes do.
-        timeout_s: As the user gave it.
-    """
-    timeout_s = _checks.number(
-        "timeout_s", timeout_s, above=0, where=call, error=ClusterError
-    )
+    """Returns the values of all processes that make a call; all raise its errors."""
+    _checks.number("timeout_s", timeout_s, above=0, where=call, error=ClusterError)
     if startup.process_count() == 1:
         return {startup.process_index(): value()}
     problem = ""
@@ -194,55 +186,36 @@ def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int
     return {process: value for process, (_, value) in messages.items()}
 
 
-def _gathered(
-    call: str, tree: T, timeout_s: float, *, is_sender: bool = True
-) -> list[T]:
-    """Returns the trees of all senders, which must be alike."""
-
-    def value() -> Any:
-        hosts = jax.tree.map(lambda leaf: _on_host(leaf, call), tree)
-        types = None if tree is None else _texts(hosts, _type_text)
-        return types, hosts if is_sender else None
-
-    values = _exchange(call, value, timeout_s)
-    text = difference({p: types for p, (types, _) in values.items() if types})
-    if text:
-        msg = f"{call}: the trees differ between processes: {text}."
-        raise ClusterError(msg)
-    return [hosts for _, hosts in values.values()]
-
-
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
     """Returns a text for each leaf of a tree by its path, and the tree's structure."""
-    leaves, treedef = jax.tree.flatten(tree)
-    texts: dict[str, str] = {}
-    paths = _paths.leaf_names(tree)
-    for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        name = repr(path) if path else "the value"
-        # Two leaves may have the same path: {"a/b": 1, "a": {"b": 2}}.
-        texts[f"{name} (leaf {index})" if name in texts else name] = text(leaf)
+    texts = {
+        jax.tree_util.keystr(path) or "the value": text(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
     # Nodes of other libraries may show where they are in memory.
-    structure = _shortened(re.sub(r" at 0x[0-9a-f]+", "", str(treedef)))
-    return {**texts, "the structure": structure}
+    structure = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
+    return {**texts, "the structure": _shortened(structure)}
 
 
-def _on_host(leaf: Leaf, where: str) -> Any:
-    """Returns a number, a text, or a NumPy array, this process's copy if replicated."""
+def _on_host(tree: PyTree, where: str) -> Any:
+    """Returns a tree with NumPy arrays, this process's copy of what is replicated."""
+    return jax.tree.map(lambda leaf: _leaf_on_host(leaf, where), tree)
+
+
+def _leaf_on_host(leaf: Leaf, where: str) -> Any:
     if isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return leaf
     if isinstance(leaf, Tracer):
         msg = f"{where}: a value inside jit is not known yet. Call this outside."
         raise ClusterError(msg)
     if isinstance(leaf, jax.Array):
-        if _jax.is_extended(leaf.dtype):
-            leaf = jax.random.key_data(leaf)
-        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-            msg = f"{where}: {_render.array_text(leaf.dtype, leaf.shape)} is sharded "
-            msg += "over several processes. Gather it with ml.to_numpy(x)."
-            raise ClusterError(msg)
-        return np.asarray(
-            leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
-        )
+        leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
+        if leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        if leaf.is_fully_replicated:
+            return np.asarray(leaf.addressable_data(0))
+        msg = f"{where}: {_render.array_text(leaf.dtype, leaf.shape)} is sharded over "
+        raise ClusterError(f"{msg}several processes. Gather it with ml.to_numpy(x).")
     if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype.hasobject:
         msg = f"{where}: got {_checks.shown(leaf)}. Processes exchange arrays, numbers "
         raise ClusterError(f"{msg}and text.")
@@ -250,35 +223,29 @@ def _on_host(leaf: Leaf, where: str) -> Any:
 
 
 def _stacked(*leaves: Leaf) -> Any:
-    first = leaves[0]
-    if isinstance(first, (str, bytes)) or (
-        isinstance(first, int) and any(abs(leaf) >= 2**63 for leaf in leaves)
-    ):
+    is_text = isinstance(leaves[0], (str, bytes))
+    is_int = isinstance(leaves[0], int)
+    if is_text or (is_int and max(map(abs, leaves)) >= 2**63):
         # NumPy would cut off zeros at the end of text, and make large integers floats.
         return np.array(leaves, object)
     return np.stack([np.asarray(leaf) for leaf in leaves])
 
 
 def _type_text(leaf: Leaf) -> str:
-    if not isinstance(leaf, (np.ndarray, np.generic)):
-        return _checks.type_text(leaf)
-    if leaf.dtype.kind in "US":  # their length may differ
-        name = "text" if leaf.dtype.kind == "U" else "bytes"
-        return _render.array_text(name, leaf.shape)
-    return _render.array_text(leaf.dtype, leaf.shape)
+    is_array = isinstance(leaf, (np.ndarray, np.generic))
+    return (
+        _render.array_text(leaf.dtype, leaf.shape) if is_array else type(leaf).__name__
+    )
 
 
 def value_text(leaf: Leaf) -> str:
     """Returns a text that is the same for two leaves if they have the same bits."""
     if not isinstance(leaf, (np.ndarray, np.generic)):
-        # Python refuses to write huge integers as decimals.
-        is_huge = isinstance(leaf, int) and leaf.bit_length() > 1000
-        return _shortened(hex(leaf) if is_huge else repr(leaf))
-    values = np.asarray(leaf)
+        return _shortened(repr(leaf))
     # NaNs of different bits look the same.
-    if values.size <= _NUM_SHOWN and bool((values == values).all()):
-        return _shortened(f"{_type_text(leaf)} {values.tolist()}")
-    content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    if leaf.size <= _NUM_SHOWN and bool((leaf == leaf).all()):
+        return _shortened(f"{_type_text(leaf)} {leaf.tolist()}")
+    content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return f"{_type_text(leaf)} (digest {digest(content)})"
 
 

@@ -111,7 +111,8 @@ class ReplicaProgram:
                 axes = [0 if is_own else None for is_own in arguments.is_own]
                 sizes: dict[str, Any] = {"axis_name": REPLICA_AXIS, "axis_size": count}
                 function = jax.vmap(function, (axes, *[None] * len(names)), **sizes)
-            jax.eval_shape(function, arrays, *[jnp.zeros(1, bool)] * len(names))
+            mark = jax.ShapeDtypeStruct([1], bool)
+            jax.eval_shape(function, arrays, *[mark] * len(names))
 
         path_of = self.roots.path_of
         arrays = list(arguments.arrays)

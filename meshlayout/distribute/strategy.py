@@ -90,7 +90,10 @@ class Strategy:
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: whole on every replica."""
-        rule = lambda path, shape, dtype: self._layout(shape, dtype)  # noqa: E731
+
+        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
+            return self._layout(shape, dtype)
+
         return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
 
     @contextlib.contextmanager

@@ -93,15 +93,6 @@ class Collective:
     leaves: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Occurrence:
-    """A collective in the text, which may be one of several pieces of the same one."""
-
-    collective: Collective
-    piece: tuple[str, ...] | None
-    is_start: bool
-
-
 def read_collectives(
     program: Program, mesh: Mesh | None, leaves: Leaves
 ) -> Iterator[Collective]:
@@ -112,85 +103,25 @@ def read_collectives(
         mesh: The mesh whose devices it runs on, in this order; None if not known.
         leaves: The program's arguments and results.
     """
-    occurrences = [
-        _occurrence(program, name, instruction, mesh, leaves)
-        for name, instruction in program
-        if instruction.opcode in _OPCODES
-    ]
-    started = {x.piece for x in occurrences if x.is_start}
-    fewest: dict[tuple[str, ...], Collective] = {}
-    for occurrence in occurrences:
-        piece, collective = occurrence.piece, occurrence.collective
-        if piece is None or occurrence.is_start:
+    pieces: dict[tuple[str, ...], Collective] = {}
+    started: set[tuple[str, ...]] = set()
+    for computation, instruction in program:
+        if instruction.opcode not in _OPCODES:
+            continue
+        collective = _collective(program, computation, instruction, mesh, leaves)
+        if not _PIECE.match(computation):
             yield collective
-        elif piece not in started:  # no start in the text: what runs least is all of it
-            before = fewest.setdefault(piece, collective)
-            fewest[piece] = min(before, collective, key=lambda x: x.times)
-    yield from fewest.values()
-
-
-def _occurrence(
-    program: Program,
-    computation: str,
-    instruction: Instruction,
-    mesh: Mesh | None,
-    leaves: Leaves,
-) -> _Occurrence:
-    kind, is_async = _OPCODES[instruction.opcode]
-    arrays = _results(instruction, kind, is_start=is_async)
-    call = next(iter(program.callers.get(computation, ())), None)
-    # On TPUs an asynchronous collective is repeated in several fusions, and a
-    # reduce-scatter is a fusion around an all-reduce.
-    is_piece = _PIECE.match(computation) is not None
-    is_scatter = computation.startswith("all-reduce-scatter")
-    is_wrapped = call is not None and call.instruction.opcode == "async-start"
-    site, outer = computation, instruction  # its name where its result is used
-    if call is not None and (is_piece or is_scatter or is_wrapped):
-        site, outer, _ = call
-    piece, is_start = None, False
-    if is_piece:
-        piece = (kind, *map(instruction.attribute, (_CHANNEL, _CHAIN)))
+            continue
+        key = collective.kind, *map(instruction.attribute, (_CHANNEL, _CHAIN))
         others = program.computations[computation].values()
-        is_start = any(_STARTS in other.rest for other in others)
-    is_async = is_async or is_piece or is_wrapped
-    groups = replica_groups(instruction.rest, program.num_devices)
-    width = max(map(len, groups))
-    axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
-    size = sum(nbytes(*array) for array in arrays)
-    if is_scatter:
-        kind, size = "reduce_scatter", size // width
-        arrays = arrays_of(outer.type) if call else arrays
-    runs = program.runs(computation)
-    op_name = instruction.attribute(OP_NAME) or outer.attribute(OP_NAME)
-    moved: list[str] = []
-    for index, operand in enumerate(instruction.operands):
-        leaf = leaves.argument(computation, operand)
-        if not leaf and site == program.entry:
-            is_one = len(instruction.operands) == 1
-            leaf = leaves.result(outer.name, None if is_one else index)
-        moved += [leaf] * (leaf != "" and leaf not in moved)
-    origin = origin_of(program, computation, instruction)
-    if not origin.source:
-        origin = origin_of(program, site, outer)
-    module = "/".join(origin.scopes)
-    if not module:  # an NNX model's: the weights tell its layers apart
-        module = leaves.parent(moved) or leaves.module(site, outer)
-    collective = Collective(
-        kind,
-        axes,
-        is_whole or kind == "collective_permute",
-        width,
-        tuple(f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in arrays),
-        size,
-        runs.times * _wire_bytes(kind, size, groups),
-        *runs,
-        is_async and _IS_SYNCHRONOUS not in outer.rest,
-        op_name,
-        module or "/".join(origin.classes),
-        origin.source,
-        tuple(moved),
-    )
-    return _Occurrence(collective, piece, is_start)
+        if any(_STARTS in other.rest for other in others):
+            started.add(key)
+            yield collective
+        # With no start in the text, what runs least is all of it.
+        pieces[key] = min(
+            pieces.get(key, collective), collective, key=lambda x: x.times
+        )
+    yield from (piece for key, piece in pieces.items() if key not in started)
 
 
 # Names of the computations that an asynchronous collective is spread over on TPUs, and
@@ -201,6 +132,64 @@ _CHAIN = r'\bchain_id="(\d+)"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 # GPU programs start and end everything; this is where nothing runs in between.
 _IS_SYNCHRONOUS = '"is_sync":true'
+
+
+def _collective(
+    program: Program,
+    computation: str,
+    instruction: Instruction,
+    mesh: Mesh | None,
+    leaves: Leaves,
+) -> Collective:
+    kind, is_async = _OPCODES[instruction.opcode]
+    arrays = _results(instruction, kind, is_start=is_async)
+    groups = replica_groups(instruction.rest, program.num_devices)
+    width = max(map(len, groups))
+    size = sum(nbytes(*array) for array in arrays)
+    site, outer = computation, instruction  # its name where its result is used
+    for call in program.callers.get(computation, ())[:1]:
+        is_wrapped = call.instruction.opcode == "async-start"
+        is_scatter = computation.startswith("all-reduce-scatter")
+        is_piece = _PIECE.match(computation) is not None
+        is_async = is_async or is_piece or is_wrapped
+        if is_piece or is_scatter or is_wrapped:
+            site, outer, _ = call
+        if is_scatter:  # on TPUs a fusion around an all-reduce
+            kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
+    axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
+    runs = program.runs(computation)
+    moved: dict[str, None] = {}
+    for index, operand in enumerate(instruction.operands):
+        leaf = leaves.argument(computation, operand)
+        if not leaf and site == program.entry:
+            is_one = len(instruction.operands) == 1
+            leaf = leaves.result(outer.name, None if is_one else index)
+        moved[leaf] = None
+    moved.pop("", None)
+    origin = origin_of(program, computation, instruction)
+    if not origin.source:
+        origin = origin_of(program, site, outer)
+    # An NNX model has no scopes: the weights tell its layers apart.
+    module = "/".join(origin.scopes) or leaves.parent([*moved])
+    return Collective(
+        kind=kind,
+        axes=axes,
+        whole_axes=is_whole or kind == "collective_permute",
+        num_devices=width,
+        arrays=tuple(
+            f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in arrays
+        ),
+        nbytes=size,
+        wire_bytes=runs.times * _wire_bytes(kind, size, groups),
+        times=runs.times,
+        times_known=runs.is_known,
+        in_loop=runs.in_loop,
+        is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
+        op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
+        module=module or leaves.module(site, outer) or "/".join(origin.classes),
+        source=origin.source,
+        leaves=tuple(moved),
+    )
 
 
 def _results(

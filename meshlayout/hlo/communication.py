@@ -1,7 +1,7 @@
 """`Communication`: what a program sends, grouped, totalled, compared and locked."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,14 +12,14 @@ from meshlayout import _checks, _render
 from meshlayout.errors import CommunicationError
 from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
 from meshlayout.hlo.leaves import Leaves
-from meshlayout.hlo.program import Program, text_of
-from meshlayout.mesh import Mesh
+from meshlayout.hlo.program import Program
+from meshlayout.mesh import Mesh, as_mesh
 
 
 Key = Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Communication(Mapping[str, int]):
     """The collectives of a program; a mapping from kind to how many there are.
 
@@ -61,7 +61,10 @@ class Communication(Mapping[str, int]):
         Raises:
             CommunicationError: If the key is none of these.
         """
-        _checks.choice("key", key, get_args(Key), error=CommunicationError)
+        if key not in get_args(Key):
+            keys = ", ".join(map(repr, get_args(Key)))
+            msg = f"by: key must be one of {keys}, got {_checks.shown(key)}."
+            raise CommunicationError(msg)
         groups: dict[str, list[Collective]] = {}
         for collective in self.collectives:
             groups.setdefault(_text_of(collective, key), []).append(collective)
@@ -79,27 +82,17 @@ class Communication(Mapping[str, int]):
     def __len__(self) -> int:
         return len(KINDS)
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Communication):
-            return self.collectives == other.collectives
-        return super().__eq__(other)  # a mapping of the same counts
-
-    def __hash__(self) -> int:
-        return hash(self.collectives)
-
     def __str__(self) -> str:
         if not self.collectives:
             return "The program has no collectives."
-        return _render.text_table(_HEADERS, self._rows(), _ALIGN, self._notes())
+        rows = _rows(self.collectives)
+        return _render.text_table(_HEADERS, rows, _ALIGN, self._notes())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._rows(), _ALIGN, notes=self._notes())
-
-    def _rows(self) -> list[list[str]]:
-        counts = Counter(self.collectives)
-        return [_cells(collective, count) for collective, count in counts.items()]
+        rows = _rows(self.collectives)
+        return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
         count = len(self.collectives)
@@ -125,17 +118,8 @@ class Communication(Mapping[str, int]):
 
         Returns:
             What only the other one sends, and what only this one.
-
-        Raises:
-            CommunicationError: If it is not a `Communication`.
         """
-        if not isinstance(other, Communication):
-            msg = f"diff takes a Communication, and got {_checks.shown(other)}."
-            raise CommunicationError(msg)
-        before = Counter(map(_essence, self.collectives))
-        after = Counter(map(_essence, other.collectives))
-        added, removed = _pick(other, after - before), _pick(self, before - after)
-        return CommunicationDiff(added, removed, self, other)
+        return CommunicationDiff(self, other)
 
     def to_lock(self) -> str:
         """Returns the collectives as stable text, one line for those that are alike.
@@ -163,16 +147,22 @@ class CommunicationDiff:
     """What one program sends and another does not; text, or a table in notebooks.
 
     Attributes:
-        added: Collectives that only the second program has.
-        removed: Those that only the first one has.
         before: What the first program sends.
         after: What the second one sends.
     """
 
-    added: tuple[Collective, ...]
-    removed: tuple[Collective, ...]
     before: Communication
     after: Communication
+
+    @property
+    def added(self) -> tuple[Collective, ...]:
+        """Collectives that only the second program has."""
+        return _without(self.after, self.before)
+
+    @property
+    def removed(self) -> tuple[Collective, ...]:
+        """Collectives that only the first program has."""
+        return _without(self.before, self.after)
 
     @property
     def wire_bytes(self) -> int:
@@ -182,23 +172,13 @@ class CommunicationDiff:
     def __str__(self) -> str:
         if not self.added and not self.removed:
             return "Both programs send the same."
-        return _render.text_table(*self._table())
+        sides = (("+", self.added), ("-", self.removed))
+        rows = [[sign, *row] for sign, part in sides for row in _rows(part)]
+        sent = (_render.bytes_text(x.wire_bytes) for x in (self.before, self.after))
+        notes = [f"each device sends: {' -> '.join(sent)}"]
+        return _render.text_table(["", *_HEADERS], rows, "l" + _ALIGN, notes)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        headers, rows, align, notes = self._table()
-        return _render.html_table(headers, rows, align, notes=notes)
-
-    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
-        rows = [
-            [sign, *_cells(collective, count)]
-            for sign, part in (("+", self.added), ("-", self.removed))
-            for collective, count in Counter(part).items()
-        ]
-        sent = map(_render.bytes_text, (self.before.wire_bytes, self.after.wire_bytes))
-        notes = [f"each device sends: {' -> '.join(sent)}"]
-        return ["", *_HEADERS], rows, "l" + _ALIGN, notes
 
 
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
@@ -211,7 +191,7 @@ _UNKNOWN = (
 
 def read_communication(
     program: Any,
-    mesh: Mesh | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
     *,
     arguments: Mapping[str, str] | None = None,
     results: Sequence[str] = (),
@@ -232,22 +212,25 @@ def read_communication(
     Raises:
         CommunicationError: If it is not a compiled program.
     """
-    text = text_of("read_communication", program)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        msg = f"mesh must be a Mesh, got {_checks.shown(mesh)}."
+    text = program.as_text() if hasattr(program, "as_text") else program
+    if not isinstance(text, str) or not text.startswith("HloModule "):
+        hint = " Call its compile() first." * hasattr(program, "compile")
+        msg = (
+            "read_communication takes a compiled program or its text, which begins "
+            f"with HloModule, got {_checks.shown(program)}.{hint}"
+        )
         raise CommunicationError(msg)
     parsed = Program(text)
     leaves = Leaves(parsed, arguments or {}, results)
-    found = read_collectives(parsed, mesh or _mesh_of(program), leaves)
-    return Communication(tuple(found))
+    known = _mesh_of(program) if mesh is None else as_mesh(mesh)
+    return Communication(tuple(read_collectives(parsed, known, leaves)))
 
 
 def _mesh_of(program: Any) -> Mesh | None:
     """Returns the mesh of a program's arguments or results: the most detailed one."""
-    shardings: list[Any] = []
-    for name in ("input_shardings", "output_shardings"):
-        shardings += jax.tree.leaves(getattr(program, name, ()))
-    meshes = {x.mesh: None for x in shardings if isinstance(x, NamedSharding)}
+    names = ("input_shardings", "output_shardings")
+    shardings = jax.tree.leaves([getattr(program, name, ()) for name in names])
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
     whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
     most = max(whole, key=lambda x: sum(n > 1 for n in x.shape.values()), default=None)
     return None if most is None else Mesh(most)
@@ -262,60 +245,60 @@ def _text_of(collective: Collective, key: str) -> str:
     return names if collective.whole_axes else f"{names} (in part)"
 
 
-def _cells(collective: Collective, count: int) -> list[str]:
-    way = "async " * collective.is_async
+def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
+    """Returns the cells of a table, one row for those that are alike."""
     return [
-        f"{count} x {collective.kind}" if count > 1 else collective.kind,
-        _text_of(collective, "axes"),
-        arrays_text(collective.arrays, at_most=4),
-        _render.bytes_text(collective.wire_bytes * count),
-        f"{way}{collective.times}{'?' * (not collective.times_known)}",
-        _purpose(collective),
-        collective.source,
+        [
+            f"{count} x {x.kind}" if count > 1 else x.kind,
+            _text_of(x, "axes"),
+            _listed(_counted(x.arrays), 4),
+            _render.bytes_text(x.wire_bytes * count),
+            f"{'async ' * x.is_async}{_times(x)}",
+            _purpose(x),
+            x.source,
+        ]
+        for x, count in Counter(collectives).items()
     ]
 
 
 def _purpose(collective: Collective) -> str:
     """Returns the leaves, or the submodule and the operation, that it serves."""
     if collective.leaves:
-        more = f", ... ({len(collective.leaves) - 2} more)" * (
-            len(collective.leaves) > 2
-        )
-        return ", ".join(collective.leaves[:2]) + more
+        return _listed(collective.leaves, 2)
     *_, operation = collective.op_name.replace(")", "/").rpartition("/")
     backward = " (backward)" * ("transpose(" in collective.op_name)
     return f"{'/'.join(filter(None, (collective.module, operation)))}{backward}".strip()
 
 
-def arrays_text(arrays: tuple[str, ...], at_most: int | None = None) -> str:
-    """Returns arrays as text, those that are alike once.
+def _times(collective: Collective) -> str:
+    return f"{collective.times}{'?' * (not collective.times_known)}"
 
-    Example:
-        >>> arrays_text(("f32[8]", "f32[8]", "f32[2, 3]"))
-        '2 x f32[8], f32[2, 3]'
-    """
-    counts = Counter(arrays)
-    parts = [f"{n} x {text}" if n > 1 else text for text, n in counts.items()]
-    more = len(parts) - at_most if at_most and len(parts) > at_most else 0
-    ending = f", ... ({more} more)" * bool(more)
-    return ", ".join(parts[:at_most] if more else parts) + ending
+
+def _counted(arrays: Iterable[str]) -> list[str]:
+    counts = Counter(arrays).items()
+    return [f"{count} x {text}" if count > 1 else text for text, count in counts]
+
+
+def _listed(texts: Sequence[str], at_most: int) -> str:
+    more = len(texts) - at_most
+    return ", ".join(texts[:at_most]) + f", ... ({more} more)" * (more > 0)
 
 
 def _essence(collective: Collective) -> str:
     """Returns a collective as a line that stays the same where source code moves."""
-    times = f"{collective.times}{'?' * (not collective.times_known)}"
     purpose = ", ".join(collective.leaves) or collective.module
     return (
         f"{collective.kind} over {_text_of(collective, 'axes')}: "
-        f"{arrays_text(collective.arrays)}, {collective.wire_bytes} bytes sent, "
-        f"times {times}{', asynchronous' * collective.is_async}"
-        f"{', for ' * bool(purpose)}{purpose}"
+        f"{', '.join(_counted(collective.arrays))}, "
+        f"{collective.wire_bytes} bytes sent, times {_times(collective)}"
+        f"{', asynchronous' * collective.is_async}{', for ' * bool(purpose)}{purpose}"
     )
 
 
-def _pick(sent: Communication, counts: Counter[str]) -> tuple[Collective, ...]:
-    """Returns collectives with these texts, as many of each as are counted."""
-    left = counts.copy()
+def _without(sent: Communication, other: Communication) -> tuple[Collective, ...]:
+    """Returns the collectives that another program does not have, or fewer of."""
+    left = Counter(map(_essence, sent.collectives))
+    left -= Counter(map(_essence, other.collectives))
     picked: list[Collective] = []
     for collective in sent.collectives:
         line = _essence(collective)

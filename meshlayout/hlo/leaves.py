@@ -7,14 +7,14 @@ leaf, and the slots of the optimizer that follow it, and no others.
 """
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 
 from meshlayout.hlo.origins import common_start
 from meshlayout.hlo.program import OP_NAME, Instruction, Program
 
 
-_MOVES = {"copy", "bitcast", "convert", "transpose", "reshape", "slice", "pad"}
-_MOVES |= {"dynamic-slice", "optimization-barrier", "broadcast"}
+_MOVES = {"bitcast", "convert", "transpose", "reshape", "slice", "pad", "broadcast"}
+_MOVES |= {"dynamic-slice", "optimization-barrier"}
 _MOVES |= {
     f"{opcode}{suffix}"
     for opcode in ("copy", "all-gather", "collective-permute", "all-to-all")
@@ -48,77 +48,60 @@ class Leaves:
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
     ) -> None:
         self._program, self._arguments, self._results = program, arguments, {*results}
-        # The leaves among the results that each value of the entry has a part in, and
-        # the names of the elements and ends of values that have several.
+        # The leaves among the results that each value of the entry has a part in. What
+        # has several results is known by its elements, by name and index.
         self._owners: dict[str, set[str]] = {}
         self._elements: dict[tuple[str, str], str] = {}
         entry = program.computations.get(program.entry, {})
-        root = entry.get(program.root(program.entry))
+        root = entry.get(program.roots.get(program.entry, ""))
         for path, name in zip(results, root.operands if root else (), strict=False):
             self._owners.setdefault(name, set()).add(_owner(path, self._results))
         for name, instruction in reversed(entry.items()):
             for operand in instruction.operands:
                 owners = self._owners.setdefault(operand, set())
                 owners |= self._owners.get(name, set())
-            if instruction.opcode == "get-tuple-element":
-                index = instruction.attribute(r"\bindex=(\d+)")
+            index = instruction.attribute(r"\bindex=(\d+)")
+            if index or instruction.opcode.endswith("-done"):
                 self._elements[instruction.operands[0], index] = name
-            elif instruction.opcode.endswith("-done"):
-                self._elements[instruction.operands[0], "done"] = name
 
     def argument(self, computation: str, name: str) -> str:
         """Returns the name of the argument that a value is, or `""`."""
+        program = self._program
         path: list[int] = []  # of the element that is followed through tuples
         for _ in range(_MAX_STEPS):
-            instruction = self._program.computations[computation].get(name)
+            instruction = program.computations[computation].get(name)
             if instruction is None:
-                return ""
-            opcode, operands = instruction.opcode, instruction.operands
-            if opcode == "parameter":
-                if computation == self._program.entry:
+                break
+            if instruction.opcode == "parameter":
+                if computation == program.entry:
                     text = leaf_name(instruction.attribute(OP_NAME))
                     return self._arguments.get(text, text)
-                place = int(instruction.attribute(r"^(\d+)\)"))
-                calls = self._program.callers.get(computation, [])
+                calls = program.callers.get(computation, [])
                 if len(calls) != 1:
-                    return ""
+                    break
+                place = int(instruction.attribute(r"^(\d+)\)"))
                 [(computation, instruction, _)] = calls
-                opcode, operands = instruction.opcode, instruction.operands
-                if opcode != "while":
-                    is_same = opcode in ("fusion", "call", "async-start")
-                    name = operands[place] if is_same else ""
+                if instruction.opcode in ("fusion", "call", "async-start"):
+                    name = instruction.operands[place]
                     continue
+                if instruction.opcode != "while":
+                    break
+            _, _, opcode, operands, _ = instruction
             if opcode == "get-tuple-element":
                 path.append(int(instruction.attribute(r"\bindex=(\d+)")))
                 name = operands[0]
-            elif opcode == "while" and path and self._carries(instruction, path[-1]):
+            elif opcode == "while" and path and program.keeps(instruction, path[-1]):
                 name = operands[0]
             elif opcode in ("fusion", "call"):
-                [(computation, _)] = self._program.called(instruction)
-                name = self._program.root(computation)
-            elif path and (opcode == "tuple" or instruction.combines):
+                [computation] = program.called(instruction)
+                name = program.roots[computation]
+            elif path and (opcode == "tuple" or _is_combined(instruction)):
                 name = operands[path.pop()]
             elif opcode in _MOVES:
                 name = operands[0]
             else:
-                return ""
+                break
         return ""
-
-    def _carries(self, loop: Instruction, index: int) -> bool:
-        """Returns whether a loop carries an element unchanged."""
-        body = {role: name for name, role in self._program.called(loop)}.get("body", "")
-        known = self._program.computations.get(body, {})
-        root = known.get(self._program.root(body))
-        if root is None or root.opcode != "tuple":
-            return False
-        element = known.get(root.operands[index])
-        while element is not None and element.opcode in ("copy", "bitcast"):
-            element = known.get(element.operands[0])
-        if element is None or element.opcode != "get-tuple-element":
-            return False
-        source = known.get(element.operands[0])
-        is_parameter = source is not None and source.opcode == "parameter"
-        return is_parameter and element.attribute(r"\bindex=(\d+)") == str(index)
 
     def result(self, name: str, element: int | None = None) -> str:
         """Returns the only leaf among the results that depends on a value, or `""`.
@@ -127,7 +110,7 @@ class Leaves:
             name: An instruction of the program's entry.
             element: Which of its results, if it has several.
         """
-        value = self._elements.get((name, "done"), name)
+        value = self._elements.get((name, ""), name)
         if element is not None:
             value = self._elements.get((value, str(element)), value)
         owners = self._owners.get(value, set())
@@ -152,7 +135,12 @@ class Leaves:
         return ""
 
 
-def _owner(path: str, paths: Set[str]) -> str:
+def _is_combined(instruction: Instruction) -> bool:
+    """Returns whether this is several all-gathers in one, each with its result."""
+    return instruction.opcode.startswith("all-gather") and len(instruction.operands) > 1
+
+
+def _owner(path: str, paths: Collection[str]) -> str:
     """Returns the longest path that another one ends with, as a slot's does, or it."""
     keys = path.split("/")
     ends = ("/".join(keys[start:]) for start in range(1, len(keys)))

@@ -8,37 +8,11 @@ import itertools
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
 from meshlayout.hlo.program import OP_NAME, Instruction, Program
-
-
-def scopes(op_name: str) -> list[str]:
-    """Returns the named scopes in JAX's name of an operation, the outermost first.
-
-    What JAX adds for its transformations and loops is left out. Of an operation that
-    several were merged into, the scopes are those that all of them have.
-
-    Example:
-        >>> scopes("jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general")
-        ['Net', 'block_0', 'mlp']
-        >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
-        ['Net']
-    """
-    plain = _ADDED.sub("", op_name)
-    paths = [
-        [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]
-        for path in re.split("[;:]", plain)
-    ]
-    return common_start([names[:-1] for names in paths])
-
-
-def common_start(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Returns how all of some paths begin."""
-    same = itertools.takewhile(lambda x: len({*x}) == 1, zip(*paths, strict=False))
-    return [names[0] for names in same]
 
 
 _ADDED = re.compile(r"\bp?jit\([^()]*\)|\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
@@ -51,6 +25,7 @@ _PLUMBING = re.compile(
 _OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_OURS)
 _CALL = re.compile(r"(\w+)\.__call__")
+_NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
 
 
 class Origin(NamedTuple):
@@ -73,11 +48,10 @@ def origin_of(program: Program, computation: str, instruction: Instruction) -> O
     Of what was combined from several, XLA notes only one: then it is what all of the
     operands' have in common.
     """
-    producers = [instruction]
+    origins = [_origin(program, instruction)]
     if len(instruction.operands) > 1:
-        known = program.computations[computation]
-        producers = [_producer(known, name) for name in instruction.operands]
-    origins = [_origin(program, producer) for producer in producers if producer]
+        makers = (_maker(program, computation, name) for name in instruction.operands)
+        origins = [_origin(program, maker) for maker in makers if maker]
     sources = Counter(origin.source for origin in origins if origin.source)
     more = f" and {len(sources) - 1} more" * (len(sources) > 1)
     return Origin(
@@ -87,11 +61,11 @@ def origin_of(program: Program, computation: str, instruction: Instruction) -> O
     )
 
 
-def _producer(known: Mapping[str, Instruction], name: str) -> Instruction | None:
+def _maker(program: Program, computation: str, name: str) -> Instruction | None:
     """Returns what made a value, past instructions of which nothing is noted."""
-    for _ in range(8):
-        instruction = known.get(name)
-        if instruction is None or _NOTED.search(instruction.rest):
+    known = program.computations[computation]
+    while instruction := known.get(name):
+        if _NOTED.search(instruction.rest):
             return instruction
         name = instruction.operands[0] if instruction.operands else ""
     return None
@@ -101,12 +75,37 @@ def _origin(program: Program, instruction: Instruction) -> Origin:
     frames = program.frames(instruction)
     users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
     calls = [_CALL.fullmatch(frame.function) for frame in reversed(users)]
-    classes = [call[1] for call in calls if call]
-    names = scopes(instruction.attribute(OP_NAME))
-    for frame in users or frames:
-        place = f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
-        return Origin(names, classes, place)
-    return Origin(names, classes, "")
+    places = [
+        f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
+        for frame in users or frames
+    ]
+    return Origin(
+        scopes(instruction.attribute(OP_NAME)),
+        [call[1] for call in calls if call],
+        next(iter(places), ""),
+    )
 
 
-_NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
+def scopes(op_name: str) -> list[str]:
+    """Returns the named scopes in JAX's name of an operation, the outermost first.
+
+    What JAX adds for its transformations and loops is left out. Of an operation that
+    several were merged into, the scopes are those that all of them have.
+
+    Example:
+        >>> scopes("jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general")
+        ['Net', 'block_0', 'mlp']
+        >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
+        ['Net']
+    """
+    paths = [
+        [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]
+        for path in re.split("[;:]", _ADDED.sub("", op_name))
+    ]
+    return common_start([names[:-1] for names in paths])
+
+
+def common_start(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Returns how all of some paths begin."""
+    same = itertools.takewhile(lambda x: len({*x}) == 1, zip(*paths, strict=False))
+    return [names[0] for names in same]

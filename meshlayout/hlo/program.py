@@ -4,7 +4,7 @@ XLA has no stable API for optimized programs, but prints them for every platform
 grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
 often it runs on CPUs and GPUs. TPU programs only have the loop's condition, which
 compares a counter with a constant; where the counter starts and what is added to it are
-constants, too.
+constants, too. Any other loop is of unknown length.
 """
 
 import math
@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
-
-from meshlayout import _checks
-from meshlayout.errors import CommunicationError
 
 
 class Instruction(NamedTuple):
@@ -34,11 +31,6 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     rest: str
 
-    @property
-    def combines(self) -> bool:
-        """Whether it is several all-gathers in one, with a result for each operand."""
-        return self.opcode.startswith("all-gather") and len(self.operands) > 1
-
     def attribute(self, pattern: str) -> str:
         """Returns the first group of a regular expression in the rest, or `""`."""
         match = re.search(pattern, self.rest)
@@ -54,14 +46,7 @@ class Call(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one run of the program.
-
-    Attributes:
-        times: How often; a loop of unknown length counts as one iteration, and a branch
-            as taken.
-        is_known: Whether there is no such loop and no branch around it.
-        in_loop: Whether there is any loop around it.
-    """
+    """How often a computation runs in one run of the program, as in `Collective`."""
 
     times: int
     is_known: bool
@@ -98,6 +83,7 @@ class Program:
 
     Attributes:
         computations: Instructions by name, by the name of their computation.
+        roots: The name of each computation's result.
         callers: Where each computation is called.
         num_devices: How many devices it runs on.
         entry: The name of the computation that is the whole program.
@@ -105,8 +91,8 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}
         self.callers: dict[str, list[Call]] = {}
-        self._roots: dict[str, str] = {}
         self._tables: dict[str, dict[int, str]] = {}
         # The header is one line, which holds the types of all arguments.
         header = re.search("^HloModule .*$", text, re.MULTILINE)
@@ -114,11 +100,10 @@ class Program:
         self.num_devices = math.prod(map(int, counts))
         self.entry = ""
         self._parse(text)
-        for name, instructions in self.computations.items():
-            for instruction in instructions.values():
-                for called, role in self.called(instruction):
-                    call = Call(name, instruction, role)
-                    self.callers.setdefault(called, []).append(call)
+        for name, instruction in self:
+            for called, role in self.called(instruction).items():
+                call = Call(name, instruction, role)
+                self.callers.setdefault(called, []).append(call)
         # A program is read once and thrown away, and the cache with it.
         self.runs = cache(self._runs)
 
@@ -135,7 +120,7 @@ class Program:
                 )
                 instructions[instruction.name] = instruction
                 if match["root"]:
-                    self._roots[name] = instruction.name
+                    self.roots[name] = instruction.name
             elif line.startswith((" ", "HloModule", "}")):
                 continue
             elif match := _HEAD.match(line):
@@ -153,74 +138,20 @@ class Program:
             for instruction in instructions.values():
                 yield name, instruction
 
-    def called(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
-        """Yields the computations that an instruction calls, each with its role.
+    def called(self, instruction: Instruction) -> dict[str, str]:
+        """Returns the role of each computation that an instruction calls.
 
         What adds up two numbers in a reduction is not among them.
         """
-        for role, names in _CALLED.findall(instruction.rest):
-            if role == "to_apply" and instruction.opcode != "call":
-                continue
-            for name in _NAME.findall(names):
-                if name in self.computations:
-                    yield name, role
+        return {
+            name: role
+            for role, names in _CALLED.findall(instruction.rest)
+            if role != "to_apply" or instruction.opcode == "call"
+            for name in _NAME.findall(names)
+            if name in self.computations
+        }
 
-    def root(self, computation: str) -> str:
-        """Returns the name of a computation's result."""
-        return self._roots.get(computation, "")
-
-    # How often.
-
-    def _runs(self, computation: str) -> Runs:
-        times, is_known, in_loop = 0, True, False
-        calls = self.callers.get(computation, ())
-        for call in calls:
-            outer, trips = self.runs(call.computation), 1
-            is_loop = call.instruction.opcode == "while"
-            is_known = is_known and call.instruction.opcode != "conditional"
-            if is_loop:
-                counted = self._trip_count(call.computation, call.instruction)
-                is_known = is_known and counted is not None
-                trips = 1 if counted is None else counted + (call.role == "condition")
-            times += outer.times * trips
-            is_known = is_known and outer.is_known
-            in_loop = in_loop or is_loop or outer.in_loop
-        return Runs(times if calls else 1, is_known, in_loop)
-
-    def _trip_count(self, computation: str, loop: Instruction) -> int | None:
-        """Returns how often a loop's body runs; None if that is not read."""
-        noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        if noted:
-            return int(noted)
-        roles = {role: name for name, role in self.called(loop)}
-        body, condition = roles.get("body", ""), roles.get("condition", "")
-        test = self._result(condition)
-        if test is None or " direction=LT" not in test.rest:
-            return None
-        counter, end = test.operands
-        index = self._index(condition, counter)
-        begin = self._source(computation, loop.operands[0])
-        result = self._result(body)
-        if index is None or begin is None or result is None:
-            return None
-        if begin.opcode != "tuple" or result.opcode != "tuple":
-            return None
-        update = self._source(body, result.operands[index])
-        if update is None or update.opcode != "add":
-            return None
-        before, added = update.operands
-        if self._index(body, before) != index:
-            return None
-        start = self._integer(computation, begin.operands[index])
-        stop, step = self._integer(condition, end), self._integer(body, added)
-        if start is None or stop is None or step is None or step < 1:
-            return None
-        return max(0, -((start - stop) // step))
-
-    def _result(self, computation: str) -> Instruction | None:
-        return self._source(computation, self.root(computation))
-
-    def _source(self, computation: str, name: str) -> Instruction | None:
+    def source(self, computation: str, name: str) -> Instruction | None:
         """Returns the instruction that made a value, before it was copied."""
         known = self.computations.get(computation, {})
         instruction = known.get(name)
@@ -228,22 +159,81 @@ class Program:
             instruction = known.get(instruction.operands[0])
         return instruction
 
-    def _index(self, computation: str, name: str) -> int | None:
-        """Returns which element of a computation's only argument a value is."""
-        element = self._source(computation, name)
-        if element is None or element.opcode != "get-tuple-element":
-            return None
-        whole = self._source(computation, element.operands[0])
-        is_argument = whole is not None and whole.opcode == "parameter"
-        return int(element.attribute(r"\bindex=(\d+)")) if is_argument else None
+    def form(self, computation: str, name: str, depth: int = 1) -> Any:
+        """Returns how a value is made, past copies.
 
-    def _integer(self, computation: str, name: str) -> int | None:
-        """Returns the value of a constant integer."""
-        constant = self._source(computation, name)
-        if constant is None or constant.opcode != "constant":
+        Returns:
+            An integer for a constant, `("element", index)` for one of the computation's
+            only argument, else the opcode and the forms of the operands; or None.
+        """
+        instruction = self.source(computation, name)
+        if instruction is None:
             return None
-        text = constant.attribute(r"^(-?\d+)\)")
-        return int(text) if text else None
+        _, _, opcode, operands, _ = instruction
+        if opcode == "constant":
+            text = instruction.attribute(r"^(-?\d+)\)")
+            return int(text) if text else None
+        if opcode == "get-tuple-element":
+            whole = self.source(computation, operands[0])
+            is_argument = whole is not None and whole.opcode == "parameter"
+            index = int(instruction.attribute(r"\bindex=(\d+)"))
+            return ("element", index) if is_argument else None
+        direction = instruction.attribute(r"direction=(\w+)")
+        inner = operands if depth else ()
+        forms = (self.form(computation, operand, depth - 1) for operand in inner)
+        return f"{opcode} {direction}".rstrip(), *forms
+
+    def keeps(self, loop: Instruction, index: int) -> bool:
+        """Returns whether a loop carries an element unchanged."""
+        return self._carried(loop, index) == ("element", index)
+
+    def _carried(self, loop: Instruction, index: int) -> Any:
+        """Returns the form of an element that a loop's body hands on."""
+        body = _named(self.called(loop), "body")
+        result = self.source(body, self.roots.get(body, ""))
+        if result is None or result.opcode != "tuple":
+            return None
+        return self.form(body, result.operands[index])
+
+    # How often.
+
+    def _runs(self, computation: str) -> Runs:
+        times, is_known, in_loop = 0, True, False
+        calls = self.callers.get(computation, ())
+        for call in calls:
+            outer, turns = self.runs(call.computation), 1
+            if call.instruction.opcode == "while":
+                count = self._trip_count(call.computation, call.instruction)
+                is_known = is_known and count is not None
+                turns = 1 if count is None else count + (call.role == "condition")
+                in_loop = True
+            times += outer.times * turns
+            is_branch = call.instruction.opcode == "conditional"
+            is_known = is_known and outer.is_known and not is_branch
+            in_loop = in_loop or outer.in_loop
+        return Runs(times if calls else 1, is_known, in_loop)
+
+    def _trip_count(self, computation: str, loop: Instruction) -> int | None:
+        """Returns how often a loop's body runs; None if that is not read."""
+        noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        if noted:
+            return int(noted)
+        condition = _named(self.called(loop), "condition")
+        begin = self.source(computation, loop.operands[0])
+        match self.form(condition, self.roots.get(condition, "")):
+            case ("compare LT", ("element", index), int(stop)) if begin is not None:
+                update = self._carried(loop, index)
+            case _:
+                return None
+        start = None
+        if begin.opcode == "tuple":
+            start = self.form(computation, begin.operands[index])
+        match update, start:
+            case ("add", ("element", counter), int(step)), int(first) if (
+                counter == index and step > 0
+            ):
+                return max(0, -((first - stop) // step))
+        return None
 
     # From where.
 
@@ -277,11 +267,12 @@ class Program:
         return {key: int(value) for key, value in pairs}
 
 
+def _named(called: dict[str, str], role: str) -> str:
+    return next((name for name, other in called.items() if other == role), "")
+
+
 def _closing(text: str) -> int:
     """Returns where the parenthesis that is open at the start of a text is closed."""
-    first = text.find(")")
-    if first >= 0 and "(" not in text[:first]:
-        return first
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -289,35 +280,6 @@ def _closing(text: str) -> int:
             return match.start()
     return len(text)
 
-
-def text_of(name: str, program: Any) -> str:
-    """Returns the text of a compiled program.
-
-    Args:
-        name: The function that was called with it.
-        program: What `jax.jit(...).lower(...).compile()` returns, or its text.
-
-    Raises:
-        CommunicationError: If it is something else.
-    """
-    has_text = hasattr(program, "as_text") and not hasattr(program, "compile")
-    text = program.as_text() or "" if has_text else program
-    if not isinstance(text, str):
-        hint = " Call its compile() first." * hasattr(program, "compile")
-        found = _checks.shown(program)
-        msg = f"{name} takes a compiled program or its text, got {found}.{hint}"
-        raise CommunicationError(msg)
-    if text.strip() and not _IS_HLO.search(text):
-        found = _checks.shown(text.strip().splitlines()[0])
-        begins = "which begins with HloModule"
-        msg = f"{name} takes the text of a compiled program, {begins}, got {found}."
-        raise CommunicationError(msg)
-    return text
-
-
-_IS_HLO = re.compile("^(HloModule|ENTRY) ", re.MULTILINE)
-
-# Arrays.
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 

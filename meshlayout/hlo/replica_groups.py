@@ -47,7 +47,10 @@ def replica_groups(text: str, num_devices: int) -> list[list[int]]:
         return _grid(sizes or shape, order).reshape(shape).tolist()
     if match := _AXES.search(text):
         axes, *grid, chosen = match.groups("")
-        return _axis_groups(axes, [_integers(part) for part in grid], chosen).tolist()
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+        shape, source, order = map(_integers, grid)
+        devices = _grid(source or shape or [*sizes.values()], order)
+        return _rows_along(devices, sizes, chosen).tolist()
     return [list(range(num_devices))]
 
 
@@ -60,11 +63,8 @@ def _grid(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
     return devices.transpose(order) if order else devices
 
 
-def _axis_groups(axes: str, grid: Sequence[list[int]], chosen: str) -> np.ndarray:
-    """Returns the rows along some axes of a mesh, or along parts of axes."""
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    shape, source, order = grid
-    devices = _grid(source or shape or list(sizes.values()), order)
+def _rows_along(devices: np.ndarray, sizes: dict[str, int], chosen: str) -> np.ndarray:
+    """Returns the rows along some axes, such as `'b'`, or parts: `'a':(2)4`."""
     parts: list[int] = []  # every axis, split where a part of it is chosen
     places: list[int] = []
     picked = {name: (pre, size) for name, pre, size in _AXIS.findall(chosen)}
@@ -100,14 +100,13 @@ def mesh_axes(
         >>> mesh_axes([[0, 1], [2, 3], [4, 5], [6, 7]], mesh)
         (('model',), False)
     """
-    sizes = [mesh.axis_size(axis) for axis in mesh.axis_names]
     along: set[int] = set()
     widths: set[int] = set()
     for group in groups:
         if max(group, default=0) >= mesh.size:
             return (), False
-        places = np.stack(np.unravel_index(np.asarray(group), sizes))
+        places = np.stack(np.unravel_index(np.asarray(group), mesh.devices.shape))
         along |= {*np.flatnonzero((places != places[:, :1]).any(axis=1)).tolist()}
         widths.add(len(group))
-    is_whole = widths == {math.prod(sizes[index] for index in along)}
-    return tuple(mesh.axis_names[index] for index in sorted(along)), is_whole
+    axes = tuple(mesh.axis_names[index] for index in sorted(along))
+    return axes, widths == {mesh.axis_size(axes)}

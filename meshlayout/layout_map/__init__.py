@@ -11,4 +11,4 @@ from meshlayout.layout_map.report import (
     Resolution as Resolution,
     Resolved as Resolved,
 )
-from meshlayout.layout_map.rules import Rule as Rule, zero_rule as zero_rule
+from meshlayout.layout_map.rules import Rule as Rule

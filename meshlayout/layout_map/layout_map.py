@@ -24,10 +24,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import meshlayout
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import (
-    LayoutError,
     LayoutMapError,
     LayoutMapKeyError,
     LayoutWarning,
@@ -90,9 +89,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches; a mapping, or pairs in order
             of preference, several for a name whose first choice may be taken.
-        optimizer_memory_kind: In which of the devices' memories optimizer state is that
-            follows its parameter, such as `"pinned_host"`: a train step copies it to
-            the device for the update, and back. None for the parameter's own.
 
     Raises:
         LayoutMapError: If a rule or an option is malformed.
@@ -118,7 +114,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         on_uneven: OnUneven = "error",
         unused: Unused = "warn",
         logical_axes: "Mapping[str, Any] | Iterable[AxisRule] | None" = None,
-        optimizer_memory_kind: str | None = None,
     ) -> None:
         mesh = as_mesh(mesh)
         option = functools.partial(
@@ -132,7 +127,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             on_uneven=option("on_uneven", on_uneven, get_args(OnUneven)),
             unused=option("unused", unused, get_args(Unused)),
             logical_axes=parse_axis_rules(logical_axes, mesh),
-            optimizer_memory_kind=_check_memory_kind(optimizer_memory_kind, mesh),
         )
         if default is not None and unmatched == "error":
             msg = "default= is never used with unmatched='error'; give one of them."
@@ -521,24 +515,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
     layouts = flat.unflatten([leaf and leaf.layout for leaf in resolutions])
     return Resolved(layouts, tuple([leaf for leaf in resolutions if leaf]))
-
-
-def _check_memory_kind(kind: Any, mesh: Mesh) -> str | None:
-    try:
-        layout = Layout([], mesh, memory_kind=kind)
-    except LayoutError as error:
-        raise LayoutMapError(f"optimizer_memory_kind: {error}") from None
-    kind = layout.memory_kind
-    is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
-    if kind is not None and (is_old or layout.sharding.memory_kind != kind):
-        # Described GPUs do not list their memories, and JAX then leaves out the kind.
-        msg = (
-            f"optimizer_memory_kind: JAX cannot move arrays to {kind!r} in programs "
-            f"for the devices of {mesh!r}. Leave it out; on real GPUs and TPUs, and on "
-            "described TPUs, it works."
-        )
-        raise LayoutMapError(msg)
-    return kind
 
 
 def _value_text(value: Any) -> str:

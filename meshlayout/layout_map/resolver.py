@@ -34,7 +34,6 @@ from meshlayout.layout_map.optimizer_slots import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
-    LayoutFunction,
     Matcher,
     OnUneven,
     ParsedRule,
@@ -58,7 +57,6 @@ class Options:
     on_uneven: OnUneven
     unused: Unused
     logical_axes: tuple[AxisRule, ...] | None
-    optimizer_memory_kind: str | None = None
 
 
 class Resolver:
@@ -134,8 +132,8 @@ class Resolver:
                 continue
             rules = [r for r in self.matcher.candidates(leaf.path) if r not in taken]
             owner = None if slot is None else owners[slot.param]
-            by_rules = self._by_rules(array, rules)
-            decision = by_rules or self._by_owner(array, slot, owner)
+            decision = self._by_owner(array, slot, owner)
+            decision = self._by_rules(array, rules, decision.fit.layout) or decision
             resolutions.append(self._resolution(array, leaf.value, decision))
         return resolutions
 
@@ -198,11 +196,15 @@ class Resolver:
         return decision or self._by_default(array)
 
     def _by_rules(
-        self, array: "_ArrayAt", rules: Iterable[ParsedRule]
+        self,
+        array: "_ArrayAt",
+        rules: Iterable[ParsedRule],
+        layout: Layout | None = None,
     ) -> "_Decision | None":
+        """Asks rules; some extend the layout that the array has without them."""
         chosen: tuple[ParsedRule, _Answer] | None = None
         for rule in rules:
-            answer = self._expand(rule, array)
+            answer = self._expand(rule, array, layout)
             if answer is None:
                 continue
             if chosen is None:
@@ -253,8 +255,6 @@ class Resolver:
         if owner is None or slot is None:
             return self._replicate(array, "belongs to no parameter")
         layout = slot.layout(len(array.shape), owner.layout)
-        if array.shape and (kind := self._options.optimizer_memory_kind) is not None:
-            layout = layout.with_memory_kind(kind)
         fit = self._fit(array, layout, "replicate", "")
         return _Decision(fit, owner.rule, f"follows parameter {owner.path!r}", None)
 
@@ -285,12 +285,14 @@ class Resolver:
 
     # From a rule to a layout that fits.
 
-    def _expand(self, rule: ParsedRule, array: "_ArrayAt") -> "_Answer | None":
+    def _expand(
+        self, rule: ParsedRule, array: "_ArrayAt", layout: Layout | None = None
+    ) -> "_Answer | None":
         """Returns the answer of a rule for an array; None if it has none."""
         rank = len(array.shape)
         try:
             if rule.function is not None:
-                return self._ask(rule, rule.function, array)
+                return self._ask(rule, rule.function, array, layout)
             assert rule.layout is not None
             if rank not in rule.expanded:
                 # A pattern for arrays may also match a scalar, such as a step number,
@@ -305,11 +307,18 @@ class Resolver:
             raise LayoutMapError(msg) from None
 
     def _ask(
-        self, rule: ParsedRule, function: LayoutFunction, array: "_ArrayAt"
+        self,
+        rule: ParsedRule,
+        function: Any,
+        array: "_ArrayAt",
+        layout: Layout | None,
     ) -> "_Answer | None":
         context = f"in the function of rule {rule.pattern!r}, called for {array}"
         with _checks.noted(context):
-            spec = function(*array)
+            if layout is None or not hasattr(function, "extend"):
+                spec = function(*array)
+            else:
+                spec = function.extend(*array, layout)
         policy, note = rule.on_uneven, rule.note
         if isinstance(spec, Rule):
             check_rule_options(spec, f"{array}: rule {rule.pattern!r}")

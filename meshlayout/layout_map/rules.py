@@ -5,20 +5,17 @@ where they are made. `Matcher` then finds the rules of a path, fast enough for m
 a hundred thousand leaves.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks
-from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError, LayoutMapError
-from meshlayout.layout import MATCH, DimSpec, Layout, SpecLike, axes_of
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.layout import MATCH, Layout, SpecLike
+from meshlayout.mesh import Mesh
 
 
 OnUneven: TypeAlias = Literal["error", "replicate"]
@@ -33,7 +30,9 @@ LayoutFunction: TypeAlias = Callable[
     [str, tuple[int, ...], Any], "LayoutLike | Rule | None"
 ]
 """`(path, shape, dtype) -> spec`, or None if the function has no opinion; a `Rule` to
-give a note as well."""
+give a note as well. One that has a method `extend(path, shape, dtype, layout)`, as
+`zero_rule` returns, is given the layout that the leaf has without it, such as that of
+an optimizer slot's parameter."""
 
 RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
@@ -164,124 +163,6 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
         msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
         raise LayoutError(msg)
     return layout
-
-
-# Arrays sharded further, on the dim that a rule prefers: ZeRO and FSDP.
-
-MIN_SIZE = 1024
-"""In elements. Each sharded array costs an all-gather in every step, whatever its size,
-and biases and norms take next to no memory."""
-
-
-def shard_further(
-    shape: Sequence[int],
-    spec: Sequence[DimSpec],
-    axes: Sequence[str],
-    axis_sizes: Mapping[str, int],
-    *,
-    min_size: int = 0,
-    dims: Sequence[int] | None = None,
-) -> tuple[tuple[DimSpec, ...], str]:
-    """Shards one more dim of an array over axes that do not shard it yet.
-
-    Args:
-        shape: The array's global shape.
-        spec: Its entries so far.
-        axes: The axes, major first.
-        axis_sizes: The sizes of the mesh's axes.
-        min_size: Arrays of fewer elements are left unchanged.
-        dims: The dims to try, in order: the first that divides is sharded. By default
-            all, the largest first.
-
-    Returns:
-        The new entries, and the reason if they are unchanged; empty otherwise.
-
-    Example:
-        >>> shard_further((784, 4096), (None, "model"), ["b"], {"b": 2, "model": 4})
-        ((None, ('model', 'b')), '')
-        >>> shard_further((999, 3), (None, None), ["batch"], {"batch": 8})
-        ((None, None), "no dim divides over 'batch'")
-        >>> shard_further((64,), (None,), ["batch"], {"batch": 8}, min_size=65)
-        ((None,), '64 elements, fewer than 65')
-    """
-    spec = tuple(spec)
-    # An axis can shard an array only once.
-    used = {axis for entry in spec for axis in axes_of(entry)}
-    free = tuple(axis for axis in axes if axis not in used)
-    num_shards = math.prod(axis_sizes[axis] for axis in free)
-    if not shape or num_shards == 1:
-        return spec, ""
-    if math.prod(shape) < min_size:
-        return spec, f"{math.prod(shape)} elements, fewer than {min_size}"
-    if dims is None:
-        dims = sorted(range(len(shape)), key=lambda dim: -shape[dim])
-    for dim in dims:
-        now = axes_of(spec[dim])
-        if shape[dim] % (num_shards * math.prod(axis_sizes[axis] for axis in now)) == 0:
-            entry = (*now, *free)
-            new = entry[0] if len(entry) == 1 else entry
-            return (*spec[:dim], new, *spec[dim + 1 :]), ""
-    over = ", ".join(map(repr, free))
-    if len(dims) == 1:
-        return (
-            spec,
-            f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide over {over}",
-        )
-    return spec, f"no dim divides over {over}"
-
-
-def zero_rule(
-    mesh: Mesh | jax.sharding.Mesh,
-    axes: str | Sequence[str] = "batch",
-    *,
-    min_size: int = MIN_SIZE,
-) -> Callable[[str, tuple[int, ...], Any], tuple[DimSpec, ...]]:
-    """Returns a rule that shards arrays over axes on the largest dim that divides.
-
-    Use this as a rule for `"^opt_state/"`: it shards the optimizer state over the axes
-    that shard the batch, while the parameters stay replicated, and the update is then
-    sharded, too (Rajbhandari et al., "ZeRO", 2020, stage 1). Small arrays and those
-    that do not divide are replicated. `make_train_step(zero=1)` does the same in
-    addition to the parameters' own rules.
-
-    Args:
-        mesh: The mesh.
-        axes: The axes.
-        min_size: Arrays of fewer elements are replicated: sharding them saves little
-            memory, and each costs an all-gather.
-
-    Raises:
-        MeshError: If the mesh has no such axis.
-        LayoutMapError: If no axis is given, or `min_size` is not an integer.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 8})
-        >>> rule = zero_rule(mesh)
-        >>> rule("opt_state/0/mu/kernel", (784, 128), "float32")
-        ('batch', None)
-        >>> rule("opt_state/0/mu/bias", (128,), "float32")
-        (None,)
-        >>> layouts = ml.LayoutMap(mesh, {"^opt_state/": rule})
-    """
-    names = (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, Sequence) or not names:
-        msg = (
-            "zero_rule: axes must be the mesh axes that shard the batch, got "
-            f"{_checks.shown(axes)}."
-        )
-        raise LayoutMapError(msg)
-    mesh = as_mesh(mesh)
-    mesh.axis_size(names)
-    context = _checks.Context(where="zero_rule", error=LayoutMapError)
-    _checks.count("min_size", min_size, at_least=0, **context)
-
-    def rule(path: str, shape: tuple[int, ...], dtype: DType) -> tuple[DimSpec, ...]:
-        unsharded = (None,) * len(shape)
-        sizes = mesh.shape
-        return shard_further(shape, unsharded, names, sizes, min_size=min_size)[0]
-
-    return rule
 
 
 class Matcher:

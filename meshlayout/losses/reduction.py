@@ -3,10 +3,9 @@
 A loss stays one number per example until the weights are known, since padding must not
 count. A mean of microbatches' or replicas' means would weight their examples
 differently if some are padded, so sums are added up and divided once.
-`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings,
-for whole programs and for replica code. Under a strategy, the replica context says how
-many replicas there are and which rows are padding; in a plain `jax.shard_map`, JAX
-knows the number of replicas alone.
+`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings.
+Under a strategy, the replica context says how many replicas there are and which rows
+are padding.
 """
 
 import math
@@ -14,15 +13,14 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax
-from meshlayout.collectives import ReplicaContext, get_replica_context
-from meshlayout.errors import LossError, MeshLayoutError
+from meshlayout.collectives import get_replica_context
+from meshlayout.errors import LossError
 
 
-Denominator: TypeAlias = Literal["real", "global_batch_size"] | float
+Denominator: TypeAlias = Literal["real", "global_batch_size"]
 
 
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
@@ -42,7 +40,6 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
         LossError: If the weights' shape is not a leading part of the losses'.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
         [2.0, 5.0]
     """
@@ -52,17 +49,8 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
         msg = "losses are a scalar; one loss per example, (batch,), is needed."
         raise LossError(msg)
     num_kept = 1
-    if weights is not None:
-        weights = real_array("weights", weights, "per_example")
-        num_kept = max(1, weights.ndim)  # also with one weight for all examples
-        if weights.shape != losses.shape[: weights.ndim]:
-            msg = (
-                f"the batch's weights have shape {weights.shape} and the losses "
-                f"{losses.shape}; one loss per example, or per weight, is needed."
-            )
-            raise LossError(msg)
-    if losses.ndim == num_kept:
-        return losses
+    if weights is not None:  # of which one may be for all examples
+        num_kept = max(1, _fitting_weights(weights, losses).ndim)
     return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
 
 
@@ -77,7 +65,6 @@ def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arr
         LossError: If the weights' shape is not a leading part of the losses'.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
         2.0
     """
@@ -90,8 +77,8 @@ def denominator_of(
     """Returns the number by which the weighted sum over a global batch is divided.
 
     Args:
-        denominator: `"real"`, the sum of the weights; `"global_batch_size"`, the
-            number of examples including padding; or a number.
+        denominator: `"real"`, the sum of the weights; or `"global_batch_size"`, the
+            number of examples including padding.
         weights: The weights of the whole batch, or None for ones.
         num_examples: The number of losses: examples, or tokens if every token has a
             weight.
@@ -100,31 +87,24 @@ def denominator_of(
         A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
 
     Raises:
-        LossError: If `denominator` is none of these.
+        LossError: If `denominator` is neither of these.
+
+    Example:
+        >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
+        2.0
     """
     check_denominator(denominator)
-    if denominator == "real" and weights is not None:
-        total = real_array("weights", weights, "losses").astype("float32").sum()
-        # A batch of padding alone has the sum 0, and the loss 0 rather than NaN.
-        return jnp.where(total > 0, total, 1)
-    if isinstance(denominator, str):
+    if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
-    return jnp.float32(denominator)
+    total = real_array("weights", weights, "losses").astype("float32").sum()
+    # A batch of padding alone has the sum 0, and the loss 0 rather than NaN.
+    return jnp.where(total > 0, total, 1)
 
 
 def check_denominator(denominator: object) -> None:
     """Raises LossError unless this is a denominator."""
-    if isinstance(denominator, str) and denominator in ("real", "global_batch_size"):
-        return
-    try:
-        _checks.number("denominator", denominator, above=0)
-    except MeshLayoutError:
-        msg = (
-            f"denominator must be 'real' (the sum of the weights), 'global_batch_size' "
-            "(the examples with padding) or a positive number, got "
-            f"{_checks.shown(denominator)}."
-        )
-        raise LossError(msg) from None
+    choices = ("real", "global_batch_size")
+    _checks.choice("denominator", denominator, choices, error=LossError)
 
 
 def compute_average_loss(
@@ -135,10 +115,11 @@ def compute_average_loss(
     """Divides the sum of per-example losses by the global batch size.
 
     Use this in your own step, or to port one from tf.distribute. In a program over the
-    whole batch this is the mean. In replica code (inside `jax.shard_map`) it is this
-    replica's share: the shares of all replicas add up to the mean over the global
-    batch. Losses of more dims are summed, like `tf.nn.compute_average_loss` does;
-    average them per example first, with `losses.per_example`.
+    whole batch this is the mean. In replica code (a function that a strategy runs, or
+    inside `jax.shard_map`) it is this replica's share: the shares of all replicas add
+    up to the mean over the global batch. Losses of more dims are summed, like
+    `tf.nn.compute_average_loss` does; average them per example first, with
+    `losses.per_example`.
 
     In a function that a strategy runs, rows that pad a short batch add nothing, not
     even to the gradient, and are not counted.
@@ -157,12 +138,10 @@ def compute_average_loss(
 
     Raises:
         LossError: If the losses are a scalar or not real numbers, the weights have
-            another batch size, the global batch size is not a number of examples, the
-            number of replicas is ambiguous, or a strategy's batch may have padding and
-            the losses are not one per row.
+            another batch size, the number of replicas is unknown, or a strategy's
+            batch may have padding and the losses are not one per row.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
         3.5
         >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
@@ -176,33 +155,36 @@ def compute_average_loss(
             "scalar. Do not average in the loss function; optax's losses do not."
         )
         raise LossError(msg)
-    context = _strategy_replica()
-    mask = None if context is None else context.mask
-    is_own_sum = sample_weight is not None and global_batch_size is not None
-    if context is not None and mask is not None:
-        if mask.shape[0] == losses.shape[0]:
-            mask = context.example_mask
-        # Microbatches, say, of a function that has looked at the mask itself.
-        elif is_own_sum and context.mask_was_read:
-            mask = None
-        else:
-            raise LossError(_other_rows(losses, mask))
-    if global_batch_size is not None:
-        size = _checked_size(global_batch_size)
-    elif context is not None and mask is not None:
-        size = context.num_examples
-    else:
-        size = losses.shape[0] * num_replicas(losses)
-    if mask is not None and sample_weight is not None:
-        given = real_array("sample_weight", sample_weight, where)
-        _check_weights(given, losses)
-        is_real = mask.reshape(-1, *[1] * (given.ndim - 1)) > 0
-        mask = jnp.where(is_real, given, 0)  # a weight of padding may be NaN, too
-    total = weighted(losses, sample_weight if mask is None else mask).sum()
-    size = jnp.asarray(size, "float32")
+    weights, size = sample_weight, global_batch_size
+    if weights is not None:
+        weights = _fitting_weights(weights, losses)
+    context = get_replica_context()
+    if context is not None and context.mask is not None:
+        if context.mask.shape[0] == losses.shape[0]:
+            size = context.num_examples if size is None else size
+            context.mask_was_read = True
+            if weights is None:
+                weights = context.mask
+            else:  # which may be NaN for padding
+                weights = jnp.where(_spread(context.mask, weights.ndim) > 0, weights, 0)
+        # Else a microbatch, say, of a function that has looked at the mask itself.
+        elif weights is None or size is None or not context.mask_was_read:
+            rows = context.mask.shape[0]
+            msg = (
+                f"{where}: the losses have {losses.shape[0]} rows and this replica's "
+                f"batch has {rows}, of which some may be padding. Give one loss per "
+                f"row, ({rows},) or ({rows}, ...); or, for a part of the batch, both "
+                "global_batch_size and sample_weight, with 0 where "
+                "get_replica_context().example_mask is 0."
+            )
+            raise LossError(msg)
+    if size is None:
+        size = losses.shape[0] * _num_replicas()
+    size = real_array("global_batch_size", size, where).astype("float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
     # one that is not taken, too, or the gradient is NaN.
-    return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
+    total = weighted(losses, weights).sum()
+    return jnp.where(size == 0, 0, total / jnp.where(size == 0, 1, size))
 
 
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
@@ -219,7 +201,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
         A float32 scalar.
 
     Raises:
-        LossError: If it is not a real number, or the number of replicas is ambiguous.
+        LossError: If it is not a real number, or the number of replicas is unknown.
 
     Example:
         >>> float(scale_regularization_loss(0.5))
@@ -227,7 +209,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
     """
     where = "scale_regularization_loss"
     loss = real_array("regularization_loss", regularization_loss, where)
-    return loss.astype("float32").sum() / num_replicas(None)
+    return loss.astype("float32").sum() / _num_replicas()
 
 
 def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
@@ -238,25 +220,19 @@ def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
     """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
 
-    Args:
-        losses: Losses of shape (batch, ...).
-        weights: Weights whose shape is a leading part of that, or None.
-
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
     """
     losses = losses.astype("float32")
     if weights is None:
         return losses
+    factors = _spread(_fitting_weights(weights, losses), losses.ndim)
+    return jnp.where(factors != 0, losses * factors, 0)  # 0 times NaN would be NaN
+
+
+def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
+    """Returns float32 weights whose shape is a leading part of the losses'."""
     weights = real_array("weights", weights, "losses").astype("float32")
-    _check_weights(weights, losses)
-    spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    # 0 times a loss that is not finite would be NaN.
-    return jnp.where(spread != 0, losses * spread, 0)
-
-
-def _check_weights(weights: jax.Array, losses: jax.Array) -> None:
-    """Raises LossError unless the weights' shape is a leading part of the losses'."""
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (
             f"weights of shape {weights.shape} do not fit losses of shape "
@@ -264,66 +240,24 @@ def _check_weights(weights: jax.Array, losses: jax.Array) -> None:
             "one per loss."
         )
         raise LossError(msg)
+    return weights
 
 
-def _checked_size(size: int | jax.Array) -> int | jax.Array:
-    """Returns a global batch size, perhaps a traced one, if it is a count."""
-    name, where = "global_batch_size", "compute_average_loss"
-    if isinstance(size, Tracer) and not size.shape:
-        return real_array(name, size, where)  # such as a psum of the replicas' counts
-    return _checks.count(name, size, at_least=0, where=where, error=LossError)
+def _spread(x: jax.Array, ndim: int) -> jax.Array:
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-def _other_rows(losses: jax.Array, mask: jax.Array) -> str:
-    """Returns what to say of losses that are not one per row of a padded batch."""
-    rows, padded = losses.shape[0], mask.shape[0]
-    fix = f"one loss per row, ({padded},) or ({padded}, ...)"
-    if padded and rows and rows % padded == 0:
-        fix += f", such as losses.reshape({padded}, -1)"
-    return (
-        f"compute_average_loss: the losses have {rows} rows and this replica's batch "
-        f"has {padded}, some of which may be padding; which losses are of padding is "
-        f"not known. Give {fix}. For a part of the batch, give both sample_weight (0 "
-        "for padding, from get_replica_context().example_mask) and global_batch_size."
-    )
-
-
-def _strategy_replica() -> ReplicaContext | None:
-    """Returns the context of a replica that a strategy runs, or None."""
+def _num_replicas() -> int:
+    """Returns the number of replicas that run this code; 1 outside replica code."""
     context = get_replica_context()
-    return None if context is None or context.strategy is None else context
-
-
-def num_replicas(value: jax.Array | None) -> int:
-    """Returns the number of replicas that run this code; 1 outside replica code.
-
-    A strategy knows. In a plain `jax.shard_map`, replicas are along the manual axes. If
-    there are several, some may be for model parallelism: JAX knows along which of them
-    a value varies.
-
-    Args:
-        value: A value of this replica, which varies along the axes of replicas; or
-            None for all manual axes.
-
-    Raises:
-        LossError: If several axes are manual and the value varies along none.
-    """
-    context = _strategy_replica()
-    if context is not None:
+    if context is not None and context.strategy is not None:
         return context.num_replicas_in_sync
-    axes = _jax.manual_axis_sizes()
-    if value is not None:
-        # Unknown where shard_map runs with check_vma=False: then all manual axes count.
-        varying = _jax.varying_axes(value)
-        if varying:
-            axes = {name: size for name, size in axes.items() if name in varying}
-    if sum(size > 1 for size in axes.values()) > 1 and (
-        value is None or not _jax.varying_axes(value)
-    ):
+    sizes = _jax.manual_axis_sizes()  # of a plain jax.shard_map
+    if sum(size > 1 for size in sizes.values()) > 1:
         msg = (
-            f"this code runs under the axes {', '.join(map(repr, axes))}, and it is "
+            f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is "
             "not known which of them are replicas. Give global_batch_size=, or divide "
             "by the number of replicas yourself."
         )
         raise LossError(msg)
-    return math.prod(axes.values())
+    return math.prod(sizes.values())

@@ -4,11 +4,14 @@ from meshlayout.metrics.classification import (
     F1 as F1,
     Accuracy as Accuracy,
     ConfusionMatrix as ConfusionMatrix,
-    CrossEntropy as CrossEntropy,
     Perplexity as Perplexity,
     Precision as Precision,
     Recall as Recall,
 )
 from meshlayout.metrics.collection import Metrics as Metrics
-from meshlayout.metrics.means import Last as Last, Mean as Mean, Sum as Sum
-from meshlayout.metrics.metric import Metric as Metric
+from meshlayout.metrics.metric import (
+    Last as Last,
+    Mean as Mean,
+    Metric as Metric,
+    Sum as Sum,
+)

@@ -1,47 +1,30 @@
 """Metrics of predictions and labels: scores per class with the true class.
 
-Written without gathers and scatters: comparisons and sums keep logits on their shards,
-whichever dim is sharded. `where` is the name of the metric throughout, which opens the
-message of a MetricError.
+Written without gathers, scatters and sorts: comparisons and sums keep logits on their
+shards, whichever dim is sharded.
 """
 
-import math
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout.errors import MetricError
-from meshlayout.metrics.metric import (
-    MeanMetric,
-    Metric,
-    as_array,
-    element_weights,
-    mean_sums,
-    metric_class,
-    setting,
-    source,
-    text,
-)
-
-
-Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
-_AVERAGES = ("binary", "macro", "micro", "weighted", None)
-
-# The advice for two classes with one score per example.
-_THRESHOLD = (
-    "give threshold=: 0.0 where predictions are logits, 0.5 where they are "
-    "probabilities"
-)
-_CLASSES = "give class numbers as predictions, as (logits > 0).astype(int)"
-_BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
+from meshlayout.metrics.metric import Arrays, MeanMetric, Metric, text
 
 
 class _PairMetric(Metric):
     """Base of the metrics of predictions and labels."""
+
+    _: KW_ONLY
+    predictions: str | int = "logits"
+    labels: str | int = "label"
+
+    _inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def update(
         self,
@@ -59,22 +42,69 @@ class _PairMetric(Metric):
         Raises:
             MetricError: If shapes or dtypes do not fit.
         """
-        return self._added(self._sums_of(predictions, labels, weights))
+        return self._added(predictions, labels, weights=weights)
 
-    def _sums_of(
-        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-    ) -> jax.Array:
-        """Returns the sums of a batch alone."""
-        raise NotImplementedError
+    def _per_label(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns float32 scores, one per label."""
+        if scores.shape == (*labels.shape, 1):  # as a dense layer with one output makes
+            scores = scores[..., 0]
+        # Left as it is, broadcasting would compare every prediction with every label.
+        if scores.shape != labels.shape:
+            fact = "With a threshold, there must be one prediction per label."
+            raise self._misfit(scores, labels, fact)
+        return scores.astype(jnp.float32)
+
+    def _per_class(
+        self, scores: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns float32 scores per class, and labels as class numbers."""
+        has_classes = scores.ndim > 0 and scores.shape[-1] > 1
+        if has_classes and labels.shape == scores.shape and labels.ndim > 1:
+            labels = jnp.argmax(labels, axis=-1)  # of one-hot ones
+        is_integer = not jnp.issubdtype(labels.dtype, jnp.floating)
+        if not (has_classes and is_integer and labels.shape == scores.shape[:-1]):
+            fact = (
+                "Labels are class numbers, which are integers, or one-hot; predictions "
+                "have a last dim for two or more classes. One score per example, for "
+                "two classes, takes threshold= in Accuracy, Precision, Recall and F1: "
+                "0.0 for logits, 0.5 for probabilities."
+            )
+            raise self._misfit(scores, labels, fact)
+        return scores.astype(jnp.float32), labels
+
+    def _class_pair(
+        self, predictions: jax.Array, labels: jax.Array, num_classes: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns predicted and true classes as one-hot bools; none for no class."""
+        if not _are_classes(predictions, labels):
+            scores, labels = self._per_class(predictions, labels)
+            if scores.shape[-1] != num_classes:  # some would be counted nowhere
+                fact = f"There are num_classes={num_classes}."
+                raise self._misfit(scores, labels, fact)
+            predictions = _highest(scores)
+        return _one_hot(predictions, num_classes), _one_hot(labels, num_classes)
+
+    def _misfit(self, scores: jax.Array, labels: jax.Array, fact: str) -> MetricError:
+        both = f"{text('predictions', scores)} and {text('labels', labels)}"
+        return MetricError(f"{type(self).__name__}: {both} do not fit. {fact}")
 
 
-def _num_classes(metric: Any) -> int:
-    """Returns a metric's number of classes, checked."""
-    context = {"at_least": 2, "where": type(metric).__name__, "error": MetricError}
-    return _checks.count("num_classes", metric.num_classes, **context)
+def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
+    """Returns whether both are class numbers, one prediction per label."""
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
+    return predictions.shape == labels.shape and not any(is_float)
 
 
-@metric_class
+def _one_hot(numbers: jax.Array, num_classes: int) -> jax.Array:
+    return jax.nn.one_hot(numbers, num_classes, dtype=jnp.bool_)
+
+
+def _highest(scores: jax.Array) -> jax.Array:
+    """Returns the class with the highest score; -1 where a score is NaN."""
+    is_nan = jnp.any(jnp.isnan(scores), axis=-1)
+    return jnp.where(is_nan, -1, jnp.argmax(scores, axis=-1))
+
+
 class Accuracy(_PairMetric, MeanMetric):
     """The fraction of labels that are predicted correctly.
 
@@ -87,10 +117,10 @@ class Accuracy(_PairMetric, MeanMetric):
     of scores with NaN is wrong, and so is a label that is not a class.
 
     Args:
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
         top_k: How many classes with the highest scores count as predicted.
         threshold: For two classes with one score per label: scores above it predict 1.
+        predictions: The name of the predictions in a step's outputs or batch.
+        labels: The name of the labels there.
 
     Example:
         >>> logits = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
@@ -100,119 +130,61 @@ class Accuracy(_PairMetric, MeanMetric):
         1.0
     """
 
-    predictions: str | int = source(default="logits")
-    labels: str | int = source(default="label")
-    top_k: int = setting(default=1)
-    threshold: float | None = setting(default=None)
+    _: KW_ONLY
+    top_k: int = 1
+    threshold: float | None = None
 
-    def _check(self) -> None:
-        self._set(top_k=_checks.count("top_k", self.top_k, **self._context))
-        if self.threshold is None:
-            return
-        threshold = _checks.number("threshold", self.threshold, **self._context)
-        self._set(threshold=threshold)
-        if self.top_k != 1:
+    def _shape(self) -> tuple[int, ...]:
+        if self.threshold is not None and self.top_k != 1:
             msg = (
-                f"{type(self).__name__}: top_k={self.top_k} is for one score per "
-                f"class, and threshold={threshold} for one score per label. Give one "
-                "of them."
+                f"{type(self).__name__}: top_k= is for one score per class, and "
+                "threshold= for one score per label. Give one of them."
             )
             raise MetricError(msg)
+        return super()._shape()
 
-    def _sums_of(
-        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-    ) -> jax.Array:
-        where = type(self).__name__
-        right = self._is_right(predictions, labels, where).astype(jnp.float32)
-        return mean_sums(right, element_weights(weights, right, "labels", where))
-
-    def _is_right(
-        self, predictions: ArrayLike, labels: ArrayLike, where: str
-    ) -> jax.Array:
-        """Returns for each label whether it was predicted."""
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        scores, labels = inputs
         if self.threshold is not None:
-            scores, labels = _same_shape(predictions, labels, where)
-            right = _above(scores, self.threshold) == (labels > 0)
-            return right & (scores == scores)  # NaN predicts neither class
-        predictions = as_array(predictions, "predictions", where)
-        labels = as_array(labels, "labels", where)
-        if _are_classes(predictions, labels):
+            scores = self._per_label(scores, labels)
+            right = (scores > self.threshold) == (labels > 0)
+            right &= scores == scores  # NaN predicts neither class
+        elif self.top_k == 1 and _are_classes(scores, labels):
+            right = scores == labels
+        else:
+            scores, labels = self._per_class(scores, labels)
             if self.top_k == 1:
-                return predictions == labels
-            msg = (
-                f"{where}: with top_k={self.top_k}, there must be one score per class, "
-                f"and {text('predictions', predictions)} and {text('labels', labels)} "
-                "are class numbers."
-            )
-            raise MetricError(msg)
-        scores, labels = _class_scores(predictions, labels, where, _THRESHOLD)
-        if self.top_k > scores.shape[-1]:
-            msg = (
-                f"{where}: top_k={self.top_k} is more than the {scores.shape[-1]} "
-                f"classes of {text('predictions', scores)}."
-            )
-            raise MetricError(msg)
-        numbers = _label_numbers(scores, labels)
-        if self.top_k == 1:  # cheaper than ranks; -1 stands for no class on both sides
-            return (_highest_class(scores) == numbers) & (numbers >= 0)
-        rank = _ranks(scores, numbers)
-        return (rank >= 0) & (rank < self.top_k)
-
-    @property
-    def correct(self) -> jax.Array:
-        """The weight of the labels that were predicted correctly, out of `count`."""
-        return self.total
+                right = (_highest(scores) == labels) & (labels >= 0)
+            else:
+                right = _is_in_top(scores, labels, self.top_k)
+        return self._mean_sums(right, weights)
 
 
-@metric_class
-class CrossEntropy(_PairMetric, MeanMetric):
-    """The mean cross-entropy of labels under predicted classes, in nats.
+def _is_in_top(scores: jax.Array, labels: jax.Array, top_k: int) -> jax.Array:
+    """Returns for each label whether its class is among those with the highest scores.
 
-    Predictions have shape `(..., classes)`; labels are integers of shape `(...)`, or
-    probabilities of shape `(..., classes)`, such as one-hot labels. A label that is not
-    a class makes the result NaN; give it weight 0 to leave it out.
+    Of equal scores the lower class number ranks higher, and NaN ranks above all.
+    """
+    # Counting takes one pass over the scores, and keeps them on their shards;
+    # `jax.lax.top_k` sorts, and gathers logits whose classes are sharded.
+    is_own = _one_hot(labels, scores.shape[-1])
+    own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
+    classes = jnp.expand_dims(jnp.arange(scores.shape[-1]), tuple(range(labels.ndim)))
+    is_tied = (scores == own) & (classes < labels[..., None])
+    num_above = jnp.sum(~(scores <= own) | is_tied, axis=-1)
+    return jnp.any(is_own, axis=-1) & (num_above < top_k)
+
+
+class Perplexity(_PairMetric, MeanMetric):
+    """The exponential of the mean cross-entropy of labels, in nats.
+
+    Predictions are logits of shape `(..., classes)`; labels are class numbers of shape
+    `(...)`, or one-hot of shape `(..., classes)`. A label that is not a class makes the
+    result NaN; give it weight 0 to leave it out.
 
     Args:
         predictions: The name of the logits in a step's outputs or batch.
         labels: The name of the labels there.
-        from_logits: Whether predictions are logits; otherwise they are probabilities.
-
-    Example:
-        >>> loss = CrossEntropy().update(jnp.zeros((2, 4)), jnp.array([1, 3]))
-        >>> round(float(loss.compute()), 4)  # log(4)
-        1.3863
-    """
-
-    predictions: str | int = source(default="logits")
-    labels: str | int = source(default="label")
-    from_logits: bool = setting(default=True)
-
-    def _check(self) -> None:
-        flag = _checks.flag("from_logits", self.from_logits, **self._context)
-        self._set(from_logits=flag)  # a Python bool, which is part of the structure
-
-    def _sums_of(
-        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-    ) -> jax.Array:
-        where = type(self).__name__
-        scores, true = _class_scores(predictions, labels, where, _BINARY)
-        logs = jax.nn.log_softmax(scores) if self.from_logits else jnp.log(scores)
-        if true.ndim == logs.ndim:
-            # 0 times the log of 0 is 0 here, not NaN.
-            shares = true.astype(jnp.float32)
-            losses = -jnp.sum(jnp.where(shares != 0, shares * logs, 0), axis=-1)
-        else:
-            # A comparison with all classes rather than a gather, which would fetch
-            # logits whose classes are sharded.
-            is_own = _is_class(true, logs.shape[-1])
-            losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
-            losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)
-        return mean_sums(losses, element_weights(weights, losses, "labels", where))
-
-
-@metric_class
-class Perplexity(CrossEntropy):
-    """The exponential of the mean cross-entropy: `CrossEntropy`, read as a perplexity.
 
     Example:
         >>> value = Perplexity().update(jnp.zeros((2, 4)), jnp.array([1, 3])).compute()
@@ -220,12 +192,18 @@ class Perplexity(CrossEntropy):
         4.0
     """
 
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        logits, numbers = self._per_class(*inputs)
+        is_own = _one_hot(numbers, logits.shape[-1])
+        own = jnp.sum(jnp.where(is_own, logits, 0), axis=-1)
+        own = jnp.where(jnp.any(is_own, axis=-1), own, jnp.nan)
+        return self._mean_sums(jax.nn.logsumexp(logits, axis=-1) - own, weights)
+
     def compute(self) -> jax.Array:
         """Returns the perplexity; NaN if nothing was counted."""
         return jnp.exp(super().compute())
 
 
-@metric_class
 class ConfusionMatrix(_PairMetric):
     """How often each class was predicted for each label: labels in rows.
 
@@ -247,168 +225,100 @@ class ConfusionMatrix(_PairMetric):
         [[1.0, 1.0], [0.0, 1.0]]
     """
 
-    num_classes: int | None = setting(default=None)
-    predictions: str | int = source(default="logits")
-    labels: str | int = source(default="label")
+    num_classes: int
 
-    def _check(self) -> None:
-        self._set(num_classes=_num_classes(self))
-
-    @property
     def _shape(self) -> tuple[int, ...]:
-        return (self.num_classes or 0,) * 2
+        return (self.num_classes, self.num_classes)
 
-    def _sums_of(
-        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-    ) -> jax.Array:
-        size, where = self.num_classes or 0, type(self).__name__
-        guess, true = _class_pair(predictions, labels, size, where)
-        counts = element_weights(weights, true, "labels", where)
-        dims = tuple(range(true.ndim))
-        rows = jnp.where(_is_class(true, size), counts[..., None], 0)
-        columns = _is_class(guess, size).astype(jnp.float32)
-        # JAX does not infer the layout of a contraction over sharded Explicit axes.
-        if _is_explicit(rows) or _is_explicit(columns):
-            return jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
-        # A matrix product of one-hot rows: no scatter, and partial sums stay on their
-        # shards. At the highest precision, since TPUs would round weights to bfloat16.
-        contracted = ((dims, dims), ((), ()))
-        return jax.lax.dot_general(rows, columns, contracted, precision="highest")
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        guess, truth = self._class_pair(*inputs, num_classes=self.num_classes)
+        counts = self._weights(weights, truth[..., 0])
+        rows = jnp.where(truth, counts[..., None], 0)
+        columns = guess.astype(jnp.float32)
+        # On Explicit axes, JAX wants to be told the layout of the result.
+        sharding, whole = jax.typeof(rows).sharding, None
+        if _jax.is_explicit(sharding):
+            whole = NamedSharding(sharding.mesh, PartitionSpec())
+        # A product of one-hot rows: partial sums stay on their shards. At the highest
+        # precision, since TPUs would round weights to bfloat16.
+        options: Any = {"precision": "highest", "out_sharding": whole}
+        return jnp.einsum("...i,...j->ij", rows, columns, **options)
 
     def compute(self) -> jax.Array:
         """Returns the weights, of shape `(num_classes, num_classes)`."""
         return jnp.asarray(self.sums)
 
 
-# The rows of the sums of precision, recall and F1, each with a column per class.
-_COUNTED = ("hits", "predicted", "actual", "count")
-
-
-@metric_class
 class _ClassShare(_PairMetric):
-    """Base of precision, recall and F1: hits, divided by a mean of some of the sums.
+    """Base of precision, recall and F1: three shares of one table of counts.
 
-    F1 is the harmonic mean of the other two, which is hits divided by the mean of what
-    they divide by.
+    With two classes the table has one column, of the positive one.
     """
 
-    predictions: str | int = source(default="logits")
-    labels: str | int = source(default="label")
-    threshold: float | None = setting(default=None)
-    num_classes: int | None = setting(default=None)
-    average: Average = setting(default="binary")
-    _denominators: ClassVar[tuple[str, ...]] = ()
+    _: KW_ONLY
+    threshold: float | None = None
+    num_classes: int | None = None
+    average: Literal["macro"] | None = "macro"
 
-    def _check(self) -> None:
+    def _shape(self) -> tuple[int, ...]:
         name = type(self).__name__
-        average = _checks.choice("average", self.average, _AVERAGES, **self._context)
-        if average != "binary":
-            self._set(num_classes=_num_classes(self))
-            if self.threshold is not None:
-                msg = (
-                    f"{name}: threshold={self.threshold!r} is for average='binary'; "
-                    f"with average={average!r}, the class with the highest score is "
-                    "predicted."
-                )
-                raise MetricError(msg)
-            return
-        if self.num_classes is not None:
+        context: Any = {"where": name, "error": MetricError}
+        _checks.choice("average", self.average, ("macro", None), **context)
+        if self.threshold is not None and self.num_classes is not None:
             msg = (
-                f"{name}: with num_classes={self.num_classes!r}, average must be "
-                "'macro', 'micro', 'weighted' or None."
+                f"{name}: threshold= is for two classes and one score per label; with "
+                "num_classes=, the class with the highest score is predicted. Give one "
+                "of them."
             )
             raise MetricError(msg)
-        threshold = 0.0 if self.threshold is None else self.threshold
-        self._set(threshold=_checks.number("threshold", threshold, **self._context))
+        return (3, self.num_classes or 1)
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        # No array of all pairs of classes: precision and recall need its margins only.
-        classes = () if self.num_classes is None else (self.num_classes,)
-        return (len(_COUNTED), *classes)
-
-    def _sums_of(
-        self, predictions: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
-    ) -> jax.Array:
-        where = type(self).__name__
-        if self.num_classes is None:
-            scores, true = _same_shape(predictions, labels, where)
-            guess, truth = _above(scores, self.threshold or 0), true > 0
-            counts = element_weights(weights, true, "labels", where)
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        scores, labels = inputs
+        if self.num_classes is not None:
+            guess, truth = self._class_pair(scores, labels, self.num_classes)
         else:
-            numbers, true = _class_pair(predictions, labels, self.num_classes, where)
-            guess = _is_class(numbers, self.num_classes)
-            truth = _is_class(true, self.num_classes)
-            counts = element_weights(weights, true, "labels", where)[..., None]
-        counted = (guess & truth, guess, truth, jnp.ones_like(guess))  # as _COUNTED
-        dims = tuple(range(true.ndim))
-        return jnp.stack([jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in counted])
-
-    @property
-    def hits(self) -> jax.Array:
-        """The weight of correct positive predictions; per class, if there are more."""
-        return self._row("hits")
-
-    @property
-    def predicted(self) -> jax.Array:
-        """The weight of all positive predictions, right or wrong."""
-        return self._row("predicted")
-
-    @property
-    def actual(self) -> jax.Array:
-        """The weight of all positive labels, predicted or not."""
-        return self._row("actual")
-
-    @property
-    def count(self) -> jax.Array:
-        """The weight of all labels, a scalar."""
-        count = self._row("count")
-        return count[0] if count.ndim else count
-
-    def _row(self, name: str) -> jax.Array:
-        return jnp.asarray(self.sums)[_COUNTED.index(name)]
+            truth = (labels > 0)[..., None]
+            guess = self._per_label(scores, labels)[..., None] > (self.threshold or 0)
+        counts = self._weights(weights, truth[..., 0])[..., None]
+        dims = tuple(range(truth.ndim - 1))
+        table = guess & truth, guess, truth
+        return jnp.stack([jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in table])
 
     def compute(self) -> jax.Array:
-        """Returns the value, averaged as configured; NaN if nothing was counted."""
-        hits, predicted, actual = self.hits, self.predicted, self.actual
-        denominators = [self._row(name) for name in self._denominators]
-        denominator = sum(denominators[1:], denominators[0]) / len(denominators)
-        if self.average == "micro":  # add up before dividing
-            hits, denominator = jnp.sum(hits), jnp.sum(denominator)
-        share = jnp.where(denominator > 0, hits / denominator, 0)
-        if self.average in ("binary", "micro"):
-            return jnp.where(self.count > 0, share, jnp.nan)
-        if self.average == "weighted":
-            return jnp.sum(share * actual) / jnp.sum(actual)
+        """Returns the mean over classes, or the value of each; NaN if none occurs."""
+        hits, predicted, actual = jnp.asarray(self.sums)
+        divisor = self._divisor(predicted, actual)
+        share = hits / jnp.where(divisor > 0, divisor, 1)
         # As scikit-learn: a class that is neither predicted nor present has no share.
-        occurs = (predicted > 0) | (actual > 0)
-        if self.average is None:
-            return jnp.where(occurs, share, jnp.nan)
-        return jnp.sum(jnp.where(occurs, share, 0)) / jnp.sum(occurs)
+        share = jnp.where(predicted + actual > 0, share, jnp.nan)
+        return share if self.average is None else jnp.nanmean(share)
+
+    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
+        """Returns what the hits are divided by."""
+        raise NotImplementedError
 
 
-@metric_class
 class Precision(_ClassShare):
     """The fraction of positive predictions that are correct.
 
-    With `average="binary"` there are two classes, and one score of the labels' shape: a
-    score above the threshold predicts 1, and labels above 0 are positive. With more
-    classes, predictions are scores of shape `(..., classes)`, of which the highest is
-    predicted, or class numbers of shape `(...)`; labels are class numbers or one-hot.
-    `"macro"` is the mean over the classes that occur among labels or predictions,
-    `"weighted"` the mean over the labels, `"micro"` counts all classes together, and
-    None gives one value per class. A division by 0 gives 0; the value is NaN if nothing
-    was counted, and for a class that does not occur.
+    By default there are two classes, and one score of the labels' shape: a score above
+    the threshold predicts 1, and labels above 0 are positive. With `num_classes`,
+    predictions are scores of shape `(..., classes)`, of which the highest is predicted,
+    or class numbers of shape `(...)`; labels are class numbers or one-hot.
 
-    The sums can be read as `hits`, `predicted`, `actual` and `count`.
+    A division by 0 gives 0; a class that occurs neither among labels nor among
+    predictions has the value NaN, and does not count in the mean over classes. For
+    other means, `sums` has a row for the hits, one for the positive predictions and one
+    for the positive labels, with a column per class.
 
     Args:
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
         threshold: For two classes; 0.0 by default, for logits. Use 0.5 for
             probabilities.
         num_classes: For more classes: their number.
-        average: `"binary"`, `"macro"`, `"micro"`, `"weighted"` or None.
+        average: `"macro"` for the mean over classes; None for one value per class.
+        predictions: The name of the predictions in a step's outputs or batch.
+        labels: The name of the labels there.
 
     Example:
         >>> precision = Precision(threshold=0.5)
@@ -417,10 +327,10 @@ class Precision(_ClassShare):
         0.5
     """
 
-    _denominators: ClassVar[tuple[str, ...]] = ("predicted",)
+    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
+        return predicted
 
 
-@metric_class
 class Recall(_ClassShare):
     """The fraction of positive labels that are predicted; arguments as `Precision`.
 
@@ -430,10 +340,10 @@ class Recall(_ClassShare):
         [0.5, 1.0]
     """
 
-    _denominators: ClassVar[tuple[str, ...]] = ("actual",)
+    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
+        return actual
 
 
-@metric_class
 class F1(_ClassShare):
     """The harmonic mean of precision and recall; arguments as `Precision`.
 
@@ -443,179 +353,5 @@ class F1(_ClassShare):
         0.5
     """
 
-    _denominators: ClassVar[tuple[str, ...]] = ("predicted", "actual")
-
-
-# Predictions and labels.
-
-
-def _same_shape(
-    predictions: ArrayLike, labels: ArrayLike, where: str
-) -> tuple[jax.Array, jax.Array]:
-    """Returns predictions and labels, checked to have one shape.
-
-    Predictions may have an extra last dim of 1, as a dense layer with one output makes.
-    """
-    predictions = as_array(predictions, "predictions", where)
-    labels = as_array(labels, "labels", where)
-    # Left as it is, broadcasting would compare every prediction with every label.
-    if predictions.shape == (*labels.shape, 1):
-        predictions = predictions[..., 0]
-    if predictions.shape != labels.shape:
-        msg = (
-            f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
-            "differ in shape; there must be one prediction per label."
-        )
-        raise MetricError(msg)
-    return predictions, labels
-
-
-def _class_scores(
-    predictions: ArrayLike, labels: ArrayLike, where: str, binary: str
-) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 scores per class, and labels as class numbers or one-hot.
-
-    Args:
-        predictions: One score per class in the last dim.
-        labels: Of one dim less, or of the same shape.
-        where: The name of the metric.
-        binary: The advice for two classes with one score per example, for messages.
-
-    Raises:
-        MetricError: If the shapes or dtypes do not fit.
-    """
-    predictions = as_array(predictions, "predictions", where)
-    scores = predictions.astype(jnp.float32)
-    labels = as_array(labels, "labels", where)
-    is_alike = labels.shape == scores.shape
-    # Two arrays of shape (batch,) are one score per example, not one-hot labels.
-    if scores.shape[-1:] in ((0,), (1,)) or (scores.ndim == 1 and is_alike):
-        msg = (
-            f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
-            "have no dim of two or more classes. For two classes and one score per "
-            f"example {binary}."
-        )
-        raise MetricError(msg)
-    if scores.ndim and is_alike:
-        return scores, labels
-    if not scores.ndim or labels.shape != scores.shape[:-1]:
-        msg = (
-            f"{where}: {text('predictions', scores)} and {text('labels', labels)} do "
-            "not fit. Predictions have one more dim than class numbers, for the "
-            "classes, and the shape of one-hot labels."
-        )
-        raise MetricError(msg)
-    _check_class_numbers(labels, where)
-    return scores, labels
-
-
-def _check_class_numbers(labels: jax.Array, where: str) -> None:
-    """Raises MetricError if labels are not integers."""
-    # Rounded class numbers, or probabilities of the wrong shape: nobody means these.
-    if jnp.issubdtype(labels.dtype, jnp.floating):
-        msg = (
-            f"{where}: {text('labels', labels)} must hold class numbers, which are "
-            "integers."
-        )
-        raise MetricError(msg)
-
-
-def _label_numbers(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns labels as class numbers."""
-    is_one_hot = labels.ndim == scores.ndim
-    return (jnp.argmax(labels, axis=-1) if is_one_hot else labels).astype(jnp.int32)
-
-
-def _is_class(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Returns for each label and class whether the label is the class."""
-    return labels[..., None] == _class_numbers(num_classes, labels.ndim + 1)
-
-
-def _class_numbers(num_classes: int, ndim: int) -> jax.Array:
-    """Returns 0, 1, ... in the last of `ndim` dims."""
-    numbers = jnp.arange(num_classes, dtype=jnp.int32)
-    return numbers.reshape(*[1] * (ndim - 1), num_classes)
-
-
-def _is_explicit(x: jax.Array) -> bool:
-    """Returns whether an array is on Explicit axes, where JAX infers no layouts."""
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return AxisType.Explicit in getattr(mesh, "axis_types", ())
-
-
-def _highest_class(scores: jax.Array) -> jax.Array:
-    """Returns the class with the highest score; -1 where a score is NaN.
-
-    Of equal scores the lower class number is taken. The classes are read once, in
-    blocks: the highest of each block, then the highest of those. A comparison of all
-    scores with the highest one would keep a copy of the logits alive past the loss,
-    and a plain argmax gathers logits whose classes are sharded; blocks stay on their
-    shards. `test_accuracy_costs_no_memory_and_no_collectives` counts both.
-
-    Args:
-        scores: Float scores of shape `(..., classes)`.
-    """
-    num_classes = scores.shape[-1]
-    largest = 2 ** int(math.log2(max(1, math.isqrt(num_classes))))
-    # JAX refuses to split a sharded dim on Explicit axes.
-    num_blocks = 1 if _is_explicit(scores) else math.gcd(num_classes, largest)
-    size = num_classes // num_blocks
-    blocks = scores.reshape(*scores.shape[:-1], num_blocks, size)
-    highest = jnp.max(blocks, axis=-1)
-    first = _class_numbers(num_blocks, scores.ndim) * size
-    classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32) + first
-    is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
-    predicted = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
-    return jnp.where(predicted < num_classes, predicted, -1)
-
-
-def _ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns how many classes rank above each label's class; -1 for no such class.
-
-    Of equal scores the lower class number ranks higher, and NaN ranks above all: a row
-    with NaN is never right.
-    """
-    # Counting takes one pass over the scores; `jax.lax.top_k` sorts, and gathers logits
-    # whose classes are sharded.
-    num_classes = scores.shape[-1]
-    is_own = _is_class(labels, num_classes)
-    own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
-    is_lower = _class_numbers(num_classes, scores.ndim) < labels[..., None]
-    tied = (scores == own) & is_lower
-    rank = jnp.sum(~(scores <= own) | tied, axis=-1)
-    return jnp.where(jnp.any(is_own, axis=-1), rank, -1)
-
-
-def _above(predictions: jax.Array, threshold: float) -> jax.Array:
-    # Like scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
-    return predictions.astype(jnp.float32) > threshold
-
-
-def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Returns whether both are class numbers, one prediction per label."""
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
-    return predictions.shape == labels.shape and not any(floats)
-
-
-def _class_pair(
-    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
-) -> tuple[jax.Array, jax.Array]:
-    """Returns predicted and true class numbers.
-
-    A row of scores with NaN predicts no class: its number is -1.
-    """
-    predictions = as_array(predictions, "predictions", where)
-    labels = as_array(labels, "labels", where)
-    if _are_classes(predictions, labels):
-        return predictions.astype(jnp.int32), labels.astype(jnp.int32)
-    scores, labels = _class_scores(predictions, labels, where, _CLASSES)
-    # A label beyond the state's classes would be counted nowhere.
-    if scores.shape[-1] != num_classes:
-        msg = (
-            f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
-            f"has {scores.shape[-1]} classes in its last dim."
-        )
-        raise MetricError(msg)
-    numbers = _label_numbers(scores, labels)
-    _check_class_numbers(numbers, where)
-    return _highest_class(scores), numbers
+    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
+        return (predicted + actual) / 2  # that of the harmonic mean

@@ -30,7 +30,7 @@ class Metrics(Mapping[str, Any]):
     Args:
         metrics: The metrics by name: of this library, clu, metrax or any pytrees that
             follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
-            nnx's Average, Accuracy and Welford.
+            nnx's Average and Accuracy.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,16 +1,15 @@
-"""The base of the built-in metrics: frozen values that hold sums.
+"""Metrics as frozen values that hold one array of sums, and those of plain numbers.
 
-A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its arrays
-must keep their structure, shapes and dtypes from the first batch to the last, and
-metrics must merge in any grouping. Sums do both, in one array, because every array of
-its state costs a step host time.
+A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its array
+must keep its shape and dtype from the first batch to the last, and metrics must merge
+in any grouping. Sums do both.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -22,61 +21,11 @@ from meshlayout.collectives import current_context
 from meshlayout.errors import MetricError, did_you_mean
 
 
-_Class = TypeVar("_Class", bound=type)
+Arrays: TypeAlias = Sequence[jax.Array]
 
 
-def setting(*, default: Any) -> Any:
-    """Returns a field for a metric's configuration, which is not an array."""
-    return dataclasses.field(default=default, metadata={"static": True})
-
-
-def source(*, default: str | int) -> Any:
-    """Returns a field that names the output or batch entry for an argument."""
-    return dataclasses.field(default=default, metadata={"static": True, "source": True})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(setting, source))
-def metric_class(cls: _Class) -> _Class:
-    """Makes a class a frozen dataclass and a pytree.
-
-    Not by `jax.tree_util.register_dataclass`: to jax 0.8 to 0.12, the structures of two
-    such classes with the same fields are equal, and jit may then run the program of
-    `Precision` for a `Recall`.
-    """
-    # Without ==, which would compare arrays; metrics are compared by their values.
-    metric_type = dataclass(frozen=True, eq=False)(cls)
-    fields = dataclasses.fields(metric_type)
-    static = tuple(field.name for field in fields if field.metadata.get("static"))
-    keys = [jax.tree_util.GetAttrKey("sums")]
-
-    def flatten(metric: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [metric.sums], tuple(getattr(metric, name) for name in static)
-
-    def flatten_with_keys(metric: Any) -> tuple[Any, tuple[Any, ...]]:
-        arrays, settings = flatten(metric)
-        return zip(keys, arrays, strict=True), settings
-
-    def unflatten(settings: tuple[Any, ...], arrays: Iterable[Any]) -> Any:
-        # Past __init__: JAX makes metrics of None and of placeholders, too.
-        metric = object.__new__(metric_type)
-        for name, value in zip((*static, "sums"), (*settings, *arrays), strict=True):
-            object.__setattr__(metric, name, value)
-        return metric
-
-    jax.tree_util.register_pytree_with_keys(
-        metric_type, flatten_with_keys, unflatten, flatten
-    )
-    return metric_type
-
-
-@functools.cache
-def source_fields(kind: type["Metric"]) -> tuple[str, ...]:
-    """Returns the fields that name the sources of `update`'s arguments, in order."""
-    fields = dataclasses.fields(kind)
-    return tuple(field.name for field in fields if field.metadata.get("source"))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass_transform(frozen_default=True, eq_default=False)
+@dataclass(frozen=True, eq=False)  # == would compare arrays
 class Metric:
     """Base of the built-in metrics: an immutable value, and a pytree.
 
@@ -93,80 +42,66 @@ class Metric:
     2**24 is rounded. In a function that a strategy runs, rows that pad a short batch
     add nothing either.
 
+    A subclass becomes a frozen dataclass and a pytree by itself: its annotated fields
+    are settings, and part of the structure.
+
     Attributes:
         sums: float32: what has been counted so far.
     """
 
     sums: Any = dataclasses.field(default=None, kw_only=True, repr=False)
 
+    # The fields that name the arguments of `update`, in its order.
+    _inputs: ClassVar[tuple[str, ...]] = ()
+    _kind: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes a subclass a frozen dataclass and a pytree."""
+        super().__init_subclass__(**kwargs)
+        # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
+        # are equal, and jit may run the program of one for the other. So the class is
+        # a setting, too.
+        cls.__annotations__ = {**inspect.get_annotations(cls), "_kind": type}
+        cls._kind = dataclasses.field(default=cls, kw_only=True, repr=False)
+        dataclass(frozen=True, eq=False)(cls)
+        settings = [x.name for x in dataclasses.fields(cls) if x.name != "sums"]
+        jax.tree_util.register_dataclass(cls, ["sums"], settings)
+
     def __post_init__(self) -> None:
         if self.sums is None:
-            self._check_sources()
-            self._check()
-            self._set(sums=np.zeros(self._shape, np.float32))
+            object.__setattr__(self, "sums", np.zeros(self._shape(), np.float32))
 
-    def _set(self, **values: Any) -> None:
-        # Only from `__post_init__`: afterwards a metric is frozen.
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def _context(self) -> dict[str, Any]:
-        """The context of a check, for its message."""
-        return {"where": type(self).__name__, "error": MetricError}
-
-    def _check_sources(self) -> None:
-        for field in source_fields(type(self)):
-            name = getattr(self, field)
-            is_name = isinstance(name, str) and name
-            is_position = type(name) is int and name >= 0  # which leaves out True
-            if not is_name and not is_position:
-                msg = (
-                    f"{type(self).__name__}: {field} must be the name of an output or "
-                    "of an entry of the batch, or the position of an entry, got "
-                    f"{_checks.shown(name)}."
-                )
-                raise MetricError(msg)
-
-    def _check(self) -> None:
-        """Checks the configuration; raises MetricError if it is wrong."""
-
-    @property
     def _shape(self) -> tuple[int, ...]:
-        """The shape of the sums."""
-        return ()
-
-    def update(self, *args: Any, **kwargs: Any) -> Self:
-        """Returns the metric with a batch added; subclasses name the inputs."""
+        """Returns the shape of the sums, and checks the settings."""
         raise NotImplementedError
 
-    def _added(self, sums: jax.Array) -> Self:
-        """Returns the metric with the sums of a batch added."""
-        return dataclasses.replace(self, sums=self._merged(self.sums, sums))
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        """Returns the sums of a batch alone."""
+        raise NotImplementedError
 
-    def from_model_output(self, **named: Any) -> Self:
+    def _added(self, *inputs: ArrayLike, weights: ArrayLike | None) -> Self:
+        """Returns the metric with a batch added."""
+        pairs = zip(inputs, self._inputs, strict=True)
+        arrays = [self._array(value, name) for value, name in pairs]
+        sums = jnp.asarray(self.sums), self._sums_of(arrays, weights)
+        return dataclasses.replace(self, sums=self._merged(*sums))
+
+    def from_model_output(
+        self, *, weights: ArrayLike | None = None, **named: Any
+    ) -> Self:
         """Returns the metric of one batch alone.
 
         Args:
+            weights: The weights; None if all count.
             **named: The outputs of the model and the entries of the batch, among them
-                those that the metric's settings name; and `weights`, if any.
+                those that the metric's settings name; positions as `"0"`, `"1"`.
 
         Raises:
             MetricError: If an input is missing, or does not fit.
         """
-        return self.of(named, named.get("weights"))
-
-    def of(self, named: Mapping[Any, Any], weights: ArrayLike | None) -> Self:
-        """Returns the metric of one batch alone, with the entries of any batch.
-
-        Args:
-            named: The outputs and entries, by name or position.
-            weights: The weights; None if all count.
-        """
-        where = type(self).__name__
-        names = [getattr(self, field) for field in source_fields(type(self))]
-        args = [find(named, name, where) for name in names]
-        return self.empty().update(*args, weights)
+        names = [str(getattr(self, field)) for field in self._inputs]
+        inputs = [find(named, name, type(self).__name__) for name in names]
+        return self.empty()._added(*inputs, weights=weights)
 
     def compute(self) -> jax.Array:
         """Returns the value; NaN where nothing was counted."""
@@ -176,157 +111,72 @@ class Metric:
         """Returns the metric of everything that this one and another have counted.
 
         Args:
-            other: A metric of the same class and configuration.
+            other: A metric of the same class and settings.
 
         Raises:
-            MetricError: If the class or configuration differs.
+            MetricError: If the class or a setting differs.
         """
-        structures = jax.tree.structure(self), jax.tree.structure(other)
-        if type(self) is not type(other) or structures[0] != structures[1]:
+        if jax.tree.structure(self) != jax.tree.structure(other):
             theirs = repr(other) if isinstance(other, Metric) else _checks.shown(other)
             msg = (
                 f"{self!r} does not merge with {theirs}: both must have the same class "
-                "and configuration."
+                "and settings."
             )
             raise MetricError(msg)
-        return self._added(other.sums)
+        sums = self._merged(jnp.asarray(self.sums), jnp.asarray(other.sums))
+        return dataclasses.replace(self, sums=sums)
 
-    def _merged(self, sums: ArrayLike, others: ArrayLike) -> jax.Array:
-        """Returns the sums of two metrics together."""
-        return jnp.add(sums, others)
+    def _merged(self, sums: jax.Array, others: jax.Array) -> jax.Array:
+        return sums + others
 
     def empty(self) -> Self:
-        """Returns the empty metric of the same configuration."""
+        """Returns the empty metric of the same settings."""
         return dataclasses.replace(self, sums=None)
 
+    def _array(self, x: ArrayLike, name: str) -> jax.Array:
+        """Returns an input as an array of real numbers or bools."""
+        return _checks.real_array(name, x, where=type(self).__name__, error=MetricError)
 
-# Inputs. `where` is the name of the metric, which opens a message.
-
-
-def find(named: Mapping[Any, Any], name: str | int, where: str) -> Any:
-    """Returns an input by name, or raises MetricError."""
-    if named.get(name) is not None:
-        return named[name]
-    names = [key for key, value in named.items() if value is not None]
-    msg = (
-        f"{where}: there is no {name!r} among the outputs and the entries of the batch "
-        f"({', '.join(map(repr, names)) or 'none'})."
-        f"{did_you_mean(name, map(str, names))}"
-    )
-    raise MetricError(msg)
-
-
-def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as an array of real numbers or bools, or raises MetricError."""
-    return _checks.real_array(name, x, where=where, error=MetricError)
-
-
-def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as a float32 array."""
-    return as_array(x, name, where).astype(jnp.float32)
-
-
-def text(name: str, x: jax.Array) -> str:
-    """Returns an array's name and type, for a message."""
-    return f"{name} {_render.array_text(x.dtype, x.shape)}"
-
-
-def element_weights(
-    weights: ArrayLike | None, elements: jax.Array, name: str, where: str
-) -> jax.Array:
-    """Returns one float32 weight per element.
-
-    Args:
-        weights: None, or an array whose shape is that of the elements' first dims. For
-            a single number, of any shape: it has weight 1 unless all weights are 0. In
-            a function that a strategy runs, those of padding are 0 in any case.
-        elements: The elements that are counted.
-        name: The name of the elements, for messages.
-        where: The name of the metric.
-
-    Raises:
-        MetricError: If the shapes do not fit.
-    """
-    context = current_context.get()
-    mask = None
-    if context is not None and context.mask is not None:
-        mask = context.example_mask
-    if weights is None and mask is None:
-        return jnp.ones_like(elements, dtype=jnp.float32)
-    if weights is None:
-        weights = _mask_of(elements, mask, name, where)
-    weights = as_float(weights, "weights", where)
-    if mask is not None and weights.shape[:1] == mask.shape:
-        is_real = mask.reshape(-1, *[1] * (weights.ndim - 1)) > 0
-        weights = jnp.where(is_real, weights, 0)
-    if not elements.ndim:  # a loss of the whole batch, which may be all padding
-        return jnp.any(weights != 0).astype(jnp.float32)
-    if weights.shape != elements.shape[: weights.ndim]:
-        msg = (
-            f"{where}: {text('weights', weights)} does not fit {text(name, elements)}. "
-            "Weights have the shape of the elements or of their first dims, such as "
-            f"{elements.shape[:1]}."
-        )
-        raise MetricError(msg)
-    missing = tuple(range(weights.ndim, elements.ndim))
-    return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
-
-
-def _mask_of(elements: jax.Array, mask: Any, name: str, where: str) -> jax.Array:
-    """Returns which rows are real, if it is known which elements are of padding."""
-    if elements.ndim and elements.shape[0] != mask.shape[0]:
-        msg = (
-            f"{where}: {text(name, elements)} has not one entry per row of this "
-            f"replica's batch of {mask.shape[0]} rows, some of which may be padding. "
-            "Give weights, made of get_replica_context().example_mask."
-        )
-        raise MetricError(msg)
-    return mask
-
-
-def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns values times weights; 0 where the weight is 0, even if a value is NaN."""
-    return jnp.where(weights != 0, values * weights, 0)
-
-
-def mean_sums(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns what a mean sums up: the values times their weights, and the weights."""
-    return jnp.stack([jnp.sum(weighted(values, weights)), jnp.sum(weights)])
-
-
-# Bases of metrics.
-
-
-class ValueMetric(Metric):
-    """Base of the metrics of one array of numbers."""
-
-    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`. A value without dims counts once per
-                update, unless all weights are 0.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        where = type(self).__name__
-        elements = as_float(values, "values", where)
-        counts = element_weights(weights, elements, "values", where)
-        return self._added(self._sums_of(elements, counts))
-
-    def _sums_of(self, elements: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns the sums of a batch alone: those of a mean, unless overridden."""
-        return mean_sums(elements, weights)
+    def _weights(self, weights: ArrayLike | None, elements: jax.Array) -> jax.Array:
+        """Returns one float32 weight per element, 0 for a strategy's padding."""
+        context, mask = current_context.get(), None
+        if context is not None and context.mask is not None:
+            mask = context.example_mask
+        if weights is not None:
+            given = self._array(weights, "weights").astype(jnp.float32)
+            if mask is not None and given.shape[:1] == mask.shape:
+                is_real = jnp.expand_dims(mask, tuple(range(1, given.ndim))) > 0
+                given = jnp.where(is_real, given, 0)
+        elif mask is None:
+            return jnp.ones_like(elements, dtype=jnp.float32)
+        else:
+            given = mask
+        if not elements.ndim:  # one number of the whole batch, which may be padding
+            return jnp.any(given != 0).astype(jnp.float32)
+        if given.shape != elements.shape[: given.ndim]:
+            whose = "weights" if weights is not None else "this replica's example_mask"
+            msg = (
+                f"{type(self).__name__}: {text(whose, given)} does not fit "
+                f"{text('elements', elements)}. Give weights of the shape of the "
+                f"elements or of their first dims, such as {elements.shape[:1]}."
+            )
+            raise MetricError(msg)
+        missing = tuple(range(given.ndim, elements.ndim))
+        return jnp.broadcast_to(jnp.expand_dims(given, missing), elements.shape)
 
 
 class MeanMetric(Metric):
     """Base of the metrics that are a weighted mean."""
 
-    @property
     def _shape(self) -> tuple[int, ...]:
         return (2,)
+
+    def _mean_sums(self, values: jax.Array, weights: ArrayLike | None) -> jax.Array:
+        """Returns the sum of the values times their weights, and of the weights."""
+        values = values.astype(jnp.float32)
+        counts = self._weights(weights, values)
+        total = jnp.sum(jnp.where(counts != 0, values * counts, 0))  # 0 for NaN times 0
+        return jnp.stack([total, jnp.sum(counts)])
 
     @property
     def total(self) -> jax.Array:
@@ -341,3 +191,104 @@ class MeanMetric(Metric):
     def compute(self) -> jax.Array:
         """Returns the weighted mean; NaN where nothing was counted."""
         return self.total / self.count
+
+
+class _ValueMetric(MeanMetric):
+    """Base of the metrics of one array of numbers."""
+
+    values: str | int = "losses"
+
+    _inputs: ClassVar[tuple[str, ...]] = ("values",)
+
+    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """Returns the metric with a batch of values added.
+
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`. A value without dims counts once per
+                update, unless all weights are 0.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        return self._added(values, weights=weights)
+
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        return self._mean_sums(inputs[0], weights)
+
+
+class Mean(_ValueMetric):
+    """The weighted mean of values: `total` divided by `count`.
+
+    Use this for losses and any other numbers per example or per token. A value without
+    dims, such as an auxiliary loss of a whole batch, counts once per update, unless all
+    weights are 0.
+
+    Args:
+        values: The name of the values in a step's outputs or batch; the per-example
+            losses by default.
+
+    Example:
+        >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
+        >>> float(mean.compute()), float(mean.total), float(mean.count)
+        (1.5, 3.0, 2.0)
+    """
+
+
+class Sum(_ValueMetric):
+    """The weighted sum of values; 0 if nothing was counted.
+
+    Args:
+        values: The name of the values in a step's outputs or batch.
+
+    Example:
+        >>> float(Sum("tokens").update(jnp.array([3, 4])).compute())
+        7.0
+    """
+
+    def compute(self) -> jax.Array:
+        """Returns the sum."""
+        return self.total
+
+
+class Last(_ValueMetric):
+    """The most recent value: of a batch, the last element whose weight is not 0.
+
+    Use this for a number per step, such as a learning rate. Merging keeps the value of
+    the other metric, which is taken to be the later one, if it has any.
+
+    Args:
+        values: The name of the values in a step's outputs or batch.
+
+    Example:
+        >>> rate = Last("learning_rate").update(0.1).update(0.01)
+        >>> round(float(rate.compute()), 3)
+        0.01
+    """
+
+    def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
+        values = inputs[0]
+        counted = self._weights(weights, values).ravel() != 0
+        index = jnp.where(counted, jnp.arange(counted.size), -1)
+        is_last = counted & (index == jnp.max(index, initial=-1))
+        return self._mean_sums(values.ravel(), is_last)
+
+    def _merged(self, sums: jax.Array, others: jax.Array) -> jax.Array:
+        return jnp.where(others[1] > 0, others, sums)
+
+
+def find(named: Mapping[str, Any], name: str, where: str) -> Any:
+    """Returns an input by name, or raises MetricError."""
+    if named.get(name) is not None:
+        return named[name]
+    names = [key for key, value in named.items() if value is not None]
+    msg = (
+        f"{where}: there is no {name!r} among the outputs and the entries of the batch "
+        f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
+    )
+    raise MetricError(msg)
+
+
+def text(name: str, x: jax.Array) -> str:
+    """Returns an array's name and type, for a message."""
+    return f"{name} {_render.array_text(x.dtype, x.shape)}"

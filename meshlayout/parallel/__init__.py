@@ -6,8 +6,10 @@ from meshlayout.parallel.composition import (
 )
 from meshlayout.parallel.data_parallelism import (
     FsdpRule as FsdpRule,
+    ZeroRule as ZeroRule,
     data_parallel as data_parallel,
     fsdp as fsdp,
+    zero_rule as zero_rule,
 )
 from meshlayout.parallel.experts import expert_parallel as expert_parallel
 from meshlayout.parallel.tensor import tensor_parallel as tensor_parallel

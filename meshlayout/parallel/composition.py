@@ -7,14 +7,15 @@ so does the default: the result is a plain map that can be printed, extended and
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import DimSpec, Layout, axes_of, specs_text
+from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
+from meshlayout.layout_map.optimizer_slots import OPT_STATE
 from meshlayout.layout_map.rules import Unused
-from meshlayout.mesh import Mesh
 from meshlayout.parallel.data_parallelism import FsdpRule
 
 
@@ -61,22 +62,23 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
                     f"other axes of {first.mesh!r}."
                 )
                 raise LayoutMapError(msg)
-    copies = tuple(part.copy() for part in parts)
-    rule = Composition(copies)
-    options = [part._arguments() for part in parts]
-    memories = {option["optimizer_memory_kind"] for option in options} - {None}
-    if len(memories) > 1:
-        msg = (
-            "compose: the parts keep the optimizer's state in different memories: "
-            f"{', '.join(map(repr, sorted(memories)))}. Give one optimizer_memory_kind."
-        )
-        raise LayoutMapError(msg)
+    # Slots start from their parameter's layout, which all parts together decide.
+    slot_rules = {
+        pattern: rule
+        for part in parts
+        for pattern, rule in part.items()
+        if pattern.lstrip("^").startswith(OPT_STATE)
+    }
+    rest = tuple(part.copy() for part in parts)
+    for part in rest:
+        for pattern in slot_rules.keys() & part.keys():
+            del part[pattern]
+    rule = Composition(rest)
     return LayoutMap(
         first.mesh,
-        {pattern: rule for part in parts for pattern in part},
+        {pattern: rule for part in rest for pattern in part} | slot_rules,
         default=rule,
         unused=_strictest(parts),
-        optimizer_memory_kind=next(iter(memories), None),
     )
 
 
@@ -92,68 +94,60 @@ class Composition:
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of one array, and which parts decided."""
-        specs, note = self.further(path, shape, dtype, (None,) * len(shape))
-        decisions = [part._decide(path, shape, dtype) for part in self.parts]
-        kinds = [leaf.layout.memory_kind for leaf in decisions]
-        memory_kind = next(filter(None, kinds), None)
-        layout = Layout(specs, self.parts[0].mesh, memory_kind=memory_kind)
-        return Rule(layout, note=note)
+        whole = Layout([None] * len(shape), self.parts[0].mesh)
+        return self.extend(path, shape, dtype, whole)
 
-    def further(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        specs: tuple[DimSpec, ...],
-    ) -> tuple[tuple[DimSpec, ...], str | None]:
-        """Returns the entries of an array, from those so far, and the reason."""
+    def extend(
+        self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
+    ) -> Rule:
+        """Returns the layout of an array that has one, and which parts decided."""
         reasons: list[str] = []
         for number, part in enumerate(self.parts, start=1):
             decision = part._decide(path, shape, dtype)
-            value = _value_of(part, decision.rule)
-            if isinstance(value, (FsdpRule, Composition)):
-                new, why = value.further(path, shape, dtype, specs)
+            value: Any = _value_of(part, decision.rule)
+            if hasattr(value, "extend"):
+                rule = value.extend(path, shape, dtype, layout)
+                new, why = rule.layout, rule.note
             else:
-                new = _merged(specs, decision.layout)
+                new = _merged(layout, decision.layout)
                 why = decision.fallback or decision.note
                 if _may_replicate(part, decision.rule):
-                    new, lost = _fitting(new, specs, shape, self.parts[0].mesh)
+                    new, lost = _fitting(new, layout, shape)
                     why = lost or why
-            if new != specs:
+            if new.specs != layout.specs:
                 source = f"part {number}, {decision.rule or _name(part)}"
-                text = f"{specs_text(new)} by {source}"
+                text = f"{new} by {source}"
                 reasons.append(f"{text}: {why}" if why else text)
             elif why:
                 reasons.append(why)
-            specs = new
-        return specs, "; ".join(reasons) or None
+            layout = new
+        return Rule(layout, note="; ".join(reasons) or None)
 
     def __repr__(self) -> str:
         return f"Composition({', '.join(map(_name, self.parts))})"
 
 
-def _merged(specs: tuple[DimSpec, ...], layout: Layout) -> tuple[DimSpec, ...]:
-    """Returns entries with the axes of a layout after those that they have."""
-    pairs = zip(specs, layout.specs, strict=True)
+def _merged(layout: Layout, more: Layout) -> Layout:
+    """Returns a layout with the axes of another one after its own."""
+    pairs = zip(layout.specs, more.specs, strict=True)
     entries = [(*axes_of(before), *axes_of(after)) for before, after in pairs]
-    return Layout(entries, layout.mesh).specs
+    kind = layout.memory_kind or more.memory_kind
+    return Layout(entries, layout.mesh, memory_kind=kind)
 
 
-def _fitting(
-    new: tuple[DimSpec, ...],
-    before: tuple[DimSpec, ...],
-    shape: tuple[int, ...],
-    mesh: Mesh,
-) -> tuple[tuple[DimSpec, ...], str]:
-    """Returns entries with those before where the new ones do not divide, and why."""
-    misfits = {misfit.dim: misfit for misfit in Layout(new, mesh).misfits(shape)}
+def _fitting(new: Layout, before: Layout, shape: tuple[int, ...]) -> tuple[Layout, str]:
+    """Returns a layout with entries as before where it does not divide, and why."""
+    misfits = {misfit.dim: misfit for misfit in new.misfits(shape)}
     reasons = [
         f"dim {dim} left as before: size {misfit.size} does not divide into "
         f"{misfit.num_shards} shards over {', '.join(misfit.axes)}"
         for dim, misfit in misfits.items()
     ]
-    kept = [before[dim] if dim in misfits else entry for dim, entry in enumerate(new)]
-    return tuple(kept), "; ".join(reasons)
+    kept = [
+        before.specs[dim] if dim in misfits else entry
+        for dim, entry in enumerate(new.specs)
+    ]
+    return new.with_specs(kept), "; ".join(reasons)
 
 
 def _may_replicate(part: LayoutMap, pattern: str | None) -> bool:

@@ -24,7 +24,6 @@ def expert_parallel(
     *,
     call: Call | None = None,
     pattern: str = r"(^|/)experts(/|$)",
-    optimizer_memory_kind: str | None = None,
 ) -> LayoutMap:
     r"""Returns rules that give each device some of a model's stacked experts.
 
@@ -45,7 +44,6 @@ def expert_parallel(
         example_inputs: As for `tensor_parallel`.
         call: As for `tensor_parallel`.
         pattern: Without a model: a regular expression for the paths of stacked experts.
-        optimizer_memory_kind: As for `fsdp`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -72,7 +70,7 @@ def expert_parallel(
             raise LayoutMapError(msg)
         note = "experts by name: dim 0 holds one after the other"
         rules = {pattern: Rule((axis, ...), note=note)}
-        return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
+        return LayoutMap(mesh, rules)
     params, flow = follow(model_or_build, example_inputs, call, where)
     weighted = {
         leaf
@@ -96,7 +94,7 @@ def expert_parallel(
         )
         raise LayoutMapError(f"{msg}.")
     rules = rules_for(specs)
-    return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
+    return LayoutMap(mesh, rules)
 
 
 def _rule(

@@ -39,7 +39,6 @@ def tensor_parallel(
     axis: str = "model",
     *,
     call: Call | None = None,
-    optimizer_memory_kind: str | None = None,
 ) -> LayoutMap:
     r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
@@ -64,7 +63,6 @@ def tensor_parallel(
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
             None. A loss function will do. For a pytree `call(params, *inputs)`, for
             Linen variables `module.apply`.
-        optimizer_memory_kind: As for `fsdp`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -99,7 +97,7 @@ def tensor_parallel(
         layout = Layout(entries, mesh)
         specs[param.path] = Rule(layout, note=note) if note else layout
     rules = rules_for(specs)
-    return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
+    return LayoutMap(mesh, rules)
 
 
 def check_axis(mesh: Mesh, axis: object, where: str) -> int:

@@ -6,7 +6,7 @@ nothing and its arrays are not transferred.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
     metrics: Mapping[str, Any] | None = None,
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    regularizers: Mapping[str, losses.Regularizer] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
     precision: Precision = "float32",

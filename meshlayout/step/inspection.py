@@ -4,14 +4,19 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Sharding
 
-from meshlayout import _jax, _paths, _render, hlo
+import meshlayout
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf
 from meshlayout.state import TrainState
+
+
+if TYPE_CHECKING:
+    from meshlayout.hlo import Communication, Cost
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class StepInspection:
         """
         return self.trace(*args, **kwargs).lower()
 
-    def communication(self, *args: Any, **kwargs: Any) -> "hlo.Communication":
+    def communication(self, *args: Any, **kwargs: Any) -> "Communication":
         """Returns every collective of the compiled program, with bytes and mesh axes.
 
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
@@ -136,16 +141,18 @@ class StepInspection:
         """
         compiled = self._compile(args, kwargs)
         arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
-        return hlo.read_communication(compiled, arguments=arguments, results=results)
+        return meshlayout.hlo.read_communication(
+            compiled, arguments=arguments, results=results
+        )
 
-    def cost(self, *args: Any, **kwargs: Any) -> "hlo.Cost":
+    def cost(self, *args: Any, **kwargs: Any) -> "Cost":
         """Returns the FLOPs of all devices together, loops counted in full.
 
         Args:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return hlo.read_cost(self.trace(*args, **kwargs))
+        return meshlayout.hlo.read_cost(self.trace(*args, **kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -171,7 +178,7 @@ def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_flatten_with_path(rest)[0]:
         path = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-        names[hlo.leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
+        names[meshlayout.hlo.leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
     paths = [leaf.path.removeprefix("params/") for leaf in _paths.flatten(state).leaves]
     if isinstance(state, TrainState) and donates:  # it is passed flat
         names.update((f"state/{index}", path) for index, path in enumerate(paths))
@@ -179,7 +186,7 @@ def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
     prefix = "state" if donates else "rest[0][0]"
     entries, _ = jax.tree_util.tree_flatten_with_path(state)
     for (keys, _), path in zip(entries, paths, strict=True):
-        names[hlo.leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
+        names[meshlayout.hlo.leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
     return names, paths if donates else []
 
 

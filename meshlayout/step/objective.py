@@ -126,15 +126,14 @@ class Loss:
     policy: PrecisionPolicy
     weights: str | int
     denominator: losses.Denominator
-    regularizers: tuple[losses.Regularizer, ...]
+    regularizers: Mapping[str, losses.Regularizer]
     remat: Remat = "none"
     train: bool = False
     has_metrics: bool = False
 
     def expected_metrics(self) -> list[str]:
         """Returns the names of the loss and its parts, if the model records none."""
-        penalties = [one.name for one in self.regularizers]
-        return ["loss", *([DATA, *penalties] if penalties else [])]
+        return ["loss", *([DATA, *self.regularizers] if self.regularizers else [])]
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
@@ -220,12 +219,6 @@ class Loss:
         return self._parts(outcome, share), outcome
 
     def _parts(self, outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
-        if jnp.ndim(outcome.losses) == 0 and not isinstance(self.denominator, str):
-            msg = (
-                "the loss function returned a scalar, which has been divided already, "
-                "and denominator= is a number. Return one loss per example, (batch,)."
-            )
-            raise LossError(msg)
         parts = {DATA: _part("the loss function returned", outcome.losses, share)}
         for path, recorded in outcome.recorded.items():
             if path in RESERVED:
@@ -239,7 +232,7 @@ class Loss:
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
-        return {penalty.name: penalty(params) for penalty in self.regularizers}
+        return {name: fn(params) for name, fn in self.regularizers.items()}
 
     def with_penalties(
         self, parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
@@ -249,16 +242,14 @@ class Loss:
         Raises:
             LossError: If two have the same name.
         """
-        names = [penalty.name for penalty in self.regularizers]
-        for name in names:
+        for name in self.regularizers:
             if name in parts:
                 msg = (
                     f"a regularizer is called {name!r}, as another part of the loss "
-                    "is. Give it another name: losses.l2(1e-5, "
-                    f"name='weights_{name}')."
+                    "is. Give it another name."
                 )
                 raise LossError(msg)
-        return {**parts, **{name: penalties[name] for name in names}}
+        return {**parts, **{name: penalties[name] for name in self.regularizers}}
 
 
 def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:

@@ -18,7 +18,7 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
-from meshlayout.arrays.leaf import check_same
+from meshlayout.arrays.placement import check_same
 from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState

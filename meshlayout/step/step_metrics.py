@@ -10,7 +10,7 @@ returns are only passed to the next call: to flatten a `Metrics` and to build on
 a call of a small step a third of its time on the host.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -332,38 +332,23 @@ def _grows(metrics: Metrics, updated: Metrics) -> bool:
     )
 
 
-def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
-    """Returns regularizers as a tuple.
-
-    Raises:
-        StepError: If one is not a regularizer, or a name occurs twice.
-    """
-    if isinstance(regularizers, losses.Regularizer):
-        return (regularizers,)
-    if isinstance(regularizers, (str, Mapping)) or not isinstance(
-        regularizers, Iterable
-    ):
+def as_regularizers(regularizers: Any) -> dict[str, losses.Regularizer]:
+    """Returns a step's regularizers by name, or raises StepError."""
+    regularizers = {} if regularizers is None else regularizers
+    is_dict = isinstance(regularizers, Mapping)
+    if not is_dict or not all(map(callable, regularizers.values())):
         msg = (
-            "regularizers= takes what losses.l1 and losses.l2 return, not "
-            f"{regularizers!r}."
+            "regularizers= takes a dict from names to functions of the parameters, as "
+            f"{{'l2': losses.l2(1e-5)}}, got {_checks.shown(regularizers)}."
         )
         raise StepError(msg)
-    penalties = tuple(regularizers)
-    names = [getattr(penalty, "name", None) for penalty in penalties]
-    for penalty, name in zip(penalties, names, strict=True):
-        if not isinstance(penalty, losses.Regularizer):
+    for name in regularizers:
+        if name in RESERVED:
             msg = (
-                "regularizers= takes what losses.l1 and losses.l2 return, not "
-                f"{penalty!r}."
+                f"regularizers=: {name!r} is reported by every step; take another name."
             )
             raise StepError(msg)
-        if names.count(name) > 1:
-            msg = (
-                f"two regularizers are called {name!r}; give each a name of its own: "
-                f"losses.l2(1e-5, where='kernel', name='kernel_l2')."
-            )
-            raise StepError(msg)
-    return penalties
+    return dict(regularizers)
 
 
 def total_weight(batch_weights: Any, num_examples: int) -> Any:

@@ -6,7 +6,7 @@ call it. Any other is checked, its batch placed, and the program for its mesh lo
 Several batches in one call are stacked and scanned over (`multi_step`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -47,7 +47,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     *,
     metrics: Mapping[str, Any] | None = None,
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    regularizers: Mapping[str, losses.Regularizer] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
@@ -75,14 +75,15 @@ def make_train_step(
             model is an NNX module in training mode or a bound Linen module. Parameters
             named `rngs` and `train` receive an `nnx.Rngs` of this step and True.
         metrics: What is measured besides the loss, by name.
-        regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
+        regularizers: Functions of the parameters that return a penalty, by name, as
+            `{"l2": losses.l2(1e-5, where="kernel")}`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or an index of a tuple. A batch without an entry there
             has none. One whose weights are all 0 has gradients of 0 and is still a
             step: `step` counts it, and momentum and weight decay move the parameters.
             Leave such batches out of your own loop, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
-            of weights; `"global_batch_size"`, padding included; or a number.
+            of weights; or `"global_batch_size"`, padding included.
         accumulate: The number of microbatches in a global batch; they go through the
             model one after another, and their gradients are added. Microbatch i
             of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same

@@ -6,6 +6,8 @@ gathers the new parameters (Rajbhandari et al., "ZeRO", 2020).
 """
 
 import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
-from meshlayout.layout_map.rules import MIN_SIZE, shard_further
+from meshlayout.layout import DimSpec, axes_of
 from meshlayout.state import TrainState
 from meshlayout.step.placement import StepMesh
 
 
 _log = logging.getLogger("meshlayout")
+
+MIN_SIZE = 1024
 
 
 class ZeroPlacement:
@@ -117,3 +121,60 @@ def update_shardings(params: PyTree, replicas: StepMesh) -> tuple[tuple[Any, Any
     whole = map(_jax.sharding_of, jax.tree.leaves(params))
     sharded = (layout.sharding for layout in zero_layouts(params, replicas))
     return tuple(zip(whole, sharded, strict=True))
+
+
+def shard_further(
+    shape: Sequence[int],
+    spec: Sequence[DimSpec],
+    axes: Sequence[str],
+    axis_sizes: Mapping[str, int],
+    *,
+    min_size: int = 0,
+    dims: Sequence[int] | None = None,
+) -> tuple[tuple[DimSpec, ...], str]:
+    """Shards one more dim of an array over axes that do not shard it yet.
+
+    Args:
+        shape: The array's global shape.
+        spec: Its entries so far.
+        axes: The axes, major first.
+        axis_sizes: The sizes of the mesh's axes.
+        min_size: Arrays of fewer elements are left unchanged.
+        dims: The dims to try, in order: the first that divides is sharded. By default
+            all, the largest first.
+
+    Returns:
+        The new entries, and the reason if they are unchanged; empty otherwise.
+
+    Example:
+        >>> shard_further((784, 4096), (None, "model"), ["b"], {"b": 2, "model": 4})
+        ((None, ('model', 'b')), '')
+        >>> shard_further((999, 3), (None, None), ["batch"], {"batch": 8})
+        ((None, None), "no dim divides over 'batch'")
+        >>> shard_further((64,), (None,), ["batch"], {"batch": 8}, min_size=65)
+        ((None,), '64 elements, fewer than 65')
+    """
+    spec = tuple(spec)
+    # An axis can shard an array only once.
+    used = {axis for entry in spec for axis in axes_of(entry)}
+    free = tuple(axis for axis in axes if axis not in used)
+    num_shards = math.prod(axis_sizes[axis] for axis in free)
+    if not shape or num_shards == 1:
+        return spec, ""
+    if math.prod(shape) < min_size:
+        return spec, f"{math.prod(shape)} elements, fewer than {min_size}"
+    if dims is None:
+        dims = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+    for dim in dims:
+        now = axes_of(spec[dim])
+        if shape[dim] % (num_shards * math.prod(axis_sizes[axis] for axis in now)) == 0:
+            entry = (*now, *free)
+            new = entry[0] if len(entry) == 1 else entry
+            return (*spec[:dim], new, *spec[dim + 1 :]), ""
+    over = ", ".join(map(repr, free))
+    if len(dims) == 1:
+        return (
+            spec,
+            f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide over {over}",
+        )
+    return spec, f"no dim divides over {over}"

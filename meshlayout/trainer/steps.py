@@ -1,7 +1,7 @@
 """The steps that a trainer makes from a loss function, and their options."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
 from flax import nnx
@@ -22,7 +22,7 @@ from meshlayout.step.updates import OnNonfinite
 class StepOptions(TypedDict, total=False):
     """Options of `make_train_step`, which documents them."""
 
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer
+    regularizers: Mapping[str, losses.Regularizer] | None
     weights: str | int
     denominator: losses.Denominator
     accumulate: int

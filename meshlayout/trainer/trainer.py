@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
+from meshlayout._tracebacks import user_call
 from meshlayout.data import DistributedDataset
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
@@ -194,6 +195,7 @@ class Trainer:
 
     # The loops.
 
+    @user_call
     def fit(
         self,
         train: Data | PyTree,
@@ -320,6 +322,7 @@ class Trainer:
             self._is_fitting = False
         return self.history
 
+    @user_call
     def evaluate(
         self,
         data: Data | PyTree,
@@ -345,6 +348,7 @@ class Trainer:
         data = batches_from("evaluate", "data", data, labels, batch_size, layout=layout)
         return evaluate(self, self._input("evaluate", "data", data))
 
+    @user_call
     def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
         """Returns the model's predictions for all rows of a dataset, in order.
 

@@ -47,8 +47,11 @@ class ParameterServer:
     def place(self, values: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
         """Takes values of variables, and optimizers with their variables' names."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
+
+        def own(name: str) -> Any:
+            return name if name in self._values else optax.MaskedNode()
+
         for optimizer, (tx, names) in rules.items():
-            own = lambda n: n if n in self._values else optax.MaskedNode()  # noqa: E731
             names = jax.tree.map(own, names)
             self._updates[optimizer] = jax.jit(functools.partial(_update, tx, names))
 

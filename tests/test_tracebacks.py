@@ -1,0 +1,147 @@
+"""An error in a user's function shows the user's frames and the sentence, wherever run."""
+
+import pdb
+import subprocess
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout._tracebacks import user_call
+from tests.error_messages import message_of
+
+
+NOTE_OF_JAX = "JAX has removed its internal frames"
+BATCH = {"x": np.ones((8, 2), "float32")}
+
+
+def missing(batch):
+    return batch["labels"]
+
+
+def bad_key(model, batch):
+    return model(batch["x"])[:, 0] - missing(batch)
+
+
+def bad_shape(model, batch):
+    return model(batch["x"]) @ jnp.ones((3, 3))
+
+
+@pytest.fixture
+def state():
+    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    return ml.TrainState.create(
+        lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
+        optax.sgd(0.1),
+        ml.LayoutMap(mesh, {}),
+    )
+
+
+CALLS = {
+    "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
+    "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
+    "predict": lambda state, loss: ml.Trainer(state, loss).predict([BATCH]),
+}
+
+
+@pytest.mark.parametrize("loss", [bad_key, bad_shape])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_a_loss_function_shows_the_users_frames(state, call, loss):
+    with pytest.raises((KeyError, TypeError)) as caught:
+        CALLS[call](state, loss)
+    frames = traceback.extract_tb(caught.tb)
+    own = [frame.name for frame in frames if frame.filename == __file__]
+    assert own[-1] == (missing if loss is bad_key else bad_shape).__name__
+    assert len(frames) - len(own) <= 3  # JAX leaves some frames of jax.numpy
+    text = "".join(traceback.format_exception(caught.value))
+    assert NOTE_OF_JAX not in text
+    assert "meshlayout/" not in text.replace(str(caught.value), "")
+
+
+def test_all_frames_are_shown_on_request(state, monkeypatch):
+    monkeypatch.setenv("MESHLAYOUT_TRACEBACK", "full")
+    with pytest.raises(TypeError) as caught:
+        CALLS["fit"](state, bad_shape)
+    files = [frame.filename for frame in traceback.extract_tb(caught.tb)]
+    assert any("meshlayout/trainer" in file for file in files)
+    assert NOTE_OF_JAX in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_of_the_librarys_own_code_is_shown_whole(state, monkeypatch):
+    monkeypatch.setattr(ml.trainer.trainer.Trainer, "_layout", None)
+    with pytest.raises(TypeError) as caught:
+        ml.Trainer(state, bad_key).evaluate([BATCH])
+    files = [frame.filename for frame in traceback.extract_tb(caught.tb)]
+    assert any("meshlayout/trainer" in file for file in files)
+
+
+def test_debuggers_land_in_the_users_frame(state):
+    with pytest.raises(KeyError) as caught:
+        CALLS["fit"](state, bad_key)
+    stack, current = pdb.Pdb(nosigint=True).get_stack(None, caught.tb)
+    frame, line = stack[current]
+    assert (frame.f_code, frame.f_locals["batch"].keys()) == (missing.__code__, {"x"})
+    assert line == missing.__code__.co_firstlineno + 1
+
+
+@pytest.mark.slow
+def test_ipython_shows_the_users_frames(tmp_path):
+    pytest.importorskip("IPython")
+    script = tmp_path / "cell.py"
+    script.write_text(
+        "import numpy as np, optax\nfrom flax import nnx\nimport meshlayout as ml\n"
+        "build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))\n"
+        "state = ml.TrainState.create(build, optax.sgd(0.1))\n"
+        "def loss_fn(model, batch):\n    return model(batch['x']) - batch['labels']\n"
+        "batches = [{'x': np.ones((8, 2), 'float32')}]\n"
+        "ml.Trainer(state, loss_fn).fit(batches)\n"
+    )
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert "batch['labels']" in said
+    assert "KeyError: 'labels'" in said
+    assert "meshlayout/" not in said
+    assert "_src" not in said
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda trainer: trainer.fit([BATCH], epoch=3),
+            "fit got epoch=. Did you mean 'epochs'?",
+        ),
+        (
+            lambda trainer: trainer.predict([BATCH], steps=3),
+            "predict got steps=. There is no such option.",
+        ),
+    ],
+    ids=["near", "far"],
+)
+def test_misspelled_options_are_named(call, message):
+    assert message_of(call, ml.Trainer({}, lambda model, batch: 0.0)) == message
+
+
+def test_other_errors_in_a_chain_are_filtered_too():
+    def user():
+        raise OSError("the file is gone")
+
+    source = (
+        "@user_call\ndef library():\n    try:\n        user()\n"
+        "    except OSError as error:\n        raise ValueError('worse') from error\n"
+    )
+    module = {"user": user, "user_call": user_call}
+    exec(
+        compile(source, ml.errors.__file__, "exec"), module
+    )  # as a file of the library
+    with pytest.raises(ValueError, match="worse") as caught:
+        module["library"]()
+    cause = caught.value.__cause__
+    assert [x.name for x in traceback.extract_tb(cause.__traceback__)] == ["user"]
