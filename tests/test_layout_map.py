@@ -315,7 +315,7 @@ def test_constrain_follows_the_map_in_force(mesh):
     traced = jax.jit(lambda x: ml.constrain(x * 2, "block/hidden"))
     x = jnp.ones((4, 3, 8))
     assert len(traced(x).devices()) == 1
-    with layouts.scope():
+    with ml.scope(layouts):
         assert ml.Layout.of(traced(x)) == mesh.layout("batch", None, "model")
         assert ml.Layout.of(ml.constrain(x, "hidden")) == mesh.layout(
             "batch", None, "model"
@@ -328,18 +328,18 @@ def test_constrain_follows_the_map_in_force(mesh):
 def test_a_map_that_changes_is_traced_again(mesh):
     layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)})
     traced = jax.jit(lambda x: ml.constrain(x * 2, "hidden"))
-    with layouts.scope():
+    with ml.scope(layouts):
         assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[batch]"
     del layouts["hidden"]
     layouts["hidden"] = ("model",)
-    with layouts.scope():
+    with ml.scope(layouts):
         assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[model]"
 
 
 def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
     rules = {"u": ml.Rule(("batch", ...), on_uneven="replicate")}
     with (
-        ml.LayoutMap(mesh, rules).scope(),
+        ml.scope(ml.LayoutMap(mesh, rules)),
         pytest.warns(ml.errors.LayoutWarning) as caught,
     ):
         ml.constrain(jnp.ones((3, 8)), "u")
@@ -366,7 +366,7 @@ def test_logical_axes_may_be_pairs_as_flax_has_them(mesh):
 
 
 def constrained(mesh, x):
-    with ml.LayoutMap(mesh, {"h": ("batch", ...)}).scope():
+    with ml.scope(ml.LayoutMap(mesh, {"h": ("batch", ...)})):
         return ml.constrain(x, "h")
 
 
@@ -748,7 +748,7 @@ def test_maps_merge_as_dicts_do(mesh):
 
 def test_a_rule_that_changes_inside_the_maps_scope_is_said_to_come_too_late(mesh):
     layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)}, unused="ignore")
-    with layouts.scope():
+    with ml.scope(layouts):
         ml.constrain(jnp.ones(8), "hidden")
         with pytest.warns(ml.errors.LayoutWarning) as caught:
             del layouts["hidden"]
@@ -760,7 +760,7 @@ def test_a_rule_that_changes_inside_the_maps_scope_is_said_to_come_too_late(mesh
 def test_a_misspelled_activation_is_named(mesh):
     layouts = ml.LayoutMap(mesh, {"residual": ("batch",)}, unused="ignore")
     x = jnp.ones(8)
-    with layouts.scope():
+    with ml.scope(layouts):
         with pytest.warns(ml.errors.LayoutWarning) as caught:
             assert ml.constrain(x, "block/redisual") is x
         assert ml.constrain(x, "block/redisual") is x  # once

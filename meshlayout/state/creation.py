@@ -317,7 +317,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
-            f"layouts); or build inside layouts.scope(). ({error})"
+            f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
     except _READS_A_VALUE as error:
