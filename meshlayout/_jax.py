@@ -9,6 +9,7 @@ in `_jaxprs`.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -288,6 +289,18 @@ def without_set_mesh() -> AbstractContextManager[Any]:
         return jax.set_mesh(None)
     except (TypeError, ValueError):  # older than jax 0.8
         return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def ambient_mesh(mesh: jax.sharding.Mesh | AbstractMesh | None) -> Iterator[None]:
+    """A context inside a trace in which a mesh is the one of `jax.set_mesh`."""
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        # jax 0.7 also asks for the devices where a PartitionSpec stands alone.
+        if isinstance(mesh, jax.sharding.Mesh) and not hasattr(jax, "reshard"):
+            stack.enter_context(mesh)
+        yield
 
 
 def place(x: Leaf, sharding: NamedSharding) -> Any:

@@ -178,8 +178,8 @@ CHANGES = {
     ),
     "layout": (
         lambda m: ((ml.arrays.ones(8, m.layout("batch")),), {}),
-        "changing recompiles: the layout of batch changed from no layout of its own to "
-        "('batch',) on (batch=2, model=4).",
+        "changing recompiles: the layout of batch changed from () on (batch=2, model=4) "
+        "to ('batch',) on (batch=2, model=4).",
     ),
     "static": (
         lambda m: ((jnp.ones(8),), {"train": False}),
@@ -258,7 +258,7 @@ def test_a_batch_with_another_layout_is_named(second, first_is_placed, state, me
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, BATCHES[kinds[1]](mesh))
     lies = "('batch', None) on (batch=2, model=4)"
-    texts = [lies if kind == "placed" else "no layout of its own" for kind in kinds]
+    texts = [lies if kind == "placed" else "() on (batch=2, model=4)" for kind in kinds]
     assert str(caught.value) == (
         f"doubled recompiles: the layout of batch changed from {texts[0]} to {texts[1]}."
     )
@@ -420,16 +420,6 @@ def used_up():
     return step(state, jnp.ones(2))
 
 
-def positional_only(state, mode, /, batch):
-    return state, mode
-
-
-class WithStep:
-    @ml.compile_step
-    def step(self, state):
-        return state, None
-
-
 def used_up_on_one_device():
     state = {"w": jax.device_put(jnp.ones(2), jax.devices()[2])}
     step = ml.compile_step(doubled)
@@ -474,10 +464,6 @@ REFUSED = {
         lambda: ml.compile_step(3),
         "compile_step takes a function, and got 3.",
     ),
-    "no arguments": (
-        lambda: ml.compile_step(lambda: 1),
-        "<lambda> takes no arguments; a step takes the state first.",
-    ),
     "bad option": (
         lambda: ml.compile_step(doubled, on_recompile="wrn"),
         "on_recompile must be 'warn', 'error' or 'ignore', got 'wrn'. Did you mean "
@@ -486,42 +472,6 @@ REFUSED = {
     "bad map": (
         lambda: ml.compile_step(doubled, layouts={"w": None}),
         "layouts must be a LayoutMap, got {'w': None}.",
-    ),
-    "unknown static name": (
-        lambda: ml.compile_step(doubled, static_argnames="bach"),
-        "doubled has no argument 'bach' to be static. Did you mean 'batch'?",
-    ),
-    "static state": (
-        lambda: ml.compile_step(doubled, static_argnames="state"),
-        "doubled: 'state' is the state; it cannot be static.",
-    ),
-    "a positional-only static name": (
-        lambda: ml.compile_step(positional_only, static_argnames="mode"),
-        "positional_only: 'mode' is positional-only, and what is static is passed by "
-        "name. Take the '/' out of the signature.",
-    ),
-    "a static name before any number of batches": (
-        lambda: ml.compile_step(lambda s, m, *b: (s, m), static_argnames="m")(
-            jnp.ones(2), 1, jnp.ones(2)
-        ),
-        "<lambda>: 'm' is static and comes before *args; make it a keyword-only "
-        "argument, after them.",
-    ),
-    "a method": (
-        lambda: WithStep().step(jnp.ones(2)),
-        "step is a method, and compile_step takes functions of a state. Compile it for "
-        "the object: self.step = compile_step(self.step).",
-    ),
-    "unhashable static": (
-        lambda: ml.compile_step(changing, static_argnames="train")(
-            jnp.ones(2), jnp.ones(2), train=[1]
-        ),
-        "changing: static argument 'train' is a list, which cannot be hashed. Give a "
-        "tuple or a frozen dataclass, or pass it as an array argument.",
-    ),
-    "no state": (
-        lambda: ml.compile_step(doubled)(),
-        "doubled takes the state as its first argument.",
     ),
     "no pair": (
         lambda: ml.compile_step(lambda s: {"a": s})(jnp.ones(2)),
@@ -535,70 +485,58 @@ REFUSED = {
     ),
     "another structure": (
         lambda: ml.compile_step(lambda s: ({"b": s["a"]}, None))({"a": jnp.ones(2)}),
-        "<lambda> returned a state of another structure: it lacks 'a' and also has "
-        "'b'. Return the state that came in, with new values.",
-    ),
-    "another container": (
-        lambda: ml.compile_step(lambda s: (tuple(s), None))([jnp.ones(2)]),
-        "<lambda> returned a state of another structure: it is a tuple of 1 where a list "
-        "came in. Return the state that came in, with new values.",
+        "<lambda> returned another state than came in: b is new: f32[2]. Return it in the "
+        "structure, shapes and dtypes that it had: cast or reshape it back.",
     ),
     "another dtype": (
         lambda: ml.compile_step(lambda s: ({"a": s["a"].astype("bfloat16")}, 0))(
             {"a": jnp.ones(2)}
         ),
-        "<lambda> returned a state whose 'a' is bf16[2]; it came in as f32[2]. A step "
-        "keeps the shapes and dtypes of its state: cast or reshape it back.",
+        "<lambda> returned another state than came in: a changed from f32[2] to bf16[2]. "
+        "Return it in the structure, shapes and dtypes that it had: cast or reshape it "
+        "back.",
     ),
     "another shape": (
         lambda: ml.compile_step(lambda s: ({"a": s["a"][None]}, 0))({"a": jnp.ones(2)}),
-        "<lambda> returned a state whose 'a' is f32[1, 2]; it came in as f32[2]. A step "
-        "keeps the shapes and dtypes of its state: cast or reshape it back.",
+        "<lambda> returned another state than came in: a changed from f32[2] to f32[1, 2]. "
+        "Return it in the structure, shapes and dtypes that it had: cast or reshape it "
+        "back.",
     ),
     "a state used up": (
         used_up,
-        "doubled: the state's 'w' was used up by an earlier call. Continue with the "
-        "state that the call returned: state, aux = doubled(state, ...).",
+        "doubled: 'state/w' was used up by an earlier call of a step, which reuses the "
+        "memory of its state. Continue with the state that the step returned.",
     ),
     "a state used up, on one device": (
         used_up_on_one_device,
-        "doubled: the state's 'w' was used up by an earlier call. Continue with the "
-        "state that the call returned: state, aux = doubled(state, ...).",
+        "doubled: 'state/w' was used up by an earlier call of a step, which reuses the "
+        "memory of its state. Continue with the state that the step returned.",
     ),
     "an array twice": (
         lambda: twice(ml.create_mesh({"batch": 8})),
-        "doubled: the state's 'a' and 'b' are the same array, whose memory cannot be "
-        "donated twice. Copy one of them with jax.numpy.copy.",
+        "doubled: 'state/b' and 'state/a' are the same array, whose memory the step reuses. "
+        "Copy one of them with jax.numpy.copy.",
     ),
     "an array twice, on one device": (
         lambda: twice(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])),
-        "doubled: the state's 'a' and 'b' are the same array, whose memory cannot be "
-        "donated twice. Copy one of them with jax.numpy.copy.",
+        "doubled: 'state/b' and 'state/a' are the same array, whose memory the step reuses. "
+        "Copy one of them with jax.numpy.copy.",
     ),
     "the state as the batch": (
         state_as_batch,
-        "doubled: 'batch' is the state's 'a', whose memory the step reuses. Read it "
-        "from the state inside the step, or copy it with jax.numpy.copy.",
-    ),
-    "a batch that is no array": (
-        lambda: ml.compile_step(changing)(jnp.ones(2), jnp.ones(2), "yes"),
-        "changing: 'train' is 'yes', a str and not an array. Name what the program "
-        "depends on when you compile it: compile_step(static_argnames='train').",
+        "doubled: 'batch' and 'state/a' are the same array, whose memory the step reuses. "
+        "Copy one of them with jax.numpy.copy.",
     ),
     "a batch on another device": (
         batch_elsewhere,
-        f"doubled: 'batch' is on {jax.devices()[3]}, and the state on a mesh (batch=8). "
-        "Move it with relayout(x, layout).",
-    ),
-    "a leaf that is no array": (
-        lambda: ml.compile_step(doubled)({"a": "x"}, jnp.ones(2)),
-        "doubled: the state's 'a' is a str, not an array. Keep it out of the state, "
-        "or in a static field.",
+        "doubled: 'batch' is on cpu:3, and 'state/a' on cpu:0, cpu:1, cpu:2, cpu:3, cpu:4, "
+        "cpu:5, cpu:6, cpu:7. Move it with relayout(x, layout).",
     ),
     "two meshes": (
         two_meshes,
-        "doubled: the state's 'b' is on other devices than the rest, which is on "
-        "batch=8. Move it with relayout(x, layout).",
+        "doubled: 'state/b' is on cpu:0, cpu:1, cpu:2, cpu:3, and 'state/a' on cpu:0, "
+        "cpu:1, cpu:2, cpu:3, cpu:4, cpu:5, cpu:6, cpu:7. Move it with "
+        "relayout(x, layout).",
     ),
     "a module": (
         shared_module,

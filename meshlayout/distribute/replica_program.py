@@ -361,7 +361,7 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step = self._step.again
+        step = self._step
         before = itertools.chain(self._state, self._rest)
         now = map(raw_value, itertools.chain(self._changed, self._others))
         if _jax.is_tracing() or not all(map(operator.is_, now, before)):
@@ -372,7 +372,6 @@ class ReplicaProgram:
                     "or pass the objects through nnx.jit as arguments."
                 )
                 raise StrategyError(msg)
-            step = self._step
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments

@@ -4,8 +4,9 @@ Nothing waits for the device until a value is printed or turned into a number, s
 training loop can hand metrics around without stalling.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,8 @@ from meshlayout.metrics.inputs import as_metric, measured, named_inputs
 from meshlayout.metrics.metric import Metric
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Metrics(Mapping[str, Any]):
     """Named metrics: an immutable mapping from names to values, and a pytree.
 
@@ -50,79 +52,34 @@ class Metrics(Mapping[str, Any]):
         {'loss': 0.75, 'accuracy': 0.5}
     """
 
-    __slots__ = ("__weakref__", "_flat", "_metrics")
+    metrics: dict[str, Any]
+    names: tuple[str, ...] = field(metadata={"static": True})  # JAX sorts a dict's
 
-    _flat: Any
-    _metrics: dict[str, Any]
-
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
-        if not isinstance(metrics, Mapping):
-            msg = f"Metrics takes a dict from names to metrics, got {shown(metrics)}."
-            raise MetricError(msg)
-        for name in metrics:
-            if not isinstance(name, str) or not name:
-                msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
-                raise MetricError(msg)
-        self._fill({name: _named_metric(name, x) for name, x in metrics.items()})
-
-    @classmethod
-    def from_flat(cls, leaves: Sequence[Any], treedef: Any) -> "Metrics":
-        """Returns metrics that are put together when they are first looked at.
-
-        A step of a small model takes as long as its Python, so it does not build
-        objects that a loop may never read.
-
-        Args:
-            leaves: The arrays.
-            treedef: The structure, from `jax.tree.flatten`.
-        """
-        lazy = object.__new__(cls)  # `_metrics` stays unset: see `__getattr__`
-        set_flat(lazy, (leaves, treedef))
-        return lazy
-
-    def _fill(self, metrics: dict[str, Any]) -> "Metrics":
-        object.__setattr__(self, "_metrics", metrics)
-        set_flat(self, None)
-        return self
-
-    if not TYPE_CHECKING:  # to a type checker, any attribute would exist
-
-        def __getattr__(self, name: str) -> Any:
-            """Puts the metrics of `from_flat` together when they are first read."""
-            if name != "_metrics":
-                return object.__getattribute__(self, name)  # raises
-            leaves, treedef = self._flat
-            metrics = treedef.unflatten(leaves)._metrics
-            object.__setattr__(self, "_metrics", metrics)
-            return metrics
-
-    def __setattr__(self, name: str, value: object) -> None:
-        msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
-        raise AttributeError(msg)
-
-    def __reduce__(self) -> Any:  # by default it would set attributes
-        return Metrics, (self._metrics,)
-
-    # A mapping of values.
+    def __init__(
+        self, metrics: Mapping[str, Any], names: tuple[str, ...] | None = None
+    ) -> None:
+        if names is None:  # from a user, not from JAX
+            metrics = _checked(metrics)
+            names = tuple(metrics)
+        object.__setattr__(self, "metrics", metrics)
+        object.__setattr__(self, "names", names)
 
     def __getitem__(self, name: str) -> Any:
-        return self.metric(name).compute()
+        metric = self.metric(name)
+        return _compute(metric) if isinstance(metric, Metric) else metric.compute()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._metrics
+        return name in self.names
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        # A mapping would compare values, and == of two arrays is an array.
-        return self is other
+    # A mapping would compare values, and == of two arrays is an array.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def metric(self, name: str) -> Any:
         """Returns the metric with a name, rather than its value.
@@ -130,13 +87,11 @@ class Metrics(Mapping[str, Any]):
         Raises:
             KeyError: If there is none.
         """
-        if name not in self._metrics:
-            near = did_you_mean(name, self._metrics)
-            msg = f"there is no metric {name!r} among {', '.join(self._metrics)}.{near}"
+        if name not in self.names:
+            near = did_you_mean(name, self.names)
+            msg = f"there is no metric {name!r} among {', '.join(self.names)}.{near}"
             raise KeyError(msg)
-        return self._metrics[name]
-
-    # All metrics at once.
+        return self.metrics[name]
 
     def update_from(
         self,
@@ -166,13 +121,14 @@ class Metrics(Mapping[str, Any]):
         """
         named = named_inputs(outputs, batch, losses)
         updated: dict[str, Any] = {}
-        for name, metric in self._metrics.items():
+        for name in self.names:
+            metric = self.metrics[name]
             try:
                 updated[name] = metric.merge(measured(metric, named, weights))
             except MetricError as error:  # names its class, of which there may be two
                 msg = f"metric {name!r}: {error}"
                 raise MetricError(msg) from None
-        return object.__new__(Metrics)._fill(updated)
+        return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":
         """Returns the metrics of everything that both have counted.
@@ -181,43 +137,29 @@ class Metrics(Mapping[str, Any]):
             other: Metrics with the same names.
 
         Raises:
-            MetricError: If a name is missing on either side, or two metrics of the same
-                name do not merge.
+            MetricError: If their names differ, or two metrics do not merge.
         """
-        if not isinstance(other, Metrics):
-            msg = f"Metrics do not merge with {shown(other)}."
+        if not isinstance(other, Metrics) or {*self.names} != {*other.names}:
+            msg = f"Metrics of {', '.join(self.names)} do not merge with {other!r}."
             raise MetricError(msg)
-        missing = [name for name in self if name not in other]
-        extra = [name for name in other if name not in self]
-        if missing or extra:
-            parts = [f"the second lack {_names(missing)}"] if missing else []
-            parts += [f"the first lack {_names(extra)}"] if extra else []
-            msg = f"two Metrics of different names do not merge: {' and '.join(parts)}."
-            raise MetricError(msg)
-        return Metrics(
-            {name: m.merge(other.metric(name)) for name, m in self._metrics.items()}
-        )
+        merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
+        return Metrics(merged, self.names)
 
     def empty(self) -> "Metrics":
         """Returns the empty metrics of the same configuration."""
-        return Metrics({name: metric.empty() for name, metric in self._metrics.items()})
+        return Metrics({x: self.metrics[x].empty() for x in self.names}, self.names)
 
     def compute(self) -> dict[str, Any]:
         """Returns the values by name, as arrays that may still be being computed."""
-        return {name: metric.compute() for name, metric in self._metrics.items()}
+        return {name: self[name] for name in self.names}
 
-    def _compute_copy(self) -> dict[str, Any]:
+    def local_values(self) -> dict[str, Any]:
         """Returns the values by name, computed by one device of this process.
 
-        A metric's value is a few operations on scalars, which would otherwise be
-        dispatched to every device, and on several processes by all of them.
+        All of a mesh would compute the same few scalars; on several processes they
+        would have to do so together.
         """
-        copy = jax.tree.map(_one_copy, self)
-        # One device is none of the mesh that `jax.set_mesh` has set.
-        if jax.sharding.get_abstract_mesh().empty or _jax.is_tracing():
-            return copy.compute()
-        with _jax.without_set_mesh():
-            return copy.compute()
+        return jax.tree.map(_one_copy, self).compute()
 
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
@@ -225,14 +167,12 @@ class Metrics(Mapping[str, Any]):
         Use this to log or print: all values are computed first and then waited for
         together, instead of one by one.
         """
-        values = self._compute_copy()
+        values = self.local_values()
         # All copies are started before the first is waited for.
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
         return {name: jax.tree.map(_on_host, x) for name, x in values.items()}
-
-    # As text.
 
     def __repr__(self) -> str:
         # Printed inside jit, while debugging: there are no values yet.
@@ -246,38 +186,26 @@ class Metrics(Mapping[str, Any]):
     def _rows(self) -> list[list[str]]:
         return [[name, _value_text(value)] for name, value in self.to_host().items()]
 
-    # As a pytree.
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """Returns the metrics with their keys, and the names."""
-        children = [
-            (jax.tree_util.DictKey(name), metric)
-            for name, metric in self._metrics.items()
-        ]
-        return tuple(children), tuple(self._metrics)
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], metrics: Any) -> "Metrics":
-        """Returns metrics of names and whatever JAX has put in their places."""
-        return object.__new__(cls)._fill(dict(zip(names, metrics, strict=True)))
+# In one dispatch: a value is a few operations on scalars.
+_compute: Any = jax.jit(lambda metric: metric.compute())
 
 
-# Faster than `object.__setattr__`: a small step takes the device as long as this file.
-set_flat: Any = vars(Metrics)["_flat"].__set__
-
-
-def _named_metric(name: str, metric: Any) -> Any:
-    if isinstance(metric, Metric):
-        return metric
-    try:
-        return as_metric(metric)
-    except MetricError as error:
-        msg = f"Metrics: {name!r}: {error}"
-        raise MetricError(msg) from None
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(map(repr, names))
+def _checked(metrics: Any) -> dict[str, Any]:
+    if not isinstance(metrics, Mapping):
+        msg = f"Metrics takes a dict from names to metrics, got {shown(metrics)}."
+        raise MetricError(msg)
+    checked = {}
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name:
+            msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
+            raise MetricError(msg)
+        try:
+            checked[name] = as_metric(metric)
+        except MetricError as error:
+            msg = f"Metrics: {name!r}: {error}"
+            raise MetricError(msg) from None
+    return checked
 
 
 def _one_copy(leaf: Leaf) -> Any:

@@ -9,7 +9,7 @@ together when a user asks for one.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -107,10 +107,6 @@ class TrainState(Generic[T]):
     rng: jax.Array
     extra: dict[str, Any]
     program: ModelCode = dataclasses.field(metadata={"static": True})
-
-    # The leaves of a compiled step's result, until a field is read. A loop that only
-    # passes its state on never pays for putting it together: `StateStructure.lazy`.
-    _flat: ClassVar[Any] = None
 
     @classmethod
     def create(
@@ -340,20 +336,6 @@ class TrainState(Generic[T]):
             model = nnx.merge(code.graphdef, self.params, self.model_state)
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
-    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Puts the fields of a lazy state together when one of them is read."""
-            flat = self._flat
-            if flat is None or name not in (*_ARRAY_FIELDS, "program"):
-                # Raises again what a property has raised, or that there is no such
-                # attribute.
-                return object.__getattribute__(self, name)
-            leaves, structure, _ = flat
-            self.__dict__.update(structure.unflatten(leaves).__dict__)
-            self.__dict__.pop("_flat", None)
-            return self.__dict__[name]
-
     def __copy__(self) -> Self:
         return self.replace()
 
@@ -447,6 +429,3 @@ def _leaf_texts(value: Leaf) -> tuple[str, str]:
     if hasattr(value, "shape"):
         array = _render.array_text(value.dtype, value.shape)
     return array, "?" if _jax.sharding_of(value) is None else str(Layout.of(value))
-
-
-_ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng", "extra")

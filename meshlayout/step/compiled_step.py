@@ -1,16 +1,15 @@
 """`compile_step`: one jit, state donated, layouts kept; never a silent recompile.
 
-JAX compiles again without a word when an argument changes, refuses arguments in its
-own words, and may end the process for memory that is donated twice. So a compiled step
-remembers what each program was traced for. A call goes straight to `jax.jit`; only one
-that `jax.jit` cannot answer from its cache is examined here, before anything has run.
+A call is that of `jax.jit` on the same pytrees, and next to nothing else. What is to be
+said about a new program is said while JAX traces it, when nothing has run and nothing
+was donated: what has changed, whether the result fits, whether all processes agree.
 """
 
 import contextlib
 import functools
-import threading
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import NoneType
 from typing import (
     Any,
@@ -18,42 +17,28 @@ from typing import (
     Literal,
     ParamSpec,
     TypeAlias,
+    TypedDict,
     TypeVar,
+    Unpack,
     get_args,
     overload,
 )
 
 import jax
+import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, _jax, _render
-from meshlayout._annotations import PyTree
+from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
+from meshlayout._tracebacks import show_user_frames
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.step.call_errors import (
-    SETTING,
-    check_arguments,
-    check_memory,
-    differences,
-    labelled,
-    structure_text,
-    what,
-)
 from meshlayout.step.inspection import StepInspection
-from meshlayout.step.jitted_step import (
-    CallSignature,
-    JittedStep,
-    LayoutSignature,
-    Retrace,
-    StepParameters,
-    is_deleted,
-    layouts_of,
-    may_be_donated_twice,
-    named_leaves,
-)
-from meshlayout.step.placement import in_own_mesh, layout_of, place_rest
+from meshlayout.step.kernel_gradients import check_kernel_gradients
+from meshlayout.step.placement import layout_of, mesh_text
 
 
 P = ParamSpec("P")
@@ -65,27 +50,30 @@ OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 # participant of one finds no thread, and XLA ends the process after 40 seconds.
 _MAX_IN_FLIGHT = 8
 
+_SETTING = (
+    "something changed other than a shape, dtype or layout: the code of the state (a "
+    "new model or optimizer), its devices, the active layout map or a JAX setting"
+)
+
+
+class _Options(TypedDict, total=False):
+    static_argnames: str | Sequence[str]
+    on_recompile: OnRecompile
+    layouts: LayoutMap | None
+
 
 @overload
 def compile_step(
-    step: None = None,
-    *,
-    static_argnames: Sequence[str] = (),
-    on_recompile: OnRecompile = "warn",
-    layouts: LayoutMap | None = None,
+    step: None = None, **options: Unpack[_Options]
 ) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
 @overload
 def compile_step(
-    step: Callable[P, R],
-    *,
-    static_argnames: Sequence[str] = (),
-    on_recompile: OnRecompile = "warn",
-    layouts: LayoutMap | None = None,
+    step: Callable[P, R], **options: Unpack[_Options]
 ) -> "CompiledStep[P, R]": ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
-    static_argnames: Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
 ) -> Any:
@@ -99,7 +87,7 @@ def compile_step(
     Args:
         step: A function of a state (any pytree of arrays) and other pytrees. It
             returns a pair: the new state, in the same structure, shapes and dtypes,
-            and any pytree.
+            and any pytree. It is traced with the state's mesh as JAX's ambient mesh.
         static_argnames: Hashable arguments that are not arrays; a new value makes a
             new program.
         on_recompile: When a call after the first needs a new program: `"warn"`,
@@ -118,83 +106,106 @@ def compile_step(
         >>> state["w"].tolist(), int(aux["seen"])
         ([3.0, 3.0], 3)
     """
-    check_options(on_recompile, layouts)
-    names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
-    if step is None:
-        return lambda function: CompiledStep(
-            function, tuple(names), on_recompile, layouts
-        )
-    return CompiledStep(step, tuple(names), on_recompile, layouts)
+    options: dict[str, Any] = {"layouts": layouts, "static_argnames": static_argnames}
+    make = functools.partial(CompiledStep, on_recompile=on_recompile, **options)
+    return make if step is None else make(step)
 
 
-def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
-    """Raises StepError unless these are options of `compile_step`."""
-    _checks.choice("on_recompile", on_recompile, get_args(OnRecompile), error=StepError)
-    if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = f"layouts must be a LayoutMap, got {_checks.shown(layouts)}."
-        raise StepError(msg)
+# Types and layouts of the arguments of a call, by name.
+_Seen: TypeAlias = tuple[dict[str, str], dict[str, str]]
 
 
-class _Thread(threading.local):
-    """What one thread is doing with a step."""
+class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
+    """The state has another structure than the one that the program is for."""
 
-    may_trace = False  # the recompilation has been explained
-    is_quiet = False  # it is lowered, which needs no explanation
+
+class _Program:
+    """The jitted function for one structure of the arguments and one set of layouts."""
+
+    def __init__(self, state_def: Any, layouts: list[Any]) -> None:
+        self.state_def, self.layouts = state_def, layouts
+        self.num_state = state_def.num_leaves if state_def else 0
+        self.jitted: Any = None
+        self.current: list[Any] = []  # shardings of the last call's arguments
+        self.arguments: Any = None  # those of a call, while it is under way
+        self.is_looked_at = False  # traced without a call
+        meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
+        self.mesh: Any = next(meshes, None)
+        sets = (layout.device_set for layout in layouts if layout is not None)
+        self.devices: frozenset[Any] = frozenset().union(*sets)
+        self.is_spread = len(self.devices) > 1
+        is_cpu = all(device.platform == "cpu" for device in self.devices)
+        self.is_bounded = self.is_spread and is_cpu
+        processes = {device.process_index for device in self.devices}
+        self.has_peers = len(processes) > 1
+        self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step
-    returns is not a pair, if its state has another structure, shape or dtype than
-    the one that came in, if the state was used up before or holds an array twice, or
-    if leaves are not arrays or are on other devices; and with `on_recompile="error"`
-    if a new program would be needed.
+    returns is not a pair, if its state has another structure, shape or dtype than the
+    one that came in, if arrays were used up before, are in the state twice or on other
+    devices; and with `on_recompile="error"` if a new program would be needed.
+
+    Args:
+        step: The function.
+        static_argnames: As for `compile_step`.
+        on_recompile: Likewise.
+        layouts: Likewise.
+        donate: Whether the first argument is a state, as for `compile_step`; otherwise
+            nothing is donated, and the function may return anything.
+
+    Attributes:
+        function: The function.
+        static_argnames: Its arguments that are not arrays.
     """
 
     def __init__(
         self,
         step: Callable[..., Any],
-        static_names: tuple[str, ...],
-        on_recompile: OnRecompile,
-        layouts: LayoutMap | None,
+        *,
+        static_argnames: str | Sequence[str] = (),
+        on_recompile: OnRecompile = "warn",
+        layouts: LayoutMap | None = None,
+        donate: bool = True,
     ) -> None:
         if not callable(step):
             msg = f"compile_step takes a function, and got {_checks.shown(step)}."
             raise StepError(msg)
-        functools.update_wrapper(self, step)
-        self._step = step
-        self._name = getattr(step, "__name__", type(step).__name__)
-        self._parameters = StepParameters(step, self._name, static_names)
-        self._names = self._parameters.names
-        self.static_argnames = static_names
+        choices = get_args(OnRecompile)
+        _checks.choice("on_recompile", on_recompile, choices, error=StepError)
+        if layouts is not None and not isinstance(layouts, LayoutMap):
+            msg = f"layouts must be a LayoutMap, got {_checks.shown(layouts)}."
+            raise StepError(msg)
+        functools.update_wrapper(self, step, updated=())
+        self.__name__: str = getattr(step, "__name__", type(step).__name__)
+        is_name = isinstance(static_argnames, str)
+        names = (static_argnames,) if is_name else tuple(static_argnames)
+        self.function, self.static_argnames = step, names
         self._on_recompile: OnRecompile = on_recompile
-        self._layouts = layouts
-        self._programs: dict[LayoutSignature, JittedStep] = {}
-        # The program of the last call: what the next one tries first.
-        self.program: JittedStep | None = None
-        self._thread = _Thread()
+        self._layouts, self._donates = layouts, donate
+        self._signature = inspect.signature(step)
+        self._state_name = next(iter(self._signature.parameters), "")
+        # Traced inside of a program's trace, for a look at its operations.
+        self._inner: Any = jax.jit(step, static_argnames=names)
+        self._programs: dict[Hashable, _Program] = {}
+        self._last: _Program | None = None
+        # Types and layouts by name of the calls that were traced.
+        self._seen: list[_Seen] = []
         self._in_flight = 0
-        self._places_rest = False
-        self._no_mesh: jax.sharding.AbstractMesh | None = None
-        # Parameters whose values differ between processes, as those with clocks do.
-        self.own: tuple[str, ...] = ()
-
-    def __get__(
-        self, instance: object, owner: type | None = None
-    ) -> "CompiledStep[P, R]":
-        if instance is None:
-            return self
-        msg = (
-            f"{self._name} is a method, and compile_step takes functions of a state. "
-            f"Compile it for the object: self.step = compile_step(self.{self._name})."
-        )
-        raise StepError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled programs belong to this process, and locks cannot be copied.
-        how = (self._step, self.static_argnames, self._on_recompile, self._layouts)
-        return CompiledStep, how
+        # Compiled programs belong to this process; a copy compiles its own.
+        options = {"on_recompile": self._on_recompile, "layouts": self._layouts}
+        options |= {"static_argnames": self.static_argnames, "donate": self._donates}
+        return functools.partial(CompiledStep, self.function, **options), ()
+
+    def __repr__(self) -> str:
+        return f"CompiledStep({self.__name__}, {len(self._programs)} layouts seen)"
+
+    # Calls.
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step.
@@ -206,337 +217,369 @@ class CompiledStep(StepInspection, Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
-        return self._call(args, kwargs)
-
-    def again(self, state: Any, rest: Any, arrays: list[Any]) -> Any:
-        """Runs the step on what its last call returned and got, but for some arrays.
-
-        Args:
-            state: The state that the last call returned, which is not used up.
-            rest: The second argument of that call.
-            arrays: The third argument, which alone is checked.
-        """
-        program = self.program
-        ids = {*map(id, arrays)}
-        if (
-            program is None
-            or program.is_loose
-            or self._places_rest  # as NumPy arrays, at every call
-            or jax.sharding.get_abstract_mesh() is not self._no_mesh
-            or program.is_elsewhere(arrays)
-            or True in map(is_deleted, arrays)
-            or not ids.isdisjoint(map(id, jax.tree.leaves(state)))
+        if kwargs or not args:  # by name or by place is one program
+            args, kwargs = self._by_place(args, kwargs)
+        if _jax.is_tracing():
+            return self._traced(None, args, kwargs)
+        program = self._last
+        if program is None or (
+            program.is_spread and not self._is_like_last(program, args, kwargs)
         ):
-            return self(state, rest, arrays)  # type: ignore[call-arg]
-        counts.steps += program.is_shared
-        try:
-            result = program.jitted((), state, ((rest, arrays), {}))
-        except Exception:
-            counts.steps -= program.is_shared
-            if any(map(is_deleted, jax.tree.leaves(state))):  # it has run
-                raise
-            return self(state, rest, arrays)  # type: ignore[call-arg]
-        if program.is_bounded:
-            self.wait_if_many(result)
-        return result
-
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        ambient = jax.sharding.get_abstract_mesh()
-        if ambient is self._no_mesh or ambient.empty:
-            self._no_mesh = ambient  # to ask an abstract mesh takes time
-            return self._run(args, kwargs)
-        with in_own_mesh((args, kwargs)):
-            return self._run(args, kwargs)
-
-    def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        static: tuple[Any, ...] = ()
-        if kwargs or self.static_argnames or not args:
-            args, kwargs, static = self._parameters.bind(args, kwargs)
-        program, has_begun = self.program, False
-        if self._places_rest and program is not None:
-            args, kwargs = place_rest(args, kwargs, program.signature.whole)
-        try:
-            if program is None or (
-                program.is_loose
-                and layouts_of((args[1:], kwargs), None)
-                != program.signature.rest_layouts
-            ):
-                program, args, kwargs = self._switch(static, args, kwargs)
-            rest = (args[1:], kwargs)
-            structure = program.signature.structure
-            state = args[0] if structure is None else program.flattened(args[0])
-            leaves = jax.tree.leaves((state, rest))
-            if program.is_elsewhere(leaves):
-                raise Retrace
-            if program.is_spread and may_be_donated_twice(state, rest):
-                check_memory(self._name, self._names, args, kwargs)
+            program, args, kwargs = self._switch(args, kwargs)
+        if program.has_peers:
+            program.arguments = (args, kwargs)
             counts.steps += program.is_shared
-            has_begun = True
-            result = program.jitted(static, state, rest)
+        try:
+            result = program.jitted(*args, **kwargs)
         except Exception as error:
-            # A step that fails while it runs, as collectives do if a process is gone,
-            # has used up the state. On several devices it was not used up before.
-            has_run = has_begun and program is not None and program.is_spread
-            if has_run and any(map(is_deleted, jax.tree.leaves(args[:1]))):
+            counts.steps -= program.is_shared
+            show_user_frames(error)
+            leaves = jax.tree.leaves((args, kwargs))
+            is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+            # JAX refuses arrays that were used up. A call that fails otherwise with its
+            # arrays gone has run, as collectives do when a process is lost.
+            if is_gone and ("deleted" not in str(error) or error.__context__):
                 raise
-            # Nothing has run: find out whether this call needs another program.
-            if has_begun and program is not None:
-                counts.steps -= program.is_shared
-            needed = self._after_error(error, program, static, args, kwargs)
-            program, args, kwargs = needed
-            result = self._run_traced(program, static, args, kwargs)
-            structure = program.signature.structure
-        if program.is_bounded:
-            self.wait_if_many(result)
-        if structure is None:
+            self._check(args, kwargs)
+            if isinstance(error, StepError) or self._program(args, kwargs) is program:
+                raise
+        else:
+            if program.is_bounded:
+                self._in_flight += 1
+                if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+                    self._in_flight = 0
+                    jax.block_until_ready(result)
             return result
-        if args[0]._flat is not None:
-            args[0]._flat[2] = False
-        return structure.lazy(result[0]), result[1]
+        finally:
+            program.arguments = None
+        self._last = None
+        return self(*args, **kwargs)
 
-    def wait_if_many(self, result: PyTree) -> None:
-        """Waits for a result, if as many calls are in flight as may be on CPUs."""
-        self._in_flight += 1
-        if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-            self._in_flight = 0
-            jax.block_until_ready(result)
+    def _is_like_last(self, program: _Program, args: Any, kwargs: Any) -> bool:
+        """Returns, fast, whether arrays are where those of the last call were.
+
+        JAX would compile again without a word, or end the process for an array that was
+        used up or is donated twice.
+        """
+        leaves = jax.tree.leaves((args, kwargs))
+        state, rest = leaves[: program.num_state], leaves[program.num_state :]
+        ids = {*map(id, state)}
+        return (
+            [getattr(x, "sharding", None) for x in leaves] == program.current
+            and True
+            not in [isinstance(x, jax.Array) and x.is_deleted() for x in leaves]
+            and len(ids) == len(state)
+            and ids.isdisjoint(map(id, rest))
+        )
+
+    def _switch(self, args: Any, kwargs: Any) -> tuple[_Program, Any, Any]:
+        """Returns the program for a call, and its arguments on the program's mesh."""
+        self._check(args, kwargs)
+        program = self._program(args, kwargs)
+        self._last = program
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        for index, (leaf, layout) in enumerate(
+            zip(leaves, program.layouts, strict=True)
+        ):
+            is_moved = index < program.num_state or (
+                program.is_spread and isinstance(leaf, (jax.Array, np.ndarray))
+            )
+            # What is on no mesh comes back on one, and would be a recompilation.
+            if is_moved and layout and layout_of(leaf) is None:
+                leaves[index] = _jax.put(leaf, layout)
+        program.current = [getattr(x, "sharding", None) for x in leaves]
+        return program, *treedef.unflatten(leaves)
+
+    def _program(self, args: Any, kwargs: Any, *, is_call: bool = True) -> _Program:
+        """Returns the program for arguments, which may be abstract."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        layouts = list(map(layout_of, leaves))
+        state_def = treedef.children()[0].children()[0] if self._donates else None
+        program = _Program(state_def, layouts)
+        if program.mesh is not None:
+            whole = NamedSharding(program.mesh, PartitionSpec())
+            program.layouts = [layout or whole for layout in layouts]
+        key = treedef, tuple(map(_key, program.layouts))
+        # Processes compare what a call traces, and may not all trace for a look at it.
+        if is_call or not program.has_peers:
+            program = self._programs.setdefault(key, program)
+        if program.jitted is not None:
+            return program
+
+        @functools.wraps(self.function, updated=())  # JAX shows its arguments' names
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return self._traced(program, args, kwargs)
+
+        traced.__name__ = self.__name__
+        options: dict[str, Any] = {"static_argnames": self.static_argnames}
+        if self._donates:
+            state = program.layouts[: program.num_state]
+            options["out_shardings"] = (state_def.unflatten(state), None)
+            options["donate_argnums"] = 0
+        program.jitted = jax.jit(traced, **options)
+        return program
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
-
-        Args:
-            *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            **kwargs: Arguments by name.
-        """
-        before, self._thread.is_quiet = self._thread.is_quiet, True
+        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
+        args, kwargs = self._by_place(args, kwargs)
+        program = self._program(args, kwargs, is_call=False)
+        program.is_looked_at = True
         try:
-            with in_own_mesh((args, kwargs)):
-                args, kwargs, static = self._parameters.bind(args, kwargs)
-                rest = (args[1:], kwargs)
-                signature = LayoutSignature.of(self._name, args[0], rest)
-                program = self._programs.get(signature)
-                # Not the one that calls use, if other processes have it, too: they
-                # compare what a call compiles, and may not trace this one.
-                if program is None or signature.has_peers:
-                    call = CallSignature(self._names, static, args, kwargs)
-                    program = JittedStep.of(
-                        self._traced,
-                        self._name,
-                        signature,
-                        call,
-                        (static, args[0], rest),
-                    )
-                    if not signature.has_peers:
-                        self._programs[signature] = program
-                jitted: Any = program.jitted
-                return jitted.trace(static, program.flattened(args[0]), rest)
-        except Exception:
-            if args:  # what is wrong with them, if it is they
-                check_arguments(self._name, self._names, args, kwargs)
+            return program.jitted.trace(*args, **kwargs)
+        except TypeError:
+            self._check(args, kwargs)
             raise
         finally:
-            self._thread.is_quiet = before
+            program.is_looked_at = False
 
-    def _run_traced(
-        self, program: JittedStep, static: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """Runs a program that was explained, and may be traced."""
-        before, self._thread.may_trace = self._thread.may_trace, True
-        try:
-            if program.signature.has_peers:
-                call = CallSignature(self._names, static, args, kwargs)
-                why = self._change(call, program.seen) or "it was called before"
-                with new_program(self._name, program.signature.devices, why) as compare:
-                    self._compare(compare, program, call, args, kwargs)
-            state = program.flattened(args[0])
-            # Only now: while it waits for the others' program, it is behind those that
-            # are in this call without a new one.
-            counts.steps += program.is_shared
-            return program.jitted(static, state, (args[1:], kwargs))
-        except Exception as error:
-            check_arguments(self._name, self._names, args, kwargs)
-            raise error from None
-        finally:
-            self._thread.may_trace = before
+    # Inside a trace.
 
-    def __repr__(self) -> str:
-        return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
-
-    # Programs.
-
-    def _switch(
-        self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[JittedStep, tuple[Any, ...], dict[str, Any]]:
-        """Makes the program for these arguments the current one, and places them."""
-        signature = LayoutSignature.of(self._name, args[0], (args[1:], kwargs))
-        program = self._programs.get(signature)
-        call = CallSignature(self._names, static, args, kwargs)
-        before: list[CallSignature] = []
+    def _traced(self, program: _Program | None, args: Any, kwargs: Any) -> Any:
+        """Runs the step inside a program's trace; without one, inside any other."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
         if program is None:
-            before = [p.first_call for p in self._programs.values() if p.seen]
-            self._explain(call, before)
-        args, kwargs = self._with_rest_placed(args, kwargs, signature)
-        # A leaf without a layout comes back with one, and would be a recompilation.
-        leaves = [
-            leaf if layout is None or layout_of(leaf) else _jax.put(leaf, layout)
-            for leaf, layout in zip(
-                jax.tree.leaves(args[0]), signature.state_layouts, strict=True
-            )
-        ]
-        args = (signature.state_def.unflatten(leaves), *args[1:])
-        if program is None:
-            arguments = (static, args[0], (args[1:], kwargs))
-            new: Any = contextlib.nullcontext()
-            if signature.has_peers:
-                why = self._change(call, before)
-                new = new_program(self._name, signature.devices, why)
-            with new as compare:
-                program = JittedStep.of(
-                    self._traced, self._name, signature, call, arguments
-                )
-                if compare is not None:
-                    self._compare(compare, program, call, args, kwargs)
-            self._programs[signature] = program
-        self.program = program
-        return program, args, kwargs
-
-    def _with_rest_placed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: LayoutSignature
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Puts arrays without a layout on the state's mesh, and remembers to do so."""
-        placed = place_rest(args, kwargs, signature.whole)
-        before, after = map(jax.tree.leaves, ((args, kwargs), placed))
-        if any(a is not b for a, b in zip(before, after, strict=True)):
-            self._places_rest = True  # at every call from now on
-        return placed
-
-    def _after_error(
-        self,
-        error: Exception,
-        program: JittedStep | None,
-        static: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[JittedStep, tuple[Any, ...], dict[str, Any]]:
-        """Returns the program that this call needs, and its arguments, or raises."""
-        if isinstance(error, StepError) or not args:
-            raise error
-        check_arguments(self._name, self._names, args, kwargs)
-        if program is None:
-            raise error
-        rest = (args[1:], kwargs)
-        if LayoutSignature.of(self._name, args[0], rest) != program.signature:
-            return self._switch(static, args, kwargs)
-        if not isinstance(error, Retrace):
-            raise error
-        if not self._places_rest:
-            args, kwargs = self._with_rest_placed(args, kwargs, program.signature)
-            if self._places_rest:
-                return program, args, kwargs
-        now = CallSignature(self._names, static, args, kwargs)
-        self._explain(now, program.seen)
-        return program, args, kwargs
-
-    def _compare(
-        self,
-        compare: Callable[[Callable[[], Mapping[str, str]]], None],
-        program: JittedStep,
-        call: CallSignature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Compares a program with those of other processes, before its first call."""
-        key = call.static, tuple(jax.tree.leaves(call.arguments))
-        if key in program.compared or _jax.is_tracing():
-            return
-
-        def facts() -> Mapping[str, str]:
-            # JAX keeps what is lowered for the call that follows.
-            jitted: Any = program.jitted
-            state = program.flattened(args[0])
-            lowered = jitted.lower(call.static, state, (args[1:], kwargs))
-            # The texts of other objects may show where they are in memory.
-            static = {
-                name: repr(value)
-                for name, value in call.static
-                if isinstance(value, (bool, int, float, str, NoneType))
-            }
-            arguments = dict(labelled(self._names, args, kwargs))
-            return program_facts(arguments, lowered.as_text(), static, self.own)
-
-        compare(facts)
-        program.compared.add(key)
-
-    # Inside the trace.
-
-    def _traced(
-        self,
-        seen: list[CallSignature],
-        static: tuple[Any, ...],
-        state: PyTree,
-        rest: Any,
-    ) -> Any:
-        args, kwargs = rest
-        # With jax_debug_nans, JAX also runs this on arrays, to find the operation; that
-        # is no recompilation.
-        is_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves(state))
-        may_trace = self._thread.is_quiet or self._thread.may_trace
-        if seen and is_trace and not may_trace:
-            raise Retrace
+            program = _Program(None, list(map(_jax.sharding_of, leaves)))
+            program.is_looked_at = True
+        elif self._donates and jax.tree.structure(args[0]) != program.state_def:
+            raise _OtherProgram
+        # With jax_debug_nans, JAX also runs this on arrays.
+        now = why = None
+        if is_traced and not program.is_looked_at:
+            now = self._texts(args, kwargs, program.layouts)
+            why = self._explain(now)
+        shapes = map(_with_layout, leaves, program.layouts)
+        (state, *batch), named = treedef.unflatten(shapes)
         with contextlib.ExitStack() as stack:
-            if self._layouts:
+            stack.enter_context(_jax.ambient_mesh(program.mesh))
+            if self._layouts is not None:
                 stack.enter_context(activate(self._layouts))
-            result = self._step(state, *args, **kwargs, **dict(static))
+            with self._agreement(program, why) as compare:
+                jaxpr = self._inner.trace(*args, **kwargs).jaxpr
+                check_kernel_gradients(jaxpr.jaxpr, state, (batch, named))
+                compare(functools.partial(self._facts, program, jaxpr))
+            result = self._inner(*args, **kwargs)
+        if self._donates:
+            result = self._checked(args[0], result, program.layouts)
+        if now is not None:
+            self._seen.append(now)
+        return result
+
+    @contextlib.contextmanager
+    def _agreement(self, program: _Program, why: str | None) -> Iterator[Any]:
+        """A context in which all processes of a program trace it, and then compare."""
+        if why is None or not program.has_peers:
+            yield lambda facts: None
+            return
+        # While it waits for the others, it is behind those that run this call already.
+        counts.steps -= program.is_shared
+        try:
+            with new_program(self.__name__, program.devices, why) as compare:
+                yield compare
+        finally:
+            counts.steps += program.is_shared
+
+    def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
+        """Returns what processes compare of a program."""
+        arguments, static = dict(self._named(*program.arguments)), {}
+        for name in [x for x in arguments if self._is_static(x)]:
+            value = arguments.pop(name)
+            # The texts of other objects may show where they are in memory.
+            if isinstance(value, (bool, int, float, str, NoneType)):
+                static[name] = repr(value)
+        constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
+        arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
+        return program_facts(arguments, str(jaxpr.jaxpr), static)
+
+    def _checked(self, old: PyTree, result: Any, layouts: list[Any]) -> Any:
+        """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
+            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else ""
             msg = (
-                f"{self._name} returned {what(result)}; a step returns a pair, "
-                "(state, aux), with aux=None if there is nothing else."
+                f"{self.__name__} returned {what or _checks.type_text(result)}; a step "
+                "returns a pair, (state, aux), with aux=None if there is nothing else."
             )
             raise StepError(msg)
-        new_state, aux = result
-        new_state = self._like(state, new_state)
-        if not self._thread.is_quiet:
-            seen.append(CallSignature(self._names, static, (state, *args), kwargs))
-        return new_state, aux
+        new, aux = result
+        before, treedef = jax.tree.flatten(old)
+        changes = _changes(
+            *[({x: _kind(y) for x, y in _leaves(t)}, {}) for t in (old, new)]
+        )
+        if changes or treedef != jax.tree.structure(new):
+            msg = (
+                f"{self.__name__} returned another state than came in: "
+                f"{[*changes, 'its containers changed'][0]}. Return it in the "
+                "structure, shapes and dtypes that it had: cast or reshape it back."
+            )
+            raise StepError(msg)
+        leaves: list[Any] = []
+        for leaf, then, layout in zip(
+            jax.tree.leaves(new), before, layouts, strict=False
+        ):
+            # Adding a Python number can change it, and that alone would recompile.
+            weak_type = jax.typeof(then).weak_type
+            leaves.append(_kept(_jax.with_weak_type(leaf, weak_type=weak_type), layout))
+        return treedef.unflatten(leaves), aux
 
-    def _explain(self, now: CallSignature, before: list[CallSignature]) -> None:
-        """Warns of what differs from the most similar earlier call, if there is one."""
-        # Inside another transformation every call is traced.
-        if self._on_recompile == "ignore" or not before or _jax.is_tracing():
-            return
-        line = f"{self._name} recompiles: {self._change(now, before)}."
+    # Checks and explanations.
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        """Raises StepError for arrays that are used up, donated twice or elsewhere."""
+        if self._donates and _paths.holds_modules(args[:1]):
+            msg = (
+                f"{self.__name__}: the state holds an NNX module. Pass what "
+                "nnx.split(module) gives, or a TrainState; a module would be taken "
+                "apart at every call, and what it shares would be doubled."
+            )
+            raise StepError(msg)
+        num_state = len(jax.tree.leaves(args[:1])) if self._donates else 0
+        donated: dict[int, str] = {}
+        first: tuple[str, str] | None = None
+        for index, (name, leaf) in enumerate(self._named(args, kwargs)):
+            fact, devices = "", _devices_text(layout_of(leaf))
+            is_array = isinstance(leaf, jax.Array)
+            if not hasattr(leaf, "dtype") and not isinstance(
+                leaf, (int, float, complex)
+            ):
+                if not self._is_static(name):
+                    fact = (
+                        f" is {_checks.shown(leaf)}, and not an array. What a program "
+                        "depends on is named in static_argnames."
+                    )
+            elif is_array and leaf.is_deleted():
+                fact = (
+                    " was used up by an earlier call of a step, which reuses the "
+                    "memory of its state. Continue with the state that the step "
+                    "returned."
+                )
+            elif is_array and id(leaf) in donated:
+                fact = (
+                    f" and {donated[id(leaf)]!r} are the same array, whose memory the "
+                    "step reuses. Copy one of them with jax.numpy.copy."
+                )
+            elif devices and first and devices != first[1]:
+                fact = (
+                    f" is on {devices}, and {first[0]!r} on {first[1]}. Move it with "
+                    "relayout(x, layout)."
+                )
+            if fact:
+                raise StepError(f"{self.__name__}: {name!r}{fact}")
+            first = first or ((name, devices) if devices else None)
+            if index < num_state:
+                donated[id(leaf)] = name
+
+    def _explain(self, now: _Seen) -> str:
+        """Warns of what differs from the most similar earlier call, and returns it."""
+        if not self._seen:
+            return ""
+        change = [*min((_changes(x, now) for x in self._seen), key=len), _SETTING][0]
+        line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
             raise StepError(line)
-        warnings.warn(line, RecompileWarning, stacklevel=stack_level())
+        if self._on_recompile == "warn":
+            warnings.warn(line, RecompileWarning, stacklevel=stack_level())
+        return change
 
-    @staticmethod
-    def _change(now: CallSignature, before: list[CallSignature]) -> str:
-        """Returns what differs from the nearest earlier call; empty without one."""
-        changes = (differences(call, now) for call in before)
-        fewest = min(changes, key=len, default=[""])
-        return [*fewest, SETTING][0]
+    def _texts(self, args: Any, kwargs: Any, layouts: list[Any]) -> _Seen:
+        """Returns the types and the layouts of arguments, by name."""
+        named, types = self._named(args, kwargs), {}
+        for name, leaf in named:
+            is_weak = not self._is_static(name) and jax.typeof(leaf).weak_type
+            text = repr(leaf) if self._is_static(name) else _kind(leaf)
+            types[name] = text + " (weakly typed)" * is_weak
+        return types, dict(zip(types, map(_layout_text, layouts), strict=True))
 
-    def _like(self, old: PyTree, new: PyTree) -> Any:
-        """Returns the new state, weakly typed where the old one is.
+    def _named(self, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+        """Returns every leaf of some arguments, by parameter and path."""
+        by_place = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        parameters = self._signature.parameters.values()
+        names = [x.name for x in parameters if x.kind in by_place]
+        names += [f"args[{index}]" for index in range(len(names), len(args))]
+        values = [*zip(names, args, strict=False), *sorted(kwargs.items())]
+        return [
+            (f"{name}/{path}" if path else name, leaf)
+            for name, value in values
+            for path, leaf in _leaves(value)
+        ]
 
-        Raises:
-            StepError: If it differs from the old one in structure, shape or dtype.
-        """
-        old_leaves, treedef = jax.tree.flatten(old)
-        if treedef != jax.tree.structure(new):
-            raise StepError(structure_text(self._name, old, new))
-        leaves = []
-        for index, leaf in enumerate(jax.tree.leaves(new)):
-            before, after = jax.typeof(old_leaves[index]), jax.typeof(leaf)
-            if (before.shape, before.dtype) != (after.shape, after.dtype):
-                path, _ = named_leaves(old)[index]
-                msg = (
-                    f"{self._name} returned a state whose {path!r} is "
-                    f"{_render.array_text(after.dtype, after.shape)}; it came in as "
-                    f"{_render.array_text(before.dtype, before.shape)}. A step keeps "
-                    "the shapes and dtypes of its state: cast or reshape it back."
-                )
-                raise StepError(msg)
-            # Adding a Python number can change it, and that alone would recompile.
-            leaves.append(_jax.with_weak_type(leaf, weak_type=before.weak_type))
-        return treedef.unflatten(leaves)
+    def _is_static(self, name: str) -> bool:
+        return name.partition("/")[0] in self.static_argnames
+
+    def _by_place(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(path_of(keys), leaf) for keys, leaf in entries]
+
+
+def _kind(leaf: Leaf) -> str:
+    kind = jax.typeof(leaf)
+    return _render.array_text(kind.dtype, kind.shape)
+
+
+def _changes(before: _Seen, now: _Seen) -> list[str]:
+    """Returns what changed between two calls, one phrase each."""
+    changes = []
+    for name in dict.fromkeys([*now[0], *before[0]]):
+        old, new = before[0].get(name), now[0].get(name)
+        there, here = before[1].get(name), now[1].get(name)
+        if old is None:
+            changes.append(f"{name} is new: {new}")
+        elif new is None:
+            changes.append(f"{name} is gone: it was {old}")
+        elif old != new:
+            changes.append(f"{name} changed from {old} to {new}")
+        elif there != here:
+            changes.append(f"the layout of {name} changed from {there} to {here}")
+    return changes
+
+
+def _key(layout: Any) -> Hashable:
+    """Returns a layout without `None` at the end of its spec, which means nothing."""
+    if not isinstance(layout, NamedSharding):
+        return layout
+    spec = tuple(layout.spec)
+    while spec and spec[-1] is None:
+        spec = spec[:-1]
+    return layout.mesh, spec, layout.memory_kind
+
+
+def _layout_text(layout: Any) -> str:
+    if isinstance(layout, NamedSharding):
+        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
+    return "no layout of its own" if layout is None else str(layout)
+
+
+def _devices_text(layout: Any) -> str:
+    """Returns the devices of a layout in their order, which jit compares, too."""
+    if isinstance(layout, NamedSharding):
+        mesh: Any = layout.mesh
+        return ", ".join(map(str, mesh.devices.flat))
+    devices = layout.device_set if layout else ()
+    return ", ".join(sorted(map(str, devices)))
+
+
+def _with_layout(leaf: Leaf, layout: Any) -> Any:
+    """Returns a traced array with its layout, which only the program knows."""
+    if not isinstance(leaf, Tracer) or layout is None:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _kept(leaf: Leaf, layout: Any) -> Leaf:
+    """Returns a result for the host's memory, sharded before it is moved there.
+
+    JAX moves results to their memory first and then shards them: TPU compilers would
+    gather on the host, or fail. tests/test_tpu_programs.py notices.
+    """
+    if getattr(layout, "memory_kind", None) != "pinned_host" or _jax.is_on_host(leaf):
+        return leaf
+    on_device = layout.with_memory_kind("device")
+    return jax.device_put(_jax.constrain(leaf, on_device), layout)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from meshlayout import losses
-from meshlayout._annotations import Batch, Leaf
+from meshlayout._annotations import Batch
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
@@ -26,7 +26,6 @@ from meshlayout.state.precision import (
 from meshlayout.step.compiled_step import (
     CompiledStep,
     OnRecompile,
-    check_options,
     compile_step,
 )
 from meshlayout.step.inspection import StepInspection
@@ -130,7 +129,7 @@ class EvalStep(StepInspection):
         self._loss, self._metrics = loss, metrics
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        check_options(on_recompile, layouts)
+        compile_step(lambda state: None, on_recompile=on_recompile, layouts=layouts)
         self._programs: dict[Hashable, tuple[CompiledStep[..., Any], StepMetrics]] = {}
         self.__name__ = "eval_step"
 
@@ -159,8 +158,7 @@ class EvalStep(StepInspection):
             LossError: If what the loss function returns does not fit the batch.
         """
         with noted_call(self.__name__, state):
-            (_, flat), start = self._dispatch(state, batch, metrics, is_traced=False)
-        return Metrics.from_flat(flat, start.treedef)
+            return self._dispatch(state, batch, metrics, is_traced=False)[0]
 
     def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -193,8 +191,7 @@ class EvalStep(StepInspection):
             is_new = key not in self._programs
             program = self._compiled(mesh) if is_new else self._programs[key]
             compiled, step_metrics = program
-            # Nothing is donated: what is, is the first argument of a compiled step.
-            args = ((), without_optimizer(state), batch)
+            args = (without_optimizer(state), batch)
 
             def expected(state: TrainState) -> list[str]:
                 return self._loss.expected_metrics()
@@ -205,7 +202,7 @@ class EvalStep(StepInspection):
             if is_new:
                 if not is_traced:
                     check_divided(
-                        *args[1:], lambda: run(is_traced=True)[0].lower().as_text()
+                        *args, lambda: run(is_traced=True)[0].lower().as_text()
                     )
                 self._programs[key] = program
             return run(is_traced=is_traced)
@@ -213,22 +210,14 @@ class EvalStep(StepInspection):
     def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
         step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
 
-        def eval_step(
-            nothing: tuple[()],
-            state: TrainState,
-            batch: Batch,
-            metrics: tuple[Leaf, ...],
-        ) -> tuple[tuple[()], tuple[Leaf, ...]]:
-            def measure(users: Metrics) -> tuple[StepValues, Metrics, tuple[()]]:
-                return *self._values(state, batch, users), nothing
+        def eval_step(state: TrainState, batch: Batch, metrics: Metrics) -> Metrics:
+            def measure(users: Metrics) -> tuple[StepValues, Metrics, None]:
+                return *self._values(state, batch, users), None
 
-            return step_metrics.add(state.program, metrics, measure)
+            return step_metrics.add(state.program, metrics, measure)[1]
 
-        compiled = compile_step(
-            eval_step, layouts=self._layouts, on_recompile=self._on_recompile
-        )
-        compiled.own = ("metrics",)
-        return compiled, step_metrics
+        options: Any = {"layouts": self._layouts, "on_recompile": self._on_recompile}
+        return CompiledStep(eval_step, donate=False, **options), step_metrics
 
     def _values(
         self, state: TrainState, batch: Batch, users: Metrics
@@ -305,16 +294,15 @@ class PredictStep(StepInspection):
         self._options = (layouts, on_recompile)
         self._meshes: set[StepMesh] = set()  # those that divide the work
 
-        def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
-            predictions = call_model(
+        def predict(state: TrainState, batch: Batch) -> Any:
+            return call_model(
                 lambda model: predict_fn(model, batch),
                 *(policy, state, state.params, state.model_state, state.rng),
                 train=False,
             ).result
-            return nothing, predictions
 
-        self._compiled = compile_step(
-            predict, layouts=layouts, on_recompile=on_recompile
+        self._compiled = CompiledStep(
+            predict, layouts=layouts, on_recompile=on_recompile, donate=False
         )
         self.__name__ = "predict_step"
 
@@ -338,10 +326,10 @@ class PredictStep(StepInspection):
             mesh = step_mesh_of(state)
             if mesh not in self._meshes:
                 check_divided(
-                    *args, lambda: self._compiled.trace((), *args).lower().as_text()
+                    *args, lambda: self._compiled.trace(*args).lower().as_text()
                 )
                 self._meshes.add(mesh)
-            return self._compiled((), *args)[1]
+            return self._compiled(*args)
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does.
@@ -353,7 +341,7 @@ class PredictStep(StepInspection):
         check_state(self.__name__, state)
         with in_own_mesh(state):
             batch = place_host_batch(state, batch)
-            return self._compiled.trace((), without_optimizer(state), batch)
+            return self._compiled.trace(without_optimizer(state), batch)
 
     def __repr__(self) -> str:
         return f"PredictStep({getattr(self.predict_fn, '__name__', 'predict')})"

@@ -31,21 +31,20 @@ class StepMemory:
     Attributes:
         parameter_bytes: The parameters, by their layouts.
         optimizer_bytes: The optimizer's state, by its layouts.
-        other_state_bytes: The rest of the state, by its layouts: batch statistics, the
-            moving average of parameters; of a state that is no `TrainState`, all of it.
+        other_state_bytes: The rest of the state, by its layouts; of a state that is no
+            `TrainState`, all of it.
         batch_bytes: The batch, the metrics and other arguments, by their layouts.
         host_bytes: Arguments in the host's memory, by their layouts; not in any of the
             above, but among the measured ones of CPUs, whose memory it is.
-        gradient_bytes: The gradients, if all are held at once: as many bytes as the
-            parameters that are trained. They are part of the temporary bytes.
+        gradient_bytes: The gradients, if all are held at once; part of the temporary
+            bytes.
         argument_bytes: State, batch and metrics, measured.
         output_bytes: What comes out, the donated state's memory included, measured.
         donated_bytes: How much of the output takes the memory of arguments, measured.
         temporary_bytes: What is held in between, measured: gradients, activations, and
             what operations need for themselves.
         code_bytes: The program itself, measured; 0 where it is in the host's memory.
-        saved_bytes: How much more would be held in between without `remat`, measured; 0
-            where nothing is recomputed.
+        saved_bytes: How much more would be held in between without `remat`, measured.
     """
 
     parameter_bytes: int
@@ -113,131 +112,92 @@ _HEADERS = ["", "per device", "known"]
 class StepInspection:
     """Reports on the program of a step, for the arguments of a call.
 
-    Arguments may be abstract: `jax.ShapeDtypeStruct` with shardings, also on devices
-    that are only described. A program that was or will be called is not compiled twice.
+    Arguments are those of a call, and nothing is run or used up. They may be abstract:
+    `jax.ShapeDtypeStruct` with shardings, also on devices that are only described. A
+    program that was or will be called is not compiled twice.
     """
+
+    _state_name = "state"  # the step's first parameter
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         raise NotImplementedError
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
-
-        Args:
-            *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            **kwargs: Arguments by name.
-        """
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does."""
         return self.trace(*args, **kwargs).lower()
+
+    def cost(self, *args: Any, **kwargs: Any) -> "Cost":
+        """Returns the FLOPs of all devices together, loops counted in full."""
+        return meshlayout.hlo.read_cost(self.trace(*args, **kwargs))
 
     def communication(self, *args: Any, **kwargs: Any) -> "Communication":
         """Returns every collective of the compiled program, with bytes and mesh axes.
 
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
-
-        Args:
-            *args: As for a call; nothing is run, and the state is not used up.
-            **kwargs: Arguments by name.
         """
-        compiled = self._compile(args, kwargs)
-        arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
+        compiled: Any = self.lower(*args, **kwargs).compile()
+        state = _state_of(compiled)
+        leaves = _paths.flatten(state).leaves
+        paths = [leaf.path.removeprefix("params/") for leaf in leaves]
+        entries = jax.tree_util.tree_flatten_with_path(state)[0]
+        names = [self._state_name + jax.tree_util.keystr(keys) for keys, _ in entries]
+        names = map(meshlayout.hlo.leaf_name, names)  # of arguments, in JAX's words
         return meshlayout.hlo.read_communication(
-            compiled, arguments=arguments, results=results
+            compiled,
+            arguments=dict(zip(names, paths, strict=True)),
+            results=paths if any(leaf.value.donated for leaf in leaves) else (),
         )
-
-    def cost(self, *args: Any, **kwargs: Any) -> "Cost":
-        """Returns the FLOPs of all devices together, loops counted in full.
-
-        Args:
-            *args: As for a call; nothing is run, and the state is not used up.
-            **kwargs: Arguments by name.
-        """
-        return meshlayout.hlo.read_cost(self.trace(*args, **kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
 
         Use this to see whether a step fits, and what of it takes the memory.
-
-        Args:
-            *args: As for a call; nothing is run, and the state is not used up.
-            **kwargs: Arguments by name.
         """
-        compiled = self._compile(args, kwargs)
-        state = args[0] if args else kwargs.get("state")
-        return _memory_of(compiled, state)
-
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.lower(*args, **kwargs).compile()
-
-
-def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
-    """Returns the paths of a program's arguments by JAX's names, and of its results."""
-    (first, rest), _ = compiled.args_info
-    donates = bool(jax.tree.leaves(first))
-    names: dict[str, str] = {}
-    for keys, _ in jax.tree_util.tree_flatten_with_path(rest)[0]:
-        path = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
-        names[meshlayout.hlo.leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
-    paths = [leaf.path.removeprefix("params/") for leaf in _paths.flatten(state).leaves]
-    if isinstance(state, TrainState) and donates:  # it is passed flat
-        names.update((f"state/{index}", path) for index, path in enumerate(paths))
-        return names, paths
-    prefix = "state" if donates else "rest[0][0]"
-    entries, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (keys, _), path in zip(entries, paths, strict=True):
-        names[meshlayout.hlo.leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
-    return names, paths if donates else []
-
-
-def _memory_of(compiled: Any, state: Any) -> StepMemory:
-    (first, rest), _ = compiled.args_info
-    # An eval step donates nothing, and takes its state first among the others.
-    donates = bool(jax.tree.leaves(first))
-    num_state = len(jax.tree.leaves(first if donates else rest[0][0]))
-    params = slots = ()
-    if isinstance(state, TrainState):
+        compiled: Any = self.lower(*args, **kwargs).compile()
+        infos, treedef = jax.tree.flatten(compiled.args_info)
+        # None for what the program does not use.
+        shardings = treedef.flatten_up_to(compiled.input_shardings)
+        pairs = list(zip(infos, shardings, strict=True))
         # A program takes a state's arrays in the order of its fields.
-        params = jax.tree.leaves(state.params)
-        slots = jax.tree.leaves(state.opt_state) if donates else ()
-    infos, treedef = jax.tree.flatten(compiled.args_info)
-    # None for what the program does not use.
-    shardings = treedef.flatten_up_to(compiled.input_shardings)
-    pairs = list(zip(infos, shardings, strict=True))
-    ends = (0, len(params), len(params) + len(slots), num_state, None)
-    on_host = [pair for pair in pairs if pair[1] and _is_on_host(pair[1])]
-    parts = [
-        [pair for pair in pairs[start:end] if pair[1] and not _is_on_host(pair[1])]
-        for start, end in itertools.pairwise(ends)
-    ]
-    analysis = compiled.memory_analysis()
-    params_bytes, optimizer, other, batch = map(_shard_bytes, parts)
-    return StepMemory(
-        parameter_bytes=params_bytes,
-        optimizer_bytes=optimizer,
-        other_state_bytes=other,
-        batch_bytes=batch,
-        host_bytes=_shard_bytes(on_host),
-        gradient_bytes=0,
-        argument_bytes=analysis.argument_size_in_bytes,
-        output_bytes=analysis.output_size_in_bytes,
-        donated_bytes=analysis.alias_size_in_bytes,
-        temporary_bytes=analysis.temp_size_in_bytes,
-        code_bytes=analysis.generated_code_size_in_bytes,
-        saved_bytes=0,
-    )
+        state = _state_of(compiled)
+        is_state = isinstance(state, TrainState)
+        fields = [state.params, state.opt_state] if is_state else [(), ()]
+        params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
+        parts = itertools.pairwise([0, params, params + slots, whole, None])
+        by_part = [_shard_bytes(pairs[slice(*part)], on_host=False) for part in parts]
+        names = ["parameter", "optimizer", "other_state", "batch"]
+        analysis = compiled.memory_analysis()
+        return StepMemory(
+            **{f"{x}_bytes": size for x, size in zip(names, by_part, strict=True)},
+            host_bytes=_shard_bytes(pairs, on_host=True),
+            gradient_bytes=0,
+            argument_bytes=analysis.argument_size_in_bytes,
+            output_bytes=analysis.output_size_in_bytes,
+            donated_bytes=analysis.alias_size_in_bytes,
+            temporary_bytes=analysis.temp_size_in_bytes,
+            code_bytes=analysis.generated_code_size_in_bytes,
+            saved_bytes=0,
+        )
 
 
 def shard_bytes(arrays: Iterable[Leaf]) -> int:
     """Returns the bytes of arrays on each device."""
-    return _shard_bytes((x, x.sharding) for x in arrays)
+    return sum(_bytes(x, x.sharding) for x in arrays)
 
 
-def _shard_bytes(pairs: Iterable[tuple[Any, Sharding]]) -> int:
-    return sum(
-        math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
-        for x, sharding in pairs
-    )
+def _state_of(compiled: Any) -> Any:
+    """Returns the first argument of a program, with its shapes in place of arrays."""
+    args, _ = compiled.args_info
+    return args[0]
+
+
+def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:
+    return sum(_bytes(x, s) for x, s in pairs if s and _is_on_host(s) == on_host)
+
+
+def _bytes(x: Leaf, sharding: Sharding) -> int:
+    return math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
 
 
 def _is_on_host(sharding: Sharding) -> bool:

@@ -23,7 +23,7 @@ from meshlayout.step.updates import in_device_memory
 
 # A state, a batch and the arrays of the metrics, to the next state and metrics:
 # `StepProgram.train_step`.
-StepFunction: TypeAlias = Callable[..., tuple[TrainState, tuple[Leaf, ...]]]
+StepFunction: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -82,9 +82,9 @@ def steps_of(step: StepFunction) -> StepFunction:
     """Returns a function that runs a step for each of `Stacked` batches, in a loop."""
 
     def train_steps(
-        state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
-    ) -> tuple[TrainState, tuple[Leaf, ...]]:
-        def body(carry: tuple[TrainState, tuple[Leaf, ...]], batch: Batch) -> Any:
+        state: TrainState, batches: Stacked, metrics: Any
+    ) -> tuple[TrainState, Any]:
+        def body(carry: tuple[TrainState, Any], batch: Batch) -> Any:
             new, metrics = step(carry[0], batch, carry[1])
             # A loop refuses a carry whose leaves become weakly typed, or cease to be.
             new = jax.tree.map(

@@ -1,42 +1,25 @@
-"""The program of a train step on one mesh: gradients, update, metrics.
-
-Also how a call is repeated: a small step takes the device no longer than Python takes
-to call it, so that a call like the one before skips all that is known to be right.
-"""
+"""The program of a train step on one mesh: gradients, update, metrics."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshlayout import _batches, _paths, _render
-from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import (
-    check_weights_key,
-    get_weights,
-    num_examples,
-    without_nan_padding,
-)
-from meshlayout._counts import counts
+from meshlayout import _paths, _render
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
-from meshlayout.metrics.collection import set_flat
 from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.jitted_step import may_be_donated_twice
 from meshlayout.step.microbatches import microbatch_gradients
 from meshlayout.step.objective import Loss, LossShare
-from meshlayout.step.placement import StepMesh, layout_of
-from meshlayout.step.step_metrics import (
-    MetricsStart,
-    StepMetrics,
-    StepValues,
-    total_weight,
-)
+from meshlayout.step.placement import StepMesh
+from meshlayout.step.step_metrics import StepMetrics, StepValues, total_weight
 from meshlayout.step.updates import (
     Gradients,
     Update,
@@ -96,7 +79,6 @@ class StepProgram:
             self._compiled[kind] = compile_step(
                 step, layouts=self._layouts, on_recompile=self._on_recompile
             )
-            self._compiled[kind].own = ("metrics",)
         return self._compiled[kind]
 
     def expected_metrics(self, state: TrainState) -> list[str]:
@@ -112,17 +94,17 @@ class StepProgram:
         return [*plan.loss.expected_metrics(), *notes]
 
     def train_step(
-        self, state: TrainState, batch: Batch, metrics: tuple[Leaf, ...]
-    ) -> tuple[TrainState, tuple[Leaf, ...]]:
+        self, state: TrainState, batch: Batch, metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
         """Runs one step, inside jit.
 
         Args:
             state: The state.
             batch: The global batch.
-            metrics: The arrays of the metrics.
+            metrics: The metrics before.
 
         Returns:
-            The next state, and the metrics' arrays.
+            The next state, and the metrics after.
         """
 
         def measure(users: Metrics) -> tuple[StepValues, Metrics, TrainState]:
@@ -263,113 +245,3 @@ class Backward:
 
     def _scaled(self, loss: Any) -> Any:
         return loss if self._scale is None else loss * self._scale
-
-
-Repeat: TypeAlias = Callable[
-    [TrainState, Batch, Metrics | None], tuple[TrainState, Metrics] | None
-]
-
-
-def repeat_of(
-    compiled: CompiledStep[..., Any],
-    arguments: tuple[Any, ...],
-    key: str | int,
-    start: MetricsStart,
-) -> Repeat | None:
-    """Returns a function that repeats a call with other arrays, where that is safe.
-
-    It checks only what `jax.jit` would not notice, or would end the process for.
-    Whatever else is new makes JAX raise before anything has run (another structure), or
-    trace (other shapes), which the compiled step refuses.
-
-    Args:
-        compiled: The compiled step that was called.
-        arguments: Its arguments between the state and the metrics.
-        key: Where a batch carries its weights.
-        start: Where the metrics start.
-
-    Returns:
-        A function that returns None for a call it cannot make; None if there is none.
-    """
-    jitted_step = compiled.program
-    if len(arguments) != 1 or jitted_step is None:
-        return None  # an epoch
-    structure = jitted_step.signature.structure
-    flatten = jax.tree_util.default_registry.flatten  # jax.tree.flatten, in C++
-    leaves, _ = flatten(arguments[0])
-    # A batch on the host has none: it is checked and placed first.
-    layouts = [layout_of(leaf) for leaf in leaves]
-    if structure is None or None in layouts:
-        return None
-    weights = get_weights(arguments[0], key)
-    indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
-    jitted, metrics_def = jitted_step.jitted, start.treedef
-    is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
-    is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
-    marked = _batches.marked_weights
-    empty = start.leaves
-    create, set_attribute = object.__new__, object.__setattr__
-    nothing: dict[str, Any] = {}  # no arguments by name
-
-    def repeat(
-        state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> tuple[TrainState, Metrics] | None:
-        rows, _ = flatten(batch)
-        try:
-            # On other devices, jit would copy the batch to those of the program.
-            is_other = [x.sharding for x in rows] != layouts
-        except AttributeError:
-            return None
-        if is_other or type(state) is not TrainState:
-            return None
-        if metrics is None:
-            sums = empty
-        elif type(metrics) is Metrics and metrics._flat is not None:
-            sums, structure_of_sums = metrics._flat
-            if structure_of_sums is not metrics_def:
-                return None
-        else:
-            return None
-        flat = state._flat
-        if flat is None or flat[1] is not structure:
-            arrays = structure.flatten(state)
-            rest = (rows, sums)
-            if arrays is None or is_elsewhere(arrays):
-                return None
-            if is_spread and may_be_donated_twice(arrays, rest):
-                return None
-        elif flat[2]:
-            arrays = flat[0]
-            # No field of the state was read: none of its arrays can be in the batch.
-            if is_spread and True in [x.is_deleted() for x in (*rows, *sums)]:
-                return None
-        else:
-            return None
-        if marked and (not indices or id(rows[indices[0]]) not in marked):
-            check_weights_key(batch, key)
-        counts.steps += is_shared
-        try:
-            result = jitted((), arrays, ((batch, sums), nothing))
-        except Exception as error:
-            # A step that fails while it runs has used up the state. So has an earlier
-            # call, perhaps: then JAX says "deleted", and no other error caused that.
-            # On several devices that was checked, and Gloo's errors are ValueErrors.
-            is_runtime = isinstance(error, FloatingPointError | RuntimeError)
-            was_used_up = "deleted" in str(error) and error.__context__ is None
-            may_have_run = is_spread or (is_runtime and not was_used_up)
-            if may_have_run and any(x.is_deleted() for x in arrays):
-                raise
-            counts.steps -= is_shared
-            return None  # nothing has run; the call that follows counts, and says why
-        if flat is not None:
-            flat[2] = False
-        arrays, sums = result
-        if is_bounded:
-            compiled.wait_if_many(result)
-        # As `structure.lazy` and `Metrics.from_flat` do, without calls in Python.
-        new, new_metrics = create(TrainState), create(Metrics)
-        set_attribute(new, "_flat", [arrays, structure, True])
-        set_flat(new_metrics, (sums, metrics_def))
-        return new, new_metrics
-
-    return repeat

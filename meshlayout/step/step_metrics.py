@@ -5,9 +5,6 @@ and a user's metric that starts with integers may continue with floats. But the 
 takes the metrics as an argument. So it gets those that the step's options promise, and
 if it finds others, it ends with `OtherMetricsError` and a second trace gets those.
 
-A program takes and returns metrics as a tuple of arrays, because most that a step
-returns are only passed to the next call: to flatten a `Metrics` and to build one costs
-a call of a small step a third of its time on the host.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,9 +21,7 @@ from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.metrics.inputs import as_metric
 from meshlayout.state import TrainState
-from meshlayout.step.call_errors import is_array_like
 from meshlayout.step.compiled_step import CompiledStep
-from meshlayout.step.jitted_step import named_leaves
 from meshlayout.step.objective import RESERVED
 from meshlayout.step.placement import StepMesh
 
@@ -110,13 +105,11 @@ class MetricsStart:
     def __init__(self, empty: Metrics, mesh: StepMesh) -> None:
         self._mesh = mesh
         self.empty: Metrics = mesh.put(empty, is_own=True)
-        leaves, self.treedef = jax.tree.flatten(self.empty)
-        # Metrics are not donated, so every call that starts with None can share these.
-        self.leaves = tuple(leaves)
+        self.treedef = jax.tree.structure(self.empty)
         self.is_confirmed = False  # a trace has measured the same metrics
 
-    def flat(self, name: str, metrics: Metrics | None) -> tuple[Leaf, ...]:
-        """Returns the arrays of the metrics that a step adds to.
+    def given(self, name: str, metrics: Metrics | None) -> Metrics:
+        """Returns the metrics that a step adds to.
 
         Args:
             name: The step.
@@ -126,21 +119,16 @@ class MetricsStart:
             StepError: If they are not the metrics of this step.
         """
         if metrics is None:
-            return self.leaves
-        if type(metrics) is Metrics and metrics._flat is not None:
-            leaves, treedef = metrics._flat
-            if treedef is self.treedef:  # not ==, which takes a small step's time
-                return leaves
+            return self.empty
         check_metrics(name, metrics, self.empty)
         placed = self._mesh.put(_cast(strong(metrics), self.empty), is_own=True)
-        leaves, treedef = jax.tree.flatten(placed)
-        if treedef != self.treedef:
+        if jax.tree.structure(placed) != self.treedef:
             msg = (
                 f"{name}: the metrics given have the names of this step's metrics but "
                 "other settings. Start with None, and pass on what the step returned."
             )
             raise StepError(msg)
-        return tuple(leaves)
+        return placed
 
 
 class StepMetrics:
@@ -192,13 +180,13 @@ class StepMetrics:
         try:
             names = list(metrics) if isinstance(metrics, Metrics) else None
             if not start.is_confirmed and names not in (None, list(start.empty)):
-                compiled.trace(*args, start.leaves)  # the trace decides who is right
-            result = run(*args, start.flat(self._name, metrics))
+                compiled.trace(*args, start.empty)  # the trace decides who is right
+            result = run(*args, start.given(self._name, metrics))
         except OtherMetricsError as other:
             if start.is_confirmed:  # another batch was measured otherwise
                 raise
             start = self._starts[code] = self._start(other.names, other.users)
-            result = run(*args, start.flat(self._name, metrics))
+            result = run(*args, start.given(self._name, metrics))
         start.is_confirmed = True
         return result, start
 
@@ -218,25 +206,24 @@ class StepMetrics:
     def add(
         self,
         code: Hashable,
-        leaves: tuple[Leaf, ...],
+        before: Metrics,
         measure: Callable[[Metrics], tuple[StepValues, Metrics, T]],
-    ) -> tuple[T, tuple[Leaf, ...]]:
+    ) -> tuple[T, Metrics]:
         """Adds what a step measures to its metrics, inside jit.
 
         Args:
             code: The code of the state.
-            leaves: The arrays of the metrics before.
+            before: The metrics before.
             measure: Given the user's metrics, returns the step's values, the user's
                 metrics with the batch added, and any other results.
 
         Returns:
-            The other results, and the arrays of the metrics after.
+            The other results, and the metrics after.
 
         Raises:
             OtherMetricsError: If the step measures others, or they need other dtypes:
                 what starts with integers may continue with floats.
         """
-        before: Metrics = self._starts[code].treedef.unflatten(leaves)
         users = Metrics({name: before.metric(name) for name in self._users})
         values, updated, rest = measure(users)
         names = list(values.values)
@@ -246,8 +233,7 @@ class StepMetrics:
             )
             raise OtherMetricsError(names, shapes)
         # The compiler might shard a sum; the next call would then be a recompilation.
-        after = self._mesh.everywhere(values.added_to(before, updated))
-        return rest, tuple(jax.tree.leaves(after))
+        return rest, self._mesh.everywhere(values.added_to(before, updated))
 
 
 def strong(tree: PyTree) -> Any:
@@ -292,7 +278,8 @@ def _as_metric(name: str, metric: Any) -> Any:
     except MetricError as error:
         msg = f"metrics=: {name!r}: {error}"
         raise StepError(msg) from None
-    for path, leaf in named_leaves(metric):
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(metric)[0]:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
         if leaf is metric:
             msg = (
                 f"metrics=: {name!r} is a {type(metric).__name__}, which JAX does not "
@@ -300,7 +287,7 @@ def _as_metric(name: str, metric: Any) -> Any:
                 "jax.tree_util.register_dataclass, or make it a flax.struct.dataclass."
             )
             raise StepError(msg)
-        if not is_array_like(leaf):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
             msg = (
                 f"metrics=: the field {path!r} of {name!r} is {leaf!r}, not an array. "
                 'Mark it static: dataclasses.field(metadata={"static": True}), or '

@@ -21,7 +21,7 @@ from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.inspection import StepInspection, StepMemory, shard_bytes
 from meshlayout.step.multi_step import Stacked, stacked_batches, steps_of
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
@@ -36,7 +36,7 @@ from meshlayout.step.placement import (
     row_axes,
     step_mesh_of,
 )
-from meshlayout.step.program import Plan, Repeat, StepProgram, repeat_of
+from meshlayout.step.program import Plan, StepProgram
 from meshlayout.step.remat import Remat, check_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
 from meshlayout.step.updates import OnNonfinite, Update
@@ -179,12 +179,11 @@ class TrainStep(StepInspection):
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        check_options(on_recompile, layouts)
+        compile_step(lambda state: None, on_recompile=on_recompile, layouts=layouts)
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._programs: dict[Hashable, StepProgram] = {}
-        self._repeat: Repeat | None = None
         self._takes_several = plan.steps_per_call != 1
         self._wants_extra = frozenset(plan.update.names())
         self._zero = ZeroPlacement() if plan.zero else None
@@ -216,11 +215,6 @@ class TrainStep(StepInspection):
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        repeat = self._repeat
-        if repeat is not None:
-            result = repeat(state, batch, metrics)
-            if result is not None:
-                return result
         with noted_call(self.__name__, state):
             if self._takes_several:
                 # Before they are stacked: weights are marked by the identity of arrays.
@@ -235,12 +229,6 @@ class TrainStep(StepInspection):
         """Runs one step, or those of all batches of a call in one dispatch."""
         with in_own_mesh(state):
             placed = self._placed(state, batch)
-            # Only now it is like the batch of the call before: on the mesh, or stacked.
-            is_new = placed is not batch or self._takes_several
-            if is_new and self._repeat is not None:
-                result = self._repeat(state, placed, metrics)
-                if result is not None:
-                    return result
             return self._dispatch(*self._program_call(state, placed), metrics)
 
     def _dispatch(
@@ -261,15 +249,11 @@ class TrainStep(StepInspection):
             metrics: The metrics to add to.
             is_traced: Whether to trace it.
         """
-        result, start = program.metrics.run(
+        result, _ = program.metrics.run(
             *(compiled, args, args[0], metrics, program.expected_metrics),
             is_traced=is_traced,
         )
-        if is_traced:
-            return result
-        state, flat = result
-        self._repeat = repeat_of(compiled, args[1:], self.weights, start)
-        return state, Metrics.from_flat(flat, start.treedef)
+        return result
 
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
         """Returns a batch on the mesh of the state."""

@@ -312,7 +312,7 @@ def _for_one_device(step: Any) -> Any:
         return step.without_layouts()
     if isinstance(step, CompiledStep):
         static = step.static_argnames
-        return jax.jit(vars(step)["__wrapped__"], static_argnames=static)
+        return jax.jit(step.function, static_argnames=static)
     return step if hasattr(step, "lower") else jax.jit(step)
 
 

@@ -114,7 +114,7 @@ class AsyncMetrics:
     def add(self, position: TrainingPosition, metrics: Metrics) -> None:
         """Adds metrics on the device, and the position that they belong to."""
         # `compute` makes new arrays: the next step donates the metrics themselves.
-        self._pending.append((position, metrics._compute_copy()))
+        self._pending.append((position, metrics.local_values()))
 
     def read(
         self, *, wait: bool = False
