@@ -8,7 +8,7 @@ sharding by metadata is off in the meantime, since the layout map decides.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
@@ -54,22 +54,13 @@ class ComputedArray(jax.ShapeDtypeStruct):
 
 @dataclass(frozen=True)
 class TracedBuild:
-    """A traced builder: its operations, and the tree that it makes.
+    """A traced builder: its operations, and the tree that it makes."""
 
-    Attributes:
-        jaxpr: The operations, a closed jaxpr; its results are the computed leaves.
-        leaves: The leaves of the tree; a `ComputedArray` for each that the builder
-            computes.
-        treedef: The structure of the tree; for NNX modules, of their state.
-        graphdef: The structure of the modules, if there are any.
-        shared: The other paths of variables that modules share, by path.
-    """
-
-    jaxpr: Any
-    leaves: list[Leaf]
-    treedef: Any
-    graphdef: Any
-    shared: dict[str, str]
+    jaxpr: Any  # the operations; their results are the computed leaves
+    leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
+    treedef: Any  # of the tree; for NNX modules, of their state
+    graphdef: Any  # the structure of the modules, if there are any
+    shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
@@ -103,11 +94,7 @@ class StateDescription(Generic[T]):
     _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
-        """Makes the state, as `create` does.
-
-        Raises:
-            StateError: If called inside a function that JAX transforms.
-        """
+        """Makes the state, as `create` does."""
         return cast(T, self._make())
 
     def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
@@ -122,15 +109,16 @@ class StateDescription(Generic[T]):
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        targets = [
+        pairs = list(zip(self._traced.leaves, self._targets, strict=True))
+        computed = [
             layout
-            for leaf, layout in self._leaves()
+            for leaf, layout in pairs
             if isinstance(leaf, ComputedArray) and layout is not None
         ]
         jaxpr = self._traced.jaxpr
-        results = iter(run_on_shards(jaxpr, inputs, targets, self._mesh))
+        results = iter(run_on_shards(jaxpr, inputs, computed, self._mesh))
         leaves: list[Leaf] = []
-        for leaf, layout in self._leaves():
+        for leaf, layout in pairs:
             if isinstance(leaf, ComputedArray):
                 leaves.append(next(results))
             elif is_array(leaf) and layout is not None:
@@ -149,15 +137,13 @@ class StateDescription(Generic[T]):
         values |= {f"constant {i}": value for i, value in enumerate(constants)}
         layouts: dict[str, Leaf] = {}
         paths = _paths.leaf_names(self._traced.node)
-        for path, (leaf, layout) in zip(paths, self._leaves(), strict=True):
+        pairs = zip(self._traced.leaves, self._targets, strict=True)
+        for path, (leaf, layout) in zip(paths, pairs, strict=True):
             if is_array(leaf) and layout is not None:
                 layouts[path] = _abstract(leaf, layout)
                 if not isinstance(leaf, ComputedArray):
                     values[f"the array for {path}"] = leaf
         return program_facts(layouts | values, str(jaxpr.jaxpr), {})
-
-    def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
-        return zip(self._traced.leaves, self._targets, strict=True)
 
 
 def describe(
@@ -173,8 +159,8 @@ def describe(
         layouts: As for `create`.
 
     Raises:
-        StateError: If the builder cannot be traced.
-        LayoutMapError: If the rules disagree or do not fit.
+        StateError: As for `create`.
+        LayoutMapError: Likewise.
 
     Example:
         >>> import meshlayout as ml
@@ -247,11 +233,7 @@ def place(
     layouts: LayoutMap,
     resolve: Callable[[PyTree], Resolved] | None = None,
 ) -> StateDescription[PyTree]:
-    """Lays out every array of a traced state, by the map or by `resolve`.
-
-    Raises:
-        LayoutMapError: If the rules disagree or do not fit.
-    """
+    """Lays out every array of a traced state, by the map or by `resolve`."""
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
         layouts._check_used(resolved, traced.shared)
@@ -282,11 +264,7 @@ def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
-    """Traces a builder once; `inputs` are the arrays it takes as arguments, if any.
-
-    Raises:
-        StateError: If it cannot be traced.
-    """
+    """Traces a builder once; `inputs` are the arrays it takes as arguments, if any."""
     graphdef, treedef = None, None
     shared: dict[str, str] = {}
     leaves: list[Leaf] = []

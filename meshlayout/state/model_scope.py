@@ -81,6 +81,7 @@ class _Scope:
         self.layouts = layouts
         # Modules that are not part of another one, as far as is known.
         self._roots: list[nnx.Module] = []
+        self._slots: list[Resolution] = []  # of optimizers
         self.is_empty = True
 
     # Called instead of Flax's own methods, which are their first argument.
@@ -131,6 +132,7 @@ class _Scope:
         slots = nnx.state(optimizer, lambda path, _: path not in paths)
         resolved = self.layouts._resolve_slots(slots, params, owners)
         _lay_out(optimizer, slots, resolved.layouts)
+        self._slots.extend(resolved.resolutions)
 
     def finish(self) -> None:
         """Lays out every module by its final paths."""
@@ -143,7 +145,8 @@ class _Scope:
             )
         resolutions = [one for root in self._roots for one in self._move(root)]
         if self._roots:
-            self.layouts._check_used(Resolved(None, tuple(resolutions)))
+            every = (*resolutions, *self._slots)
+            self.layouts._check_used(Resolved(None, every))
 
     def _created(
         self,
