@@ -118,13 +118,13 @@ def _plan(
     """Returns the shardings of all values, chosen backwards from the results."""
     plan: dict[Any, NamedSharding] = {}
 
-    def choose(var: Any, specs: Sequence[Any]) -> None:
+    def choose(var: Any, specs: PartitionSpec | Sequence[Any]) -> None:
         # JAX does not shard empty arrays, or fails.
-        specs = specs if math.prod(var.aval.shape) else ()
-        plan[var] = NamedSharding(mesh.jax_mesh, PartitionSpec(*specs))
+        spec = PartitionSpec(*specs) if math.prod(var.aval.shape) else PartitionSpec()
+        plan[var] = NamedSharding(mesh.jax_mesh, spec)
 
     def finest(shape: Sequence[int]) -> Sequence[Any]:
-        return finest_layout(mesh, shape).sharding.spec
+        return tuple(finest_layout(mesh, shape).sharding.spec)
 
     for var, target in zip(outputs, targets, strict=True):
         if not isinstance(var, Literal) and var not in plan:
