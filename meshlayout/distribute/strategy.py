@@ -36,6 +36,7 @@ from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh, parse_devices
+from meshlayout.state import scope
 
 
 # The strategy whose scope is open, or whose `run` is under way.
@@ -108,7 +109,7 @@ class Strategy:
                 "run. Scopes cannot be nested: leave the outer one first."
             )
             raise StrategyError(msg)
-        with self.layouts.scope(), self._inside():
+        with scope(self.layouts), self._inside():
             yield self
 
     def run(

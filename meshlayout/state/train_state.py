@@ -23,7 +23,7 @@ from meshlayout._checks import shown
 from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import (
+from meshlayout.state.creation import (
     StateDescription,
     T,
     check_builder,
