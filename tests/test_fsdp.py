@@ -319,7 +319,6 @@ def on_host(mesh):
     "options",
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
-        pytest.param({"zero": 1}, id="zero", marks=pytest.mark.slow),
         pytest.param(
             {"accumulate": 2, "on_nonfinite": "skip", "clip_norm": 1.0, "ema": 0.9},
             id="many",

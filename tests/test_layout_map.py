@@ -473,10 +473,6 @@ OPTIONS = {
         "no rule has the pattern []. To find the layout of a path, use match(path, "
         "shape, dtype).",
     ),
-    "keys in no order": (
-        lambda m: ml.LayoutMap(m).resolve({1: jnp.ones(2), "1": jnp.ones(2)}),
-        None,
-    ),
     "parameters of another model": (
         lambda m: ml.LayoutMap(m).resolve(
             optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
@@ -504,11 +500,7 @@ def test_what_else_is_refused(name, mesh):
     call, message = OPTIONS[name]
     with pytest.raises(ml.MeshLayoutError) as caught:
         call(mesh)
-    if message is None:  # begins with JAX's own words
-        assert str(caught.value).startswith("JAX cannot flatten the tree: ")
-        assert str(caught.value).endswith(" Use keys of one type.")
-    else:
-        assert str(caught.value) == message
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", INSERTIONS)
@@ -715,6 +707,3 @@ def test_nonsense_in_a_rule_works_or_is_a_sentence(mesh, where, value):
         "function": lambda: {"w": lambda path, shape, dtype: value},
     }
     check_sentence(lambda: ml.LayoutMap(mesh, rules[where]()).resolve({"w": array(8)}))
-
-
-# What it costs: counted, as seconds say little on a busy machine.

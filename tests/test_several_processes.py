@@ -283,8 +283,8 @@ def options_of_the_step(run):
 def zero(run):
     mesh = run.mesh("batch")
     layouts = ml.parallel.data_parallel(mesh)
-    state = state_on(mesh, layouts)
-    train_step = ml.make_train_step(loss_fn, zero=1)
+    state = state_on(mesh, layouts | {"^opt_state/": ml.zero_rule(mesh)})
+    train_step = ml.make_train_step(loss_fn)
     for batch in data_on(mesh):
         state, _ = train_step(state, batch)
     return contents(state)

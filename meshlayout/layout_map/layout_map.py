@@ -275,7 +275,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = state_indices(tree, flat)
+        inside = state_indices(tree)
         owners = [index for index in range(len(flat.leaves)) if index not in inside]
         if not inside or not owners:  # of an optimizer state alone, rules decide
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
