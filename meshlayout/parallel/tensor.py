@@ -103,7 +103,7 @@ def tensor_parallel(
             'create_mesh({"batch": 2, "model": 4}).'
         )
         raise LayoutMapError(msg)
-    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
+    params, flow = follow(model_or_build, example_inputs, call, where)
     specs: dict[str, Layout | Rule] = {}
     for param, decision in zip(
         params, _decisions(params, flow, num_shards), strict=True
