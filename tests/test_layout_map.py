@@ -673,37 +673,3 @@ def test_own_rules_win_over_those_that_were_generated(mesh):
 
 
 # What a user may hand in.
-
-
-def check_sentence(call):
-    """Calls; nothing is raised but errors that say something in words."""
-    said = None
-    try:
-        call()
-    except ml.MeshLayoutError as error:
-        said = str(error)
-    assert said is None or (len(said) > 20 and "0x" not in said)
-
-
-NONSENSE = [None, float("nan"), -1, 0, "x", object(), YES]
-PARAMETERS = ["mesh", "rules", "default", "conflict", "unmatched", "on_uneven"]
-
-
-@pytest.mark.parametrize("value", NONSENSE)
-@pytest.mark.parametrize("name", [*PARAMETERS, "unused", "logical_axes"])
-def test_nonsense_works_or_is_a_sentence(mesh, name, value):
-    options = {"mesh": mesh, "rules": {"w": ("batch",)}, name: value}
-    check_sentence(lambda: ml.LayoutMap(**options).resolve({"w": array(8)}))
-
-
-@pytest.mark.parametrize("value", NONSENSE)
-@pytest.mark.parametrize("where", ["pattern", "spec", "Rule", "on_uneven", "function"])
-def test_nonsense_in_a_rule_works_or_is_a_sentence(mesh, where, value):
-    rules = {
-        "pattern": lambda: {value: ("batch",)},
-        "spec": lambda: {"w": (value,)},
-        "Rule": lambda: {"w": ml.Rule(value)},
-        "on_uneven": lambda: {"w": ml.Rule(("batch",), on_uneven=value)},
-        "function": lambda: {"w": lambda path, shape, dtype: value},
-    }
-    check_sentence(lambda: ml.LayoutMap(mesh, rules[where]()).resolve({"w": array(8)}))
