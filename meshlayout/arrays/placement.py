@@ -252,9 +252,9 @@ def with_lists_as_arrays(x: PyTree) -> PyTree:
 
 def _is_number_list(node: PyTree) -> bool:
     kinds = (*_NUMBERS, np.generic)
-    return isinstance(node, list) and all(
-        isinstance(item, kinds) or _is_number_list(item) for item in node
-    )
+    if not isinstance(node, list) or not node:  # JAX's tree without leaves
+        return False
+    return all(isinstance(item, kinds) or _is_number_list(item) for item in node)
 
 
 # One array.
