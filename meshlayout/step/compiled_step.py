@@ -10,7 +10,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import NoneType
 from typing import (
     Any,
     Generic,
@@ -105,9 +104,6 @@ def compile_step(
 _Seen: TypeAlias = tuple[dict[str, str], dict[str, str]]
 
 
-_PLAIN = (bool, int, float, str, NoneType)  # the texts of others may show addresses
-
-
 class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
     """The state has another structure than the one that the program is for."""
 
@@ -121,7 +117,7 @@ class _Program:
         # For what is on no mesh: it would come back on one, and be a recompilation.
         self.whole = self.mesh and NamedSharding(self.mesh, PartitionSpec())
         self.layouts = [layout or self.whole for layout in layouts]
-        self.key = treedef, tuple(self.layouts)
+        self.key = treedef, tuple(map(_key, self.layouts))
         self.jitted: Any = None
         self.current: list[Any] = []  # the shardings of the last call's arguments
         self.arguments: Any = None  # those of a call, while it is under way
@@ -338,14 +334,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
         """Returns what processes compare of a program."""
-        arguments, static = self._named(*program.arguments), {}
-        for name in [x for x in arguments if self._is_static(x)]:
-            value = arguments.pop(name)
-            if isinstance(value, _PLAIN):
-                static[name] = repr(value)
+        arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
         arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr), static)
+        return program_facts(arguments, str(jaxpr.jaxpr), {})
 
     def _kept(self, old: PyTree, result: Any, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
@@ -416,8 +408,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _texts(self, args: Any, kwargs: Any, layouts: Sequence[Any] = ()) -> _Seen:
         """Returns the types of arguments by name, and the layouts that are given."""
-        named = self._named(args, kwargs).items()
-        types = {x: repr(y) if self._is_static(x) else _type_text(y) for x, y in named}
+        types = {
+            name: repr(x)
+            if name.partition("/")[0] in self.static_argnames
+            else _type(x)
+            for name, x in self._named(args, kwargs).items()
+        }
         if not layouts:
             return types, {}
         treedef = jax.tree.structure((args, kwargs))
@@ -429,9 +425,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         entries = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))[0]
         text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         return {text(keys): leaf for keys, leaf in entries}
-
-    def _is_static(self, name: str) -> bool:
-        return name.partition("/")[0] in self.static_argnames
 
     def _by_place(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
@@ -471,7 +464,17 @@ def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
     return jax.device_put(_jax.constrain(leaf, on_device), layout)
 
 
-def _type_text(leaf: Leaf) -> str:
+def _key(layout: Any) -> Any:
+    """Returns a layout without `None` at the end of its spec, which means nothing."""
+    if not isinstance(layout, NamedSharding):
+        return layout
+    spec = [*layout.spec]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return layout.mesh, *spec, layout.memory_kind
+
+
+def _type(leaf: Leaf) -> str:
     kind = jax.typeof(leaf)
     return _render.array_text(kind.dtype, kind.shape)
 
