@@ -42,11 +42,6 @@ from meshlayout._counts import taking_part
 from meshlayout.errors import ClusterError
 
 
-try:
-    from jax._src.random import prng
-except ImportError:  # jax 0.7
-    from jax._src import prng
-
 if TYPE_CHECKING:
     # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
     Device: TypeAlias = Any
@@ -595,22 +590,12 @@ def key_impl(dtype: DType) -> str:
     return str(dtype._impl.name)
 
 
-# A PRNG key as an argument of a compiled function costs a call more than its words, and
-# JAX's public `key_data` and `wrap_key_data` each run a program. If a key no longer
-# keeps its words in `_base_array`, tests/test_step_calls.py fails.
-KeyDType = prng.KeyTy
-
-
 def words_of_key(key: Any) -> jax.Array:
-    """Returns the words inside a PRNG key, without a copy."""
+    """Returns the words inside a PRNG key, without a copy, which may be on all processes.
+
+    JAX's public `key_data` runs a program. tests/test_cluster_programs.py notices.
+    """
     return key._base_array
-
-
-def key_of_words(words: jax.Array, dtype: DType) -> Any:
-    """Returns a PRNG key around its words, which may have been donated."""
-    if isinstance(words, jax.core.Tracer):
-        return prng.random_wrap(words, impl=dtype._impl)
-    return prng.PRNGKeyArray(dtype._impl, words)
 
 
 def x64_mode(*, enabled: bool) -> Any:

@@ -443,10 +443,6 @@ def shared_module():
 
 
 REFUSED = {
-    "not a function": (
-        lambda: ml.compile_step(3),
-        "compile_step takes a function, and got 3.",
-    ),
     "bad option": (
         lambda: ml.compile_step(doubled, on_recompile="wrn"),
         "on_recompile must be 'warn', 'error' or 'ignore', got 'wrn'. Did you mean "

@@ -83,9 +83,6 @@ def compile_step(
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.
 
-    Raises:
-        StepError: If an argument here is wrong, and at calls: see `CompiledStep`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> @compile_step
@@ -142,8 +139,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
     is no state: nothing is donated, and the function may return anything.
 
     Attributes:
-        function: The function.
-        static_argnames: Its arguments that are not arrays.
+        function: The function, whose `static_argnames` are not arrays.
     """
 
     def __init__(
@@ -155,9 +151,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         layouts: LayoutMap | None = None,
         donate: bool = True,
     ) -> None:
-        if not callable(step):
-            msg = f"compile_step takes a function, and got {_checks.shown(step)}."
-            raise StepError(msg)
         choices = get_args(OnRecompile)
         _checks.choice("on_recompile", on_recompile, choices, error=StepError)
         if layouts is not None and not isinstance(layouts, LayoutMap):
@@ -184,9 +177,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options = {"on_recompile": self._on_recompile, "layouts": self._layouts}
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
-
-    def __repr__(self) -> str:
-        return f"CompiledStep({self.__name__}, {len(self._programs)} layouts seen)"
 
     # Calls.
 
@@ -373,26 +363,26 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
             raise StepError(msg)
         owners: dict[int, list[str]] = {}
-        for name, leaf in self._named(args, kwargs).items():
-            if not isinstance(leaf, jax.Array):
-                continue
-            if leaf.is_deleted():
-                msg = (
-                    f"{self.__name__}: {name!r} was used up by an earlier call of a "
-                    "step, which reuses the memory of its state. Continue with the "
-                    "state that the step returned."
-                )
-                raise StepError(msg)
+        named = self._named(args, kwargs)
+        for name, leaf in named.items():
             owners.setdefault(id(leaf), []).append(name)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
-        for key, names in owners.items():
-            if key in donated and len(names) > 1:
-                msg = (
-                    f"{self.__name__}: {' and '.join(map(repr, names))} are the same "
-                    "array, whose memory the step reuses. Copy one of them with "
-                    "jax.numpy.copy."
+        for names in owners.values():
+            leaf, fact = named[names[0]], ""
+            if _is_deleted(leaf):
+                fact = (
+                    "was used up by an earlier call of a step, which reuses the "
+                    "memory of its state. Continue with the state that the step "
+                    "returned."
                 )
-                raise StepError(msg)
+            elif isinstance(leaf, jax.Array) and id(leaf) in donated and names[1:]:
+                fact = (
+                    "are the same array, whose memory the step reuses. Copy one of "
+                    "them with jax.numpy.copy."
+                )
+            if fact:
+                which = " and ".join(map(repr, names))
+                raise StepError(f"{self.__name__}: {which} {fact}")
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
