@@ -115,7 +115,6 @@ class Contest:
             f"make_train_step, steps_per_call={PER_CALL}": lambda: self.ours(
                 steps_per_call=PER_CALL
             ),
-            "make_train_step, zero=1": lambda: self.ours(zero=1),
             "Trainer.fit": self.trainer,
             f"Trainer.fit, steps_per_call={PER_CALL}": lambda: self.trainer(
                 steps_per_call=PER_CALL
@@ -124,8 +123,6 @@ class Contest:
             "scalax sjit": self.scalax,
             "Keras 3 fit": self.keras,
         }
-        if self.num_devices == 1:
-            del ways["make_train_step, zero=1"]
         if self.is_placed or self.work.loss_fn is not classify:
             del ways["Keras 3 fit"]
         return ways

@@ -94,6 +94,20 @@ def test_a_batch_replicated_by_hand_is_an_error():
         ml.make_train_step(loss_fn)(state_on(mesh), batch)
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_from_the_host_that_do_not_divide_are_an_error(name):
+    mesh = ml.create_mesh({"batch": 4, "model": 2})
+    state = state_on(mesh, {"kernel": (None, "model")})
+    with pytest.raises(ml.errors.StepError) as error:
+        STEPS[name]()(state, jax.tree.map(lambda x: x[:10], DATA))
+    assert str(error.value) == (
+        "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
+        "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop "
+        "rows (sizes that divide: 8 and 12), or take ml.distribute_dataset(source, "
+        "mesh), which pads the last batch and gives the padding weight 0."
+    )
+
+
 def computed(state, batch):
     """The loss and the predictions, before a train step."""
     loss = float(STEPS["eval"]()(state, batch)["loss"])

@@ -77,7 +77,7 @@ KINDS = {  # data, options of the trainer and of fit
         {"steps_per_epoch": 5},
     ),
     "what a step keeps beside": (
-        *(distributed, {"ema": 0.9, "on_nonfinite": "skip", "zero": 1}),
+        *(distributed, {"ema": 0.9, "on_nonfinite": "skip"}),
         {},
     ),
 }

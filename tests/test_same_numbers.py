@@ -489,7 +489,7 @@ LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
     pytest.param(squares, False, {}, marks=pytest.mark.slow),
     pytest.param(
-        *(squares, False, {"accumulate": 2, "remat": {"first": None}}),
+        *(squares, False, {"accumulate": 2, "remat": "full"}),
         marks=pytest.mark.slow,
     ),
     (squares, True, {"accumulate": 2}),

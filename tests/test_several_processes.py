@@ -177,7 +177,7 @@ def data_parallel(run):
 @program()
 def fsdp(run):
     mesh = run.mesh("batch")
-    return trained(mesh, ml.parallel.fsdp(mesh, "batch", min_bytes=0))
+    return trained(mesh, ml.parallel.fsdp(mesh, axes="batch", min_bytes=0))
 
 
 @program()
@@ -205,7 +205,7 @@ def tensor_parallel(run):
 @program()
 def composed(run):
     mesh = run.mesh("across")
-    fsdp = ml.parallel.fsdp(mesh, "batch", min_bytes=0)
+    fsdp = ml.parallel.fsdp(mesh, axes="batch", min_bytes=0)
     layouts = ml.parallel.compose(tensor_parallel_on(mesh), fsdp)
     return {"code": layouts.to_code(nnx.eval_shape(build)), **trained(mesh, layouts)}
 
@@ -283,8 +283,8 @@ def options_of_the_step(run):
 def zero(run):
     mesh = run.mesh("batch")
     layouts = ml.parallel.data_parallel(mesh)
-    state = state_on(mesh, layouts)
-    train_step = ml.make_train_step(loss_fn, zero=1)
+    state = state_on(mesh, layouts | {"^opt_state/": ml.zero_rule(mesh)})
+    train_step = ml.make_train_step(loss_fn)
     for batch in data_on(mesh):
         state, _ = train_step(state, batch)
     return contents(state)

@@ -1,7 +1,6 @@
 """What a step takes: host batches, weights in their place, states that fit."""
 
 import copy
-import logging
 from typing import Any
 
 import cloudpickle
@@ -42,7 +41,7 @@ def squares(model, batch):
 # Batches from the host.
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
     host = {"x": X, "y": Y}
     shards = []
@@ -121,48 +120,20 @@ def test_a_negative_weight_on_devices_shows_in_the_loss(mesh, denominator, accum
     assert np.isnan(metrics["loss"])
 
 
+def test_what_weights_a_host_batch_carries_is_said_once(mesh, caplog):
+    def loss_fn(model, batch):
+        return squares(model, batch)
+
+    batch = {"x": X, "y": Y, "weight": np.ones(16, "float32")}
+    step, eval_step = ml.make_train_step(loss_fn), ml.make_eval_step(loss_fn)
+    state, _ = step(create(mesh), batch)
+    eval_step(state, batch)
+    step(state, batch)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["examples are weighted by 'weight' of each batch."]
+
+
 # Losses.
-
-
-def test_losses_of_all_pairs_are_noted_once(mesh, caplog):
-    def loss_fn(model, batch):
-        return jnp.square(model(batch["x"])[:, :1] - batch["y"][None, :, 0])
-
-    step = ml.make_train_step(loss_fn, on_recompile="ignore")
-    with caplog.at_level(logging.WARNING, "meshlayout"):
-        state, _ = step(create(mesh), on(mesh, {"x": X, "y": Y}))
-        step(state, on(mesh, {"x": X[:8], "y": Y[:8]}))
-    assert [record.getMessage() for record in caplog.records] == [
-        "the losses have shape (16, 16), one for every pair of examples, and are "
-        "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
-        "give that: take predictions[:, 0]."
-    ]
-
-
-def test_outputs_that_hide_parts_of_the_batch_are_noted_once(mesh, caplog):
-    def loss_fn(model, batch):
-        outputs = {"x": batch["x"], "y": model(batch["x"]), "out": batch["x"]}
-        return squares(model, batch), outputs
-
-    def make(make, **metrics):
-        return make(loss_fn, on_recompile="ignore", metrics=metrics)
-
-    batch = on(mesh, {"x": X, "y": Y})
-    mean = ml.metrics.Mean("y")
-    with caplog.at_level(logging.WARNING, "meshlayout"):
-        make(ml.make_train_step)(create(mesh), batch)  # nothing reads the outputs
-        assert caplog.records == []
-        state = create(mesh)
-        expected = np.mean(state.model(X))
-        measured = make(ml.make_eval_step, mean=mean)(state, batch)
-        state, _ = make(ml.make_train_step, mean=mean)(state, batch)
-        make(ml.make_train_step, mean=mean)(state, batch)
-    np.testing.assert_allclose(measured["mean"], expected, rtol=1e-5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the loss function's outputs 'y' have the names of entries of the batch: "
-        "metrics that read these names get the outputs. Rename the outputs if the "
-        "entries of the batch are meant."
-    ]
 
 
 def test_a_batch_without_examples_is_refused(mesh):
@@ -182,20 +153,6 @@ def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():
     assert "predict_fn(model, batch)" in message_of(
         lambda: ml.make_predict_step(lambda model: 1.0)
     )
-
-
-def test_an_error_of_the_users_names_the_step(mesh):
-    def loss_fn(model, batch):
-        return batch["z"]
-
-    for make, name in (
-        (ml.make_train_step, "train_step"),
-        (ml.make_eval_step, "eval_step"),
-        (ml.make_predict_step, "predict_step"),
-    ):
-        with pytest.raises(KeyError) as caught:
-            make(loss_fn)(create(mesh), on(mesh, {"x": X}))
-        assert caught.value.__notes__[-1] == f"in {name}, at step 0"
 
 
 # States and optimizers that do not fit.
@@ -265,7 +222,6 @@ OPTIONS = [
     "ema",
     "precision",
     "remat",
-    "zero",
     "steps_per_call",
     "weights",
     "denominator",
@@ -280,10 +236,9 @@ OPTIONS = [
 WORKS: dict[str, list[Any]] = {
     "clip_norm": [None],
     "ema": [None, 0],
-    "zero": [0],
     "weights": [-1, 0, "x", ""],
     "metrics": [None, {}],
-    "regularizers": [[]],
+    "regularizers": [None, {}],
     "layouts": [None],
 }
 

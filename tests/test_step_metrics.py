@@ -1,6 +1,5 @@
 """Metrics in train and eval steps: where they start, what is taken, what is refused."""
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -147,42 +146,8 @@ def test_metrics_of_clu_and_metrax_go_into_a_step():
 # What is refused.
 
 
-@dataclasses.dataclass
-class Unregistered:
-    total: float = 0.0
-
-    def empty(self):
-        return Unregistered()
-
-    def from_model_output(self, each):
-        return Unregistered(each.sum())
-
-    def merge(self, other):
-        return Unregistered(self.total + other.total)
-
-    def compute(self):
-        return self.total
-
-
-@flax.struct.dataclass
-class Named(MeanEach):
-    name: str = "mine"
-
-
 CALL = "metrics=: 'a': {0} is a class, and a metric is an instance of it: call {0}()."
 REFUSED = {
-    "no pytree": (
-        Unregistered(),
-        "metrics=: 'a' is a Unregistered, which JAX does not know as a tree of arrays. "
-        "Register the class with jax.tree_util.register_dataclass, or make it a "
-        "flax.struct.dataclass.",
-    ),
-    "a field that is no array": (
-        Named(),
-        "metrics=: the field 'name' of 'a' is 'mine', not an array. Mark it static: "
-        'dataclasses.field(metadata={"static": True}), or '
-        "flax.struct.field(pytree_node=False).",
-    ),
     "a class": (ml.metrics.Accuracy, CALL.format("Accuracy")),
     "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
     "a number": (

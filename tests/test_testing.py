@@ -478,7 +478,7 @@ def conv_loss(model, batch):
             "regularizers": {"l2": ml.losses.l2(0.1, where="kernel")},
         },
         {"on_nonfinite": "skip"},
-        {"denominator": "global_batch_size", "zero": 1, "remat": "full"},
+        {"denominator": "global_batch_size", "remat": "full"},
         {"accumulate": 2},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -487,7 +487,7 @@ def test_train_steps_agree_with_plain_flax(mesh, options):
     """`verify` cannot tell what is wrong on one device, too."""
     state, batch = conv_state(mesh), conv_batch(mesh, 16, 11)
     others = {**options, "l2": 0.1} if "regularizers" in options else {**options}
-    for name in ("regularizers", "on_nonfinite", "zero", "remat"):
+    for name in ("regularizers", "on_nonfinite", "remat"):
         others.pop(name, None)
     if "denominator" in options:
         others["denominator"] = 16.0

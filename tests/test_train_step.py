@@ -140,7 +140,7 @@ def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
 @pytest.mark.parametrize("accumulate", ONE_LATER)
 @pytest.mark.parametrize(
     ("denominator", "value"),
-    [("real", WEIGHTS.sum()), ("global_batch_size", 16), (5, 5), (0.5, 0.5)],
+    [("real", WEIGHTS.sum()), ("global_batch_size", 16)],
 )
 def test_what_sums_are_divided_by(denominator, value, accumulate):
     state = linear_state()
@@ -213,10 +213,10 @@ def test_a_batch_of_nothing_but_padding_changes_no_parameter(accumulate):
     assert_same_bits(alone["loss"], both["loss"])
 
 
-def test_a_batch_of_nothing_but_padding_has_a_loss_of_zero():
+def test_a_batch_of_nothing_but_padding_has_no_loss():
     batch = on(mesh_of(), {"x": X, "y": Y, "weight": np.zeros(16, "float32")})
     _, metrics = ml.make_train_step(squares, clip_norm=1.0)(linear_state(), batch)
-    assert metrics.to_host() == {"loss": 0.0, "grad_norm": 0.0}
+    assert np.isnan([*metrics.to_host().values()]).all()
 
 
 @pytest.mark.parametrize("accumulate", ONE_LATER)
@@ -403,7 +403,7 @@ def test_recorded_scalars_are_added_as_they_are(accumulate):
 
 def test_the_parts_have_one_order_in_train_and_eval_steps():
     batch = on(mesh_of(), {"x": X, "y": Y})
-    options = {"regularizers": losses.l2(0.1)}
+    options = {"regularizers": {"l2": losses.l2(0.1)}}
     state = create(lambda: Recording(nnx.Rngs(0)))
     evaluated = ml.make_eval_step(squares, **options)(state, batch)
     _, trained = ml.make_train_step(squares, **options)(state, batch)
@@ -422,7 +422,7 @@ class RecordingAs(nnx.Module):
 
 @pytest.mark.parametrize("name", ["activity", "l2", "data_loss", "loss", "grad_norm"])
 def test_a_recorded_loss_counts_whatever_it_is_called(name):
-    options = {"regularizers": losses.l2(0.1), "clip_norm": 1e9}
+    options = {"regularizers": {"l2": losses.l2(0.1)}, "clip_norm": 1e9}
     batch = on(mesh_of(), {"x": X, "y": Y})
     state = create(lambda: RecordingAs(name, nnx.Rngs(0)))
     plain = jax.tree.map(jnp.copy, state).replace()
@@ -443,7 +443,7 @@ def test_a_regularizer_does_not_replace_the_loss_whatever_it_is_called():
     params = on_host(state.params)
     error = X @ params["kernel"] + params["bias"] - Y
     expected = np.square(error).mean() + 0.1 * np.square(params["kernel"]).sum()
-    regularizer = losses.l2(0.1, where="kernel", name="data_loss")
+    regularizer = {"data_loss": losses.l2(0.1, where="kernel")}
     with contextlib.suppress(ml.MeshLayoutError):  # refusing the name is as good
         train_step = ml.make_train_step(squares, regularizers=regularizer)
         _, metrics = train_step(state, batch)
@@ -459,7 +459,7 @@ def test_regularizers_are_added_once(accumulate):
     expected["kernel"] -= RATE * (2 * 0.1 * kernel + 0.2 * np.sign(kernel))
     train_step = ml.make_train_step(
         squares,
-        regularizers=[losses.l2(0.1, where="kernel"), losses.l1(0.2, where="kernel")],
+        regularizers={"l2": losses.l2(0.1, "kernel"), "l1": losses.l1(0.2, "kernel")},
         accumulate=accumulate,
     )
     batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
@@ -549,12 +549,6 @@ def norms_of_part(params, stats, x, y, weights, denominator):
         pytest.param(
             *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
             marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "nnx", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "linen", "batch=8", {"remat": {"norm|last": None}}, marks=pytest.mark.slow
         ),
     ],
 )
@@ -784,15 +778,16 @@ def test_zero_updates_each_parameter_on_one_replica():
     mesh = mesh_of()
     batch = on(mesh, {"x": np.ones((8, 512), "f"), "y": np.ones((8, 512), "f")})
 
-    def work(build, optimizer, **options):
-        step = ml.make_train_step(squares, **options)
-        return flops(step.lower(create(build, mesh, optimizer), batch).compile())
+    def work(build, optimizer, **rules):
+        state = create(build, mesh, optimizer, rules=rules)
+        return flops(ml.make_train_step(squares).lower(state, batch).compile())
 
     def wide():
         return nnx.Linear(512, 512, use_bias=False, rngs=nnx.Rngs(0))
 
     adam, plain = optax.adam(1e-3), optax.sgd(0.0)
     whole = work(wide, adam) - work(wide, plain)
-    sharded = work(wide, adam, zero=1) - work(wide, plain)
+    rules = {"^opt_state/": ml.zero_rule(mesh)}
+    sharded = work(wide, adam, **rules) - work(wide, plain)
     assert 512 * 512 < whole < 40 * 512 * 512
     assert sharded < 0.2 * whole

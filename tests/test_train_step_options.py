@@ -1,6 +1,5 @@
 """What the options of a train step do, and which values of them are refused."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -357,22 +356,13 @@ def test_recomputing_changes_no_number(mesh, batch, kind, remat, num_recomputed)
     assert_close(on_host(state.params), on_host(plain.params))
 
 
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
-def test_recomputing_saves_memory(mesh, kind):
+def test_recomputing_saves_memory(mesh):
     batch = on(mesh, {"x": np.tile(X, (256, 1)), "y": np.tile(Y, (256, 1))})
-    train_step = ml.make_train_step(squares, remat="blocks")
-    memory = train_step.memory(of_blocks(mesh, kind), batch)
-    assert memory.saved_bytes > 0
-
-
-def test_without_recomputing_nothing_is_saved(mesh, batch):
-    state = create(mesh, optax.adam(0.1))
-    memory = ml.make_train_step(squares, ema=0.9).memory(state, batch)
-    assert memory.saved_bytes == 0
-    kept = 4 * 72 * 4 + 4 + 4 + 8  # parameters, two slots, the average; counts; a key
-    rows = 2 * 16 * 8 * 4 // 8
-    assert kept + rows <= memory.argument_bytes <= kept + rows + 200
-    assert not state.params["kernel"].is_deleted()
+    whole, saving = (
+        ml.make_train_step(squares, remat=remat).memory(of_blocks(mesh, "nnx"), batch)
+        for remat in ("none", "blocks")
+    )
+    assert saving.temporary_bytes < whole.temporary_bytes
 
 
 # Optimizers that want the loss.
@@ -382,7 +372,7 @@ def test_without_recomputing_nothing_is_saved(mesh, batch):
     ("kind", "options"),
     [
         ("plain", {}),
-        ("by path", {"accumulate": 2, "zero": 1}),
+        ("by path", {"accumulate": 2}),
         ("several steps", {"precision": "float16"}),
     ],
 )
@@ -398,7 +388,7 @@ def test_an_optimizer_that_takes_the_loss_gets_all_of_it(mesh, batch, kind, opti
         "by path": ml.optimizer_by_path({"": optax.chain(optax.sgd(RATE), keeper)}),
         "several steps": optax.MultiSteps(keeper, 1),
     }[kind]
-    regularized = {"regularizers": losses.l2(0.1), **options}
+    regularized = {"regularizers": {"l2": losses.l2(0.1)}, **options}
     train_step = ml.make_train_step(squares, **regularized)
     state, metrics = train_step(create(mesh, tx), batch)
     seen = [
@@ -449,44 +439,32 @@ def test_batches_of_one_call_give_what_they_give_one_by_one(mesh, form):
 # Optimizer states over replicas.
 
 
-def test_zero_shards_the_optimizer_and_not_the_parameters(mesh, batch):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_zero_rule_shards_the_optimizer_and_not_the_parameters(
+    mesh, batch, accumulate
+):
     def build():
         rngs = nnx.Rngs(0)
         up, down = nnx.Linear(8, 132, rngs=rngs), nnx.Linear(132, 8, rngs=rngs)
         return nnx.Sequential(up, down)
 
-    train_step = ml.make_train_step(squares, zero=1, ema=0.5)
-    plain_step = ml.make_train_step(squares, ema=0.5)
-    state, plain = (create(mesh, optax.adam(0.1), build) for _ in range(2))
-    for _ in range(3):
+    train_step = ml.make_train_step(squares, accumulate=accumulate, ema=0.5)
+    zero = ml.LayoutMap(mesh, {"^opt_state/": ml.zero_rule(mesh)})
+    state = ml.TrainState.create(build, optax.adam(0.1), zero)
+    plain, other = create(mesh, optax.adam(0.1), build), None
+    for _ in range(2):
         state, metrics = train_step(state, batch)
-        plain, expected = plain_step(plain, batch)
+    train_step = ml.make_train_step(squares, accumulate=accumulate, ema=0.5)
+    for _ in range(2):
+        plain, other = train_step(plain, batch)
     assert_close(on_host(state.params), on_host(plain.params))
     assert_close(on_host(state.opt_state), on_host(plain.opt_state))
-    assert_close(metrics.to_host(), expected.to_host())
+    assert_close(metrics.to_host(), other.to_host())
     slots = state.opt_state[0].mu["layers"]
     assert str(ml.Layout.of(slots[0]["kernel"])) == "[batch, unsharded]"
     assert str(ml.Layout.of(slots[1]["kernel"])) == "[unsharded, batch]"
-    assert str(ml.Layout.of(slots[0]["bias"])) == "[unsharded]"
     for leaf in jax.tree.leaves(state.params):
         assert leaf.sharding.is_fully_replicated
-    assert train_step.zero_exceptions == (
-        "opt_state/0/mu/layers/0/bias f32[132]: 132 elements, fewer than 1024",
-        "opt_state/0/mu/layers/1/bias f32[8]: 8 elements, fewer than 1024",
-        "opt_state/0/nu/layers/0/bias f32[132]: 132 elements, fewer than 1024",
-        "opt_state/0/nu/layers/1/bias f32[8]: 8 elements, fewer than 1024",
-    )
-
-
-def test_one_zero_step_may_train_several_models(mesh, batch):
-    def build():
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs))
-
-    train_step = ml.make_train_step(squares, zero=1, on_recompile="ignore")
-    train_step(create(mesh, optax.adam(0.1)), batch)
-    state, _ = train_step(create(mesh, optax.adam(0.1), build), batch)
-    assert int(state.step) == 1
 
 
 # Meshes whose axes are Explicit.
@@ -494,7 +472,7 @@ def test_one_zero_step_may_train_several_models(mesh, batch):
 
 @pytest.mark.parametrize(
     "option",
-    [{}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow), {"zero": 1}],
+    [{}, {"accumulate": 2}],
 )
 def test_a_mesh_of_explicit_axes(option):
     mesh = ml.create_mesh({"batch": 8}, axis_types=AxisType.Explicit)
@@ -572,15 +550,6 @@ STEPS = {
         lambda: ml.make_train_step(squares, ema=1.0),
         "make_train_step: ema must be a finite number of at least 0 and below 1, got 1.0.",
     ),
-    "zero": (
-        lambda: ml.make_train_step(squares, zero=2),
-        "make_train_step: zero must be 0 or 1, got 2.",
-    ),
-    "denominator": (
-        lambda: ml.make_train_step(squares, denominator=-1),
-        "denominator must be 'real' (the sum of the weights), 'global_batch_size' (the "
-        "examples with padding) or a positive number, got -1.",
-    ),
     "precision": (
         lambda: ml.make_train_step(squares, precision="bfloat61"),
         "precision='bfloat61' is none of 'float32', 'bfloat16', 'float16', or a "
@@ -602,22 +571,20 @@ STEPS = {
     ),
     "a metric named like the step's": (
         lambda: ml.make_train_step(squares, metrics={"loss": ml.metrics.Mean()}),
-        "metrics=: 'loss' is reported by every step; take another name.",
+        "metrics=: 'loss' is reported by the step; take another name.",
     ),
-    "a regularizer that is none": (
-        lambda: ml.make_train_step(squares, regularizers=[0.1]),
-        "regularizers= takes what losses.l1 and losses.l2 return, not 0.1.",
+    "a regularizer without a name": (
+        lambda: ml.make_train_step(squares, regularizers=losses.l2(0.1)),
+        "regularizers= takes functions of the parameters by name, as "
+        '{"l2": losses.l2(1e-5)}, not ',
     ),
-    "a number for the regularizers": (
-        lambda: ml.make_train_step(squares, regularizers=0.1),
-        "regularizers= takes what losses.l1 and losses.l2 return, not 0.1.",
-    ),
-    "two regularizers of one name": (
+    "a regularizer named like a metric": (
         lambda: ml.make_train_step(
-            squares, regularizers=[losses.l2(1, "kernel"), losses.l2(2, "bias")]
+            squares,
+            regularizers={"mean": losses.l2(0.1)},
+            metrics={"mean": ml.metrics.Mean()},
         ),
-        "two regularizers are called 'l2'; give each a name of its own: "
-        "losses.l2(1e-5, where='kernel', name='kernel_l2').",
+        "metrics=: 'mean' is reported by the step; take another name.",
     ),
 }
 
@@ -627,7 +594,7 @@ def test_wrong_options_are_refused_in_words(name):
     call, message = STEPS[name]
     with pytest.raises(ml.MeshLayoutError) as caught:
         call()
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("option", [{"weights": 1.5}, {"weights": ["weight"]}])
@@ -676,16 +643,16 @@ CALLS = {
         lambda model, batch: squares(model, batch)[:4],
         {},
         {},
-        "the loss function's losses have shape (4, 8) in a batch of 16 examples: the "
+        "the loss function returned losses of shape (4, 8) in a batch of 16 examples: the "
         "first dim has to be the batch dim.",
     ),
     "weights of other examples": (
         squares,
         {},
         {"weight": np.ones((16, 2), "float32")},
-        "the loss function returned losses that do not fit: the batch's weights have "
-        "shape (16, 2) and the losses (16, 8); one loss per example, or per weight, is "
-        "needed.",
+        "the loss function returned losses that do not fit: weights of shape (16, 2) do "
+        "not fit losses of shape (16, 8); give one weight per example, (16,), or one "
+        "per loss.",
     ),
     "rows of two lengths": (
         squares,
@@ -702,7 +669,7 @@ CALLS = {
     ),
     "nothing to regularize": (
         squares,
-        {"regularizers": losses.l2(1.0, where="decoder")},
+        {"regularizers": {"l2": losses.l2(1.0, where="decoder")}},
         {},
         "l2: no parameter's path matches 'decoder'; there are 'bias', 'kernel'.",
     ),
@@ -748,17 +715,6 @@ def test_a_batch_that_every_device_computes_is_logged_once(caplog):
     ]
 
 
-def test_zero_wants_a_batch_that_is_sharded(mesh):
-    train_step = ml.make_train_step(squares, zero=1)
-    with pytest.raises(ml.errors.StepError) as caught:
-        train_step(create(mesh), ml.relayout({"x": X, "y": Y}, mesh.layout(...)))
-    assert str(caught.value) == (
-        "zero=1 shards the optimizer's state over the axes that shard the batch, and "
-        "this batch is sharded over none. Place it with relayout(batch, "
-        "mesh.layout('batch', ...))."
-    )
-
-
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
 def test_a_step_wants_a_train_state(make, mesh, batch):
     state = create(mesh)
@@ -772,7 +728,7 @@ def test_a_step_wants_a_train_state(make, mesh, batch):
     "has_more", [True, False], ids=["a name too many", "a name too few"]
 )
 def test_metrics_of_another_step_are_refused_in_words(mesh, batch, has_more):
-    regularized = {"regularizers": losses.l2(0.1)}
+    regularized = {"regularizers": {"l2": losses.l2(0.1)}}
     state = create(mesh)
     metrics = ml.make_eval_step(squares, **regularized if has_more else {})(
         state, batch
@@ -780,12 +736,6 @@ def test_metrics_of_another_step_are_refused_in_words(mesh, batch, has_more):
     train_step = ml.make_train_step(squares, **{} if has_more else regularized)
     with pytest.raises(ml.MeshLayoutError, match="data_loss"):
         train_step(state, batch, metrics)
-
-
-def test_a_state_that_is_not_prepared_is_refused_in_words_by_lower(mesh, batch):
-    train_step = ml.make_train_step(squares, ema=0.9)
-    with contextlib.suppress(ml.MeshLayoutError):  # or lowered, which is as good
-        train_step.lower(create(mesh), batch)
 
 
 def test_any_pytree_with_the_protocol_of_clu_is_a_metric(mesh, batch):

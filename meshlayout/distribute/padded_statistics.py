@@ -18,14 +18,14 @@ from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
 from meshlayout.step.model_call import ModuleCall, intercepting
-from meshlayout.step.objective import WeightMask
+from meshlayout.step.objective import weight_mask
 
 
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
     """Leaves padding out of what is updated inside, in a context of a replica."""
     # Linen calls back for any module's calls; NNX has nothing of the kind.
-    masks = () if _mask() is None else (WeightMask(_mask()),)
+    masks = () if _mask() is None else (weight_mask(_mask()),)
     with _patches, intercepting(nn.Module(), masks):
         yield
 
@@ -38,7 +38,7 @@ def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> An
     if _mask() is None:
         return call(norm, *args, **kwargs)
     module_call = ModuleCall("", norm, partial(call, norm))
-    masked = WeightMask(_mask())(module_call)
+    masked = weight_mask(_mask())(module_call)
     return masked(*(args or (kwargs.pop("x"),)), **kwargs)
 
 

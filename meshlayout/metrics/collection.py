@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -146,8 +147,9 @@ class Metrics(Mapping[str, Any]):
         return Metrics(merged, self.names)
 
     def empty(self) -> "Metrics":
-        """Returns the empty metrics of the same configuration."""
-        return Metrics({x: self.metrics[x].empty() for x in self.names}, self.names)
+        """Returns the empty metrics of the same configuration, dtypes and layouts."""
+        empty = Metrics({x: self.metrics[x].empty() for x in self.names}, self.names)
+        return jax.tree.map(_like, empty, self)
 
     def compute(self) -> dict[str, Any]:
         """Returns the values by name, as arrays that may still be being computed."""
@@ -189,6 +191,15 @@ class Metrics(Mapping[str, Any]):
 
 # In one dispatch: a value is a few operations on scalars.
 _compute: Any = jax.jit(lambda metric: metric.compute())
+
+
+def _like(empty: Leaf, leaf: Leaf) -> Any:
+    """Returns what a metric starts with, perhaps a Python number, like a later value."""
+    if not hasattr(leaf, "dtype"):
+        return empty
+    empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)
+    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return _jax.put(empty, leaf.sharding) if is_placed else empty
 
 
 def _checked(metrics: Any) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """`make_eval_step` and `make_predict_step`: how good a model is, and what it predicts.
 
-Both are compiled steps whose state is empty: nothing is donated. The train state is an
-argument, without what only training needs, so that a change of optimizer recompiles
-nothing and its arrays are not transferred.
+Nothing is donated, and of the state they take only what a forward pass needs: a change
+of optimizer recompiles nothing, and its arrays are not transferred.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,43 +13,19 @@ import jax
 from meshlayout import losses
 from meshlayout._annotations import Batch
 from meshlayout._batches import num_examples
+from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import (
-    Precision,
-    PrecisionPolicy,
-    parse_precision,
-)
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    compile_step,
-)
-from meshlayout.step.inspection import StepInspection
+from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
+from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.model_call import call_model
-from meshlayout.step.objective import Loss, check_loss_fn, check_weights
-from meshlayout.step.placement import (
-    StepMesh,
-    check_batch,
-    check_divided,
-    check_state,
-    in_own_mesh,
-    noted_call,
-    place_host_batch,
-    step_mesh_of,
-)
-from meshlayout.step.step_metrics import (
-    MetricsStart,
-    StepMetrics,
-    StepValues,
-    as_regularizers,
-    total_weight,
-    user_metrics,
-)
+from meshlayout.step.objective import Loss, check_function, make_loss
+from meshlayout.step.state_step import StateStep
 
 
+@user_call
 def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
@@ -97,21 +72,14 @@ def make_eval_step(
         >>> float(metrics["loss"])
         9.0
     """
-    check_loss_fn("loss_fn", "make_eval_step", loss_fn)
-    check_denominator(denominator)
-    check_weights(weights)
-    loss = Loss(
-        loss_fn,
-        parse_precision(precision),
-        weights,
-        denominator,
-        as_regularizers(regularizers),
-        has_metrics=bool(metrics),
+    loss = make_loss(
+        "make_eval_step",
+        *(loss_fn, metrics, regularizers, weights, denominator, precision),
     )
-    return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
+    return EvalStep(loss, layouts, on_recompile)
 
 
-class EvalStep(StepInspection):
+class EvalStep(StateStep):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and
@@ -119,28 +87,13 @@ class EvalStep(StepInspection):
     donated.
     """
 
+    __name__ = "eval_step"
+
     def __init__(
-        self,
-        loss: Loss,
-        metrics: Mapping[str, Any],
-        layouts: LayoutMap | None,
-        on_recompile: OnRecompile,
+        self, loss: Loss, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        self._loss, self._metrics = loss, metrics
-        self._layouts = layouts
-        self._on_recompile: OnRecompile = on_recompile
-        compile_step(lambda state: None, on_recompile=on_recompile, layouts=layouts)
-        self._programs: dict[Hashable, tuple[CompiledStep[..., Any], StepMetrics]] = {}
-        self.__name__ = "eval_step"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled programs belong to this process; a copy compiles its own.
-        how = (self._loss, self._metrics, self._layouts, self._on_recompile)
-        return EvalStep, how
-
-    def without_layouts(self) -> "EvalStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return EvalStep(self._loss, self._metrics, None, "ignore")
+        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile)
+        self._loss = loss
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -157,87 +110,36 @@ class EvalStep(StepInspection):
                 devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
-        with noted_call(self.__name__, state):
-            return self._dispatch(state, batch, metrics, is_traced=False)[0]
+        return self._run(state, batch, metrics)
 
-    def trace(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        return super()._placed(without_optimizer(state), batch)
 
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            batch: The global batch.
-            metrics: As for a call.
-        """
-        return self._dispatch(state, batch, metrics, is_traced=True)[0]
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        loss = self._loss
 
-    def _dispatch(
-        self,
-        state: TrainState,
-        batch: Batch,
-        metrics: Metrics | None,
-        *,
-        is_traced: bool,
-    ) -> tuple[Any, MetricsStart]:
-        """Calls or traces the compiled step; also returns where its metrics start."""
-        check_state(self.__name__, state)
-        with in_own_mesh(state):
-            check_batch(batch, self._loss.weights)
-            batch = place_host_batch(state, batch)
-            mesh = step_mesh_of(state)
-            # Measuring several models is no recompilation to warn of.
-            key = (mesh, state.program)
-            is_new = key not in self._programs
-            program = self._compiled(mesh) if is_new else self._programs[key]
-            compiled, step_metrics = program
-            args = (without_optimizer(state), batch)
-
-            def expected(state: TrainState) -> list[str]:
-                return self._loss.expected_metrics()
-
-            run = functools.partial(
-                step_metrics.run, compiled, args, state, metrics, expected
+        @functools.partial(jax.jit, inline=True)
+        def measure(state: TrainState, batch: Batch) -> Metrics:
+            _, denominator = loss.denominators(batch)
+            parts, (_, measured) = loss.parts(
+                *(state, state.params, state.model_state),
+                *(batch, state.rng, denominator),
             )
-            if is_new:
-                if not is_traced:
-                    check_divided(
-                        *args, lambda: run(is_traced=True)[0].lower().as_text()
-                    )
-                self._programs[key] = program
-            return run(is_traced=is_traced)
+            parts = {name: x.sum() for name, x in parts.items()}
+            parts |= loss.penalties(state.params)
+            weight = total_weight(loss.weights_of(batch), num_examples(batch))
+            return metrics_of_batch(parts, {}, weight, measured)
 
-    def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
-        step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
+        def eval_step(
+            state: TrainState, batch: Batch, metrics: Metrics | None
+        ) -> Metrics:
+            measured = measure(state, batch)
+            return measured if metrics is None else merged(metrics, measured)
 
-        def eval_step(state: TrainState, batch: Batch, metrics: Metrics) -> Metrics:
-            def measure(users: Metrics) -> tuple[StepValues, Metrics, None]:
-                return *self._values(state, batch, users), None
-
-            return step_metrics.add(state.program, metrics, measure)[1]
-
-        options: Any = {"layouts": self._layouts, "on_recompile": self._on_recompile}
-        return CompiledStep(eval_step, donate=False, **options), step_metrics
-
-    def _values(
-        self, state: TrainState, batch: Batch, users: Metrics
-    ) -> tuple[StepValues, Metrics]:
-        """Returns a step's own values, and the user's metrics with the batch added."""
-        loss, share = self._loss, self._loss.share(batch)
-        parts, outcome = loss.forward(
-            state, state.params, state.model_state, batch, state.rng, share
-        )
-        parts = {name: x.sum() for name, x in parts.items()}
-        parts = loss.with_penalties(parts, loss.penalties(state.params))
-        weight = total_weight(share.weights, num_examples(batch))
-        users = outcome.added_to(users, batch, share.weights)
-        return StepValues(parts, {}, weight), users
-
-    def __repr__(self) -> str:
-        name = getattr(self._loss.loss_fn, "__name__", "loss")
-        return f"EvalStep({name}, {len(self._programs)} models seen)"
+        return CompiledStep(eval_step, donate=False, **self._options)
 
 
+@user_call
 def make_predict_step(
     predict_fn: Callable[[Any, Any], Any],
     *,
@@ -269,19 +171,17 @@ def make_predict_step(
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
     """
-    check_loss_fn("predict_fn", "make_predict_step", predict_fn)
+    check_function("predict_fn", "make_predict_step", predict_fn)
     return PredictStep(predict_fn, parse_precision(precision), layouts, on_recompile)
 
 
-class PredictStep(StepInspection):
+class PredictStep(StateStep):
     """A compiled predict step; made by `make_predict_step`.
 
     `predictions = predict_step(state, batch)`. The state is not donated.
-
-    Attributes:
-        predict_fn: The function of the model and a batch.
-        policy: The dtypes it computes in.
     """
+
+    __name__ = "predict_step"
 
     def __init__(
         self,
@@ -290,61 +190,32 @@ class PredictStep(StepInspection):
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
     ) -> None:
-        self.predict_fn, self.policy = predict_fn, policy
-        self._options = (layouts, on_recompile)
-        self._meshes: set[StepMesh] = set()  # those that divide the work
-
-        def predict(state: TrainState, batch: Batch) -> Any:
-            return call_model(
-                lambda model: predict_fn(model, batch),
-                *(policy, state, state.params, state.model_state, state.rng),
-                train=False,
-            ).result
-
-        self._compiled = CompiledStep(
-            predict, layouts=layouts, on_recompile=on_recompile, donate=False
-        )
-        self.__name__ = "predict_step"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PredictStep, (self.predict_fn, self.policy, *self._options)
-
-    def without_layouts(self) -> "PredictStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return PredictStep(self.predict_fn, self.policy, None, "ignore")
+        super().__init__(predict_fn, None, layouts, on_recompile)
+        self._policy = policy
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a global batch.
 
         Raises:
-            StepError: If the state does not fit, or if several devices would all
-                compute the same.
+            StepError: If the state or the batch does not fit, or if several devices
+                would all compute the same.
         """
-        check_state(self.__name__, state)
-        with noted_call(self.__name__, state), in_own_mesh(state):
-            args = (without_optimizer(state), place_host_batch(state, batch))
-            mesh = step_mesh_of(state)
-            if mesh not in self._meshes:
-                check_divided(
-                    *args, lambda: self._compiled.trace(*args).lower().as_text()
-                )
-                self._meshes.add(mesh)
-            return self._compiled(*args)
+        return self._run(state, batch, None)
 
-    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        return super()._placed(without_optimizer(state), batch)
 
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
-            batch: The global batch.
-        """
-        check_state(self.__name__, state)
-        with in_own_mesh(state):
-            batch = place_host_batch(state, batch)
-            return self._compiled.trace(without_optimizer(state), batch)
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        function, policy = self._function, self._policy
 
-    def __repr__(self) -> str:
-        return f"PredictStep({getattr(self.predict_fn, '__name__', 'predict')})"
+        def predict_step(state: TrainState, batch: Batch) -> Any:
+            return call_model(
+                lambda model: function(model, batch),
+                *(policy, state, state.params, state.model_state, state.rng),
+                train=False,
+            ).result
+
+        return CompiledStep(predict_step, donate=False, **self._options)
 
 
 def without_optimizer(state: TrainState) -> TrainState:

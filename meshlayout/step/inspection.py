@@ -44,7 +44,6 @@ class StepMemory:
         temporary_bytes: What is held in between, measured: gradients, activations, and
             what operations need for themselves.
         code_bytes: The program itself, measured; 0 where it is in the host's memory.
-        saved_bytes: How much more would be held in between without `remat`, measured.
     """
 
     parameter_bytes: int
@@ -58,7 +57,6 @@ class StepMemory:
     donated_bytes: int
     temporary_bytes: int
     code_bytes: int
-    saved_bytes: int
 
     @property
     def activation_bytes(self) -> int:
@@ -94,11 +92,10 @@ class StepMemory:
             ("of these donated", self.donated_bytes, "measured"),
             ("temporary", self.temporary_bytes, "measured"),
             ("of these gradients", self.gradient_bytes, "by layouts, at most"),
-            ("saved by remat", self.saved_bytes, "measured"),
             ("program", self.code_bytes, "measured"),
             ("peak", self.peak_bytes, "sum of measured"),
         ]
-        optional = {"in host memory", "saved by remat", "program"}
+        optional = {"in host memory", "program"}
         return [
             [name, _render.bytes_text(size), how]
             for name, size, how in rows
@@ -171,19 +168,13 @@ class StepInspection:
         return StepMemory(
             **{f"{x}_bytes": size for x, size in zip(names, by_part, strict=True)},
             host_bytes=_shard_bytes(pairs, on_host=True),
-            gradient_bytes=0,
+            gradient_bytes=by_part[0] if is_state and infos[0].donated else 0,
             argument_bytes=analysis.argument_size_in_bytes,
             output_bytes=analysis.output_size_in_bytes,
             donated_bytes=analysis.alias_size_in_bytes,
             temporary_bytes=analysis.temp_size_in_bytes,
             code_bytes=analysis.generated_code_size_in_bytes,
-            saved_bytes=0,
         )
-
-
-def shard_bytes(arrays: Iterable[Leaf]) -> int:
-    """Returns the bytes of arrays on each device."""
-    return sum(_bytes(x, x.sharding) for x in arrays)
 
 
 def _state_of(compiled: Any) -> Any:

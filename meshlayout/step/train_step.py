@@ -1,48 +1,38 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-A call goes three ways. One like the call before goes straight to `jax.jit`
-(`program.repeat_of`), because a small step takes the device as long as Python takes to
-call it. Any other is checked, its batch placed, and the program for its mesh looked up.
-Several batches in one call are stacked and scanned over (`multi_step`).
+`_one_step` is all of it, from top to bottom; `placement`, `objective`, `gradients`,
+`update` and `batch_metrics` are its parts.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from meshlayout import _checks, losses
+from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
+from meshlayout._batches import num_examples
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, parse_precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.inspection import StepInspection, StepMemory, shard_bytes
-from meshlayout.step.multi_step import Stacked, stacked_batches, steps_of
-from meshlayout.step.objective import Loss, check_loss_fn, check_weights
-from meshlayout.step.placement import (
-    StepMesh,
-    check_batch,
-    check_divided,
-    check_state,
-    in_own_mesh,
-    noted_call,
-    place_host_batch,
-    row_axes,
-    step_mesh_of,
-)
-from meshlayout.step.program import Plan, StepProgram
-from meshlayout.step.remat import Remat, check_remat
-from meshlayout.step.step_metrics import as_regularizers, user_metrics
-from meshlayout.step.updates import OnNonfinite, Update
-from meshlayout.step.zero import ZeroPlacement, update_shardings
+from meshlayout.state.precision import Precision
+from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
+from meshlayout.step.gradients import Microbatches, gradients_of, select
+from meshlayout.step.objective import Loss, make_loss
+from meshlayout.step.placement import check_batch, place_batch, row_sharding
+from meshlayout.step.remat import Remat
+from meshlayout.step.state_step import StateStep
+from meshlayout.step.steps_per_call import stacked, steps_of
+from meshlayout.step.update import OnNonfinite, Update
 
 
+@user_call
 def make_train_step(
     loss_fn: Callable[..., Any],
     *,
@@ -56,7 +46,6 @@ def make_train_step(
     ema: float | None = None,
     precision: Precision = "float32",
     remat: Remat = "none",
-    zero: Literal[0, 1] = 0,
     steps_per_call: int = 1,
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
@@ -75,21 +64,21 @@ def make_train_step(
             model is an NNX module in training mode or a bound Linen module. Parameters
             named `rngs` and `train` receive an `nnx.Rngs` of this step and True.
         metrics: What is measured besides the loss, by name.
-        regularizers: Functions of the parameters that return a penalty, by name, as
-            `{"l2": losses.l2(1e-5, where="kernel")}`.
+        regularizers: Penalties by name, functions of the parameters that return a
+            scalar: `{"l2": losses.l2(1e-5, where="kernel")}`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or an index of a tuple. A batch without an entry there
-            has none. One whose weights are all 0 has gradients of 0 and is still a
-            step: `step` counts it, and momentum and weight decay move the parameters.
-            Leave such batches out of your own loop, as `Trainer` does.
+            has none. One whose weights are all 0 has no loss and gradients of 0, and
+            is still a step: `step` counts it, and momentum and weight decay move the
+            parameters. Leave such batches out of your own loop, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; or `"global_batch_size"`, padding included.
         accumulate: The number of microbatches in a global batch; they go through the
             model one after another, and their gradients are added. Microbatch i
             of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
             on every mesh, and so are random draws. Losses are divided by the whole
-            batch's denominator. Where examples meet, they are those of one
-            microbatch: batch statistics are of each microbatch over all devices, and
+            batch's denominator. Operations that mix examples see one microbatch at a
+            time: batch statistics are of each microbatch over all devices, and
             move the running averages k times; scalars that the loss function returns
             or the model records are averaged over the microbatches. Compilers for
             TPU and GPU add up the devices' gradients once, after the last.
@@ -102,11 +91,9 @@ def make_train_step(
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules with insides), `"full"`, or a policy of
             `jax.checkpoint_policies` for the blocks.
-        zero: 1 shards the optimizer's state and the update over the axes that shard
-            the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
-        steps_per_call: How many batches a call takes, as a list or stacked in a dim
-            before the batch dim, to run in one dispatch; the metrics are those of
-            one call each.
+        steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
+            or stacked in a dim before the batch dim, to run in one dispatch; the
+            metrics are those of all.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -131,9 +118,6 @@ def make_train_step(
         >>> int(state.step), list(metrics)
         (1, ['loss'])
     """
-    check_loss_fn("loss_fn", "make_train_step", loss_fn)
-    check_denominator(denominator)
-    check_weights(weights)
     where: dict[str, Any] = {"where": "make_train_step", "error": StepError}
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
@@ -141,34 +125,47 @@ def make_train_step(
     _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
-    _checks.choice("zero", zero, (0, 1), **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    policy = parse_precision(precision)
-    check_remat(remat)
-    loss = Loss(
-        loss_fn,
-        policy,
-        weights,
-        denominator,
-        as_regularizers(regularizers),
-        remat,
+    loss = make_loss(
+        "make_train_step",
+        *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
         train=True,
-        has_metrics=bool(metrics),
     )
-    has_loss_scale = policy.compute == jnp.float16
+    has_loss_scale = loss.policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
-    plan = Plan(
-        loss,
-        update,
-        user_metrics(metrics),
-        accumulate,
-        bool(zero),
-        steps_per_call,
-    )
+    plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(plan, layouts, on_recompile)
 
 
-class TrainStep(StepInspection):
+@dataclass(frozen=True)
+class Plan:
+    """What a train step does: the options of `make_train_step`, checked."""
+
+    loss: Loss
+    update: Update
+    accumulate: int
+    steps_per_call: int
+
+
+def _one_step(
+    plan: Plan, microbatches: Microbatches, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """Returns the next state and the metrics of one global batch, inside jit."""
+    loss, update = plan.loss, plan.update
+    key = jax.random.fold_in(state.rng, state.step)
+    scale = update.scale(state)
+    gradients = gradients_of(loss, state, batch, key, scale, microbatches)
+    new, notes = update.apply(state, gradients)
+    measured = gradients.measured
+    weight = total_weight(loss.weights_of(batch), num_examples(batch))
+    if "skipped" in notes:  # a step that was skipped is not measured either
+        is_done = notes["skipped"] == 0
+        weight = jnp.where(is_done, weight, 0)
+        measured = select(is_done, measured, loss.metrics)
+    return new, metrics_of_batch(gradients.parts, notes, weight, measured)
+
+
+class TrainStep(StateStep):
     """A compiled train step; made by `make_train_step`.
 
     `state, metrics = train_step(state, batch)` returns the metrics of that step, and
@@ -176,26 +173,14 @@ class TrainStep(StepInspection):
     state is donated, as by `compile_step`.
     """
 
+    __name__ = "train_step"
+
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        compile_step(lambda state: None, on_recompile=on_recompile, layouts=layouts)
+        super().__init__(plan.loss.loss_fn, plan.loss.weights, layouts, on_recompile)
         self._plan = plan
-        self._layouts = layouts
-        self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Hashable, StepProgram] = {}
-        self._takes_several = plan.steps_per_call != 1
-        self._wants_extra = frozenset(plan.update.names())
-        self._zero = ZeroPlacement() if plan.zero else None
-        self.__name__ = "train_step"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Compiled programs belong to this process; a copy compiles its own.
-        return TrainStep, (self._plan, self._layouts, self._on_recompile)
-
-    def without_layouts(self) -> "TrainStep":
-        """Returns the same step for states on any mesh, which follows no layout map."""
-        return TrainStep(self._plan, None, "ignore")
+        self._row_dim = int(plan.steps_per_call != 1)
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -204,172 +189,47 @@ class TrainStep(StepInspection):
 
         Args:
             state: The state; it is used up.
-            batch: The global batch. One on the host is sharded over the
-                batch axes of the state's mesh, if its rows divide.
+            batch: The global batch. One on the host is sharded over the batch axes of
+                the state's mesh.
             metrics: Metrics to add to; None starts with empty ones.
 
         Returns:
             The next state, and the metrics.
 
         Raises:
-            StepError: If the state, the batch or the metrics do not fit.
+            StepError: If the state, the batch or the metrics do not fit, or if several
+                devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
-        with noted_call(self.__name__, state):
-            if self._takes_several:
-                # Before they are stacked: weights are marked by the identity of arrays.
-                for part in batch if isinstance(batch, list) else ():
-                    check_batch(part, self.weights)
-                batch = stacked_batches(batch, self._plan.steps_per_call)
-            return self._run(state, batch, metrics)
+        return self._run(state, batch, metrics)
 
-    def _run(
-        self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
-    ) -> tuple[TrainState, Metrics]:
-        """Runs one step, or those of all batches of a call in one dispatch."""
-        with in_own_mesh(state):
-            placed = self._placed(state, batch)
-            return self._dispatch(*self._program_call(state, placed), metrics)
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        state = self._plan.update.prepared(state)
+        if not self._row_dim:
+            return super()._placed(state, batch)
+        if isinstance(batch, list):
+            for one in batch:
+                check_batch(one, self.weights)
+            batch = [place_batch(state, one) for one in batch]
+        batch = stacked(batch, self._plan.steps_per_call)
+        return state, place_batch(state, batch, self._row_dim)
 
-    def _dispatch(
-        self,
-        program: StepProgram,
-        compiled: CompiledStep[..., Any],
-        args: tuple[Any, ...],
-        metrics: Metrics | None,
-        *,
-        is_traced: bool = False,
-    ) -> Any:
-        """Calls a function of a program, and remembers how; or traces it.
+    def _key(self, state: TrainState, batch: Batch) -> Hashable:
+        mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
+        if count == 1:
+            return mesh, Microbatches(1)
+        params = tuple(map(_jax.sharding_of, jax.tree.leaves(state.params)))
+        return mesh, Microbatches(count, row_sharding(batch, self._row_dim), params)
 
-        Args:
-            program: The program.
-            compiled: Its function.
-            args: The function's arguments before the metrics, the state first.
-            metrics: The metrics to add to.
-            is_traced: Whether to trace it.
-        """
-        result, _ = program.metrics.run(
-            *(compiled, args, args[0], metrics, program.expected_metrics),
-            is_traced=is_traced,
-        )
-        return result
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        function = functools.partial(_one_step, self._plan, key[1])
+        one_step = jax.jit(function, inline=True)
 
-    def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
-        """Returns a batch on the mesh of the state."""
-        check_state(self.__name__, state)
-        is_many = isinstance(batch, Stacked)
-        if not is_many:
-            check_batch(batch, self.weights)
-        return place_host_batch(state, batch, int(is_many))
+        def train_step(
+            state: TrainState, batch: Batch, metrics: Metrics | None
+        ) -> tuple[TrainState, Metrics]:
+            new, measured = one_step(state, batch)
+            return new, measured if metrics is None else merged(metrics, measured)
 
-    def _prepared(self, state: TrainState, mesh: StepMesh) -> TrainState:
-        """Returns the state with the extra arrays that this step keeps in it."""
-        missing = self._wants_extra - state.extra.keys()
-        if missing:
-            new = self._plan.update.extra(state)
-            extra = {name: mesh.put(new[name]) for name in sorted(missing)}
-            state = state.replace(extra={**state.extra, **extra})
-        return state if self._zero is None else self._zero.place(state, mesh)
-
-    def trace(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
-
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings, here
-                and in the batch.
-            batch: The global batch.
-            metrics: As for a call.
-        """
-        with in_own_mesh(state):
-            if self._takes_several:
-                batch = stacked_batches(batch, self._plan.steps_per_call)
-            batch = self._placed(state, batch)
-            call = self._program_call(state, batch)
-            return self._dispatch(*call, metrics, is_traced=True)
-
-    def memory(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> StepMemory:
-        """Returns the bytes that the compiled step takes on each device.
-
-        Args:
-            state: A state; nothing is run, and it is not used up.
-            batch: The global batch.
-            metrics: As for a call.
-        """
-        memory = super().memory(state, batch, metrics)
-        gradients = shard_bytes(jax.tree.leaves(state.params))
-        memory = replace(memory, gradient_bytes=gradients)
-        if self._plan.loss.remat == "none":
-            return memory
-        plan = replace(self._plan, loss=replace(self._plan.loss, remat="none"))
-        without = TrainStep(plan, self._layouts, self._on_recompile)
-        more = without.memory(state, batch, metrics).temporary_bytes
-        return replace(memory, saved_bytes=more - memory.temporary_bytes)
-
-    @property
-    def zero_exceptions(self) -> tuple[str, ...]:
-        """Which leaves of the optimizer's state zero=1 left as they were, and why."""
-        return () if self._zero is None else self._zero.exceptions
-
-    def __repr__(self) -> str:
-        name = getattr(self._plan.loss.loss_fn, "__name__", "loss")
-        return f"TrainStep({name}, {len(self._programs)} meshes seen)"
-
-    # Programs.
-
-    def _program_call(
-        self, state: TrainState, batch: Batch | Stacked
-    ) -> tuple[StepProgram, CompiledStep[..., Any], tuple[TrainState, Batch | Stacked]]:
-        """Returns the program for a call, its function to call, and its arguments."""
-        mesh = self._step_mesh(state, batch)
-        state = self._prepared(state, mesh)
-        num_programs = len(self._programs)
-        program = self._program_on(mesh, state)
-        is_stacked = isinstance(batch, Stacked)
-        if is_stacked:
-            compiled = program.compiled("steps", steps_of(program.train_step))
-        else:
-            compiled = program.compiled("step", program.train_step)
-        if len(self._programs) > num_programs:
-            try:
-                check_divided(
-                    *(state, batch),
-                    lambda: (
-                        self._dispatch(
-                            *(program, compiled, (state, batch), None), is_traced=True
-                        )
-                        .lower()
-                        .as_text()
-                    ),
-                    dim=int(is_stacked),
-                )
-            except StepError:
-                self._programs.popitem()  # to be checked again
-                raise
-        return program, compiled, (state, batch)
-
-    def _program_on(self, mesh: StepMesh, state: TrainState) -> StepProgram:
-        shardings = None
-        if self._plan.zero and self._plan.accumulate > 1:
-            shardings = update_shardings(state.params, mesh)
-        key = (mesh, shardings)
-        if key not in self._programs:
-            self._programs[key] = StepProgram(
-                self._plan, mesh, shardings, self._layouts, self._on_recompile
-            )
-        return self._programs[key]
-
-    def _step_mesh(self, state: TrainState, batch: Batch | Stacked) -> StepMesh:
-        """Returns the mesh of a program, with the rows' axes if the plan needs them."""
-        if not self._plan.needs_rows:  # else a batch in another layout is a new program
-            return step_mesh_of(state)
-        return step_mesh_of(state, row_axes(batch, int(isinstance(batch, Stacked))))
-
-    @property
-    def weights(self) -> str | int:
-        """Where a batch carries its weights."""
-        return self._plan.loss.weights
+        function = steps_of(train_step) if self._row_dim else train_step
+        return CompiledStep(function, **self._options)

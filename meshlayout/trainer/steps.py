@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from flax import nnx
 
@@ -14,9 +14,9 @@ from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.objective import check_loss_fn, check_weights
+from meshlayout.step.objective import check_function
 from meshlayout.step.remat import Remat
-from meshlayout.step.updates import OnNonfinite
+from meshlayout.step.update import OnNonfinite
 
 
 class StepOptions(TypedDict, total=False):
@@ -31,7 +31,6 @@ class StepOptions(TypedDict, total=False):
     ema: float | None
     precision: Precision
     remat: Remat
-    zero: Literal[0, 1]
     steps_per_call: int
     on_recompile: OnRecompile
 
@@ -66,13 +65,12 @@ class TrainerSteps:
         options: StepOptions,
     ) -> None:
         if predict_fn is not None:
-            check_loss_fn("predict_fn", "Trainer", predict_fn)
+            check_function("predict_fn", "Trainer", predict_fn)
         if loss_fn is not None:
-            check_loss_fn("loss_fn", "Trainer", loss_fn)
+            check_function("loss_fn", "Trainer", loss_fn)
         else:
             _refuse_needless(metrics, options)
         self.weights = options.get("weights", "weight")
-        check_weights(self.weights)
         self.group_size = _checks.count(
             "steps_per_call", options.get("steps_per_call", 1), where="Trainer"
         )

@@ -1,0 +1,256 @@
+"""The gradients of a global batch: whole, or added up over its microbatches.
+
+Microbatches are a plain scan, whose carry is `grads + grad(loss)(...)`. Under Auto axes
+that means the same on every mesh, whatever the loss function does with the rows: the
+compiler is the partitioner. It would add up the devices' gradients in every
+microbatch, but XLA's compilers for TPU and GPU recognize a carry that is only added to
+(while-loop-all-reduce-code-motion) and move the all-reduce out of the loop. So nothing
+may read the carry, or the sum of a microbatch's losses, inside the loop: losses leave
+it one per example, and are added up after it. Running replicas by hand in shard_map
+was tried: losses in which examples meet then depend on the mesh. `test_tpu_programs`
+counts the all-reduces.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshlayout import _jax, _paths, _render
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_examples, without_nan_padding
+from meshlayout.errors import StepError
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.step.objective import Loss
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one global batch, and what else was computed with them.
+
+    Attributes:
+        grads: The gradients, in the structure of the parameters.
+        parts: The objective's parts by name, scalars; their sum is the loss.
+        model_state: The model's other arrays, after.
+        measured: The user's metrics of this batch.
+    """
+
+    grads: PyTree
+    parts: dict[str, jax.Array]
+    model_state: PyTree
+    measured: Metrics
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How a global batch is cut.
+
+    Attributes:
+        count: How many microbatches there are.
+        rows: The sharding of the batch's rows; None if they are on no axis.
+        params: The parameters' shardings.
+    """
+
+    count: int
+    rows: NamedSharding | None = None
+    params: tuple[Any, ...] = ()
+
+
+def gradients_of(
+    loss: Loss,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    scale: jax.Array | None,
+    microbatches: Microbatches,
+) -> Gradients:
+    """Returns the gradients of a global batch.
+
+    Args:
+        loss: What is minimized.
+        state: The state.
+        batch: The global batch.
+        key: For this step's random numbers.
+        scale: A factor for the loss, which the gradients keep; None for 1.
+        microbatches: How the batch is cut.
+
+    Raises:
+        StepError: If a parameter cannot be trained, or the batch does not divide.
+    """
+    _check_trainable(state.params)
+    params, before, weights = state.params, state.model_state, loss.weights_of(batch)
+    batch = without_nan_padding(batch, weights)
+    # The sum of the weights takes the devices a round of communication. The gradients
+    # need not wait for it if they are divided by the number of losses, and corrected.
+    provisional, denominator = loss.denominators(batch)
+    fraction = 1 / microbatches.count
+
+    def scaled(value: Any) -> Any:
+        return value if scale is None else value * scale
+
+    def backward(model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        def objective(params: PyTree) -> tuple[jax.Array, Any]:
+            parts, rest = loss.parts(
+                *(state, params, model_state, batch, key, provisional, fraction)
+            )
+            # JAX would sort the keys of a plain dict; metrics keep the parts' order.
+            total = sum(part.sum() for part in parts.values())
+            return scaled(total), (OrderedDict(parts), *rest)
+
+        return jax.grad(objective, has_aux=True)(params)
+
+    if microbatches.count == 1:
+        grads, (parts, after, measured) = backward(before, batch, key)
+    else:
+        grads, (parts, after, measured) = _scanned(
+            backward, params, before, batch, key, weights, microbatches
+        )
+    parts = {name: part.sum() for name, part in parts.items()}
+    if weights is not None:
+        # A batch of padding alone teaches nothing.
+        after = select((weights != 0).any(), after, before)
+        factor = provisional / denominator
+        grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        parts = {name: part * factor for name, part in parts.items()}
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+    if loss.regularizers:
+
+        def penalty(params: PyTree) -> tuple[Any, Any]:
+            penalties = loss.penalties(params)
+            return scaled(sum(penalties.values())), OrderedDict(penalties)
+
+        slopes, penalties = jax.grad(penalty, has_aux=True)(params)
+        grads = jax.tree.map(jnp.add, grads, slopes)
+        parts |= penalties
+    return Gradients(grads, parts, after, measured)
+
+
+def _scanned(
+    backward: Callable[..., Any],
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    key: jax.Array,
+    weights: jax.Array | None,
+    microbatches: Microbatches,
+) -> Any:
+    """Returns what `backward` does, added up over microbatches.
+
+    Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
+    rows, and no row moves.
+    """
+    _check_rows(num_examples(batch), microbatches)
+    leaves, treedef = jax.tree.flatten(batch)
+    rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
+    has_examples = None
+    if weights is not None:
+        # Here, once: in the loop it would be a round of communication in each.
+        split = _split(weights, microbatches)
+        has_examples = (split != 0).any(axis=tuple(range(1, split.ndim)))
+
+    def part(model_state: PyTree, rows: list[jax.Array], index: jax.Array) -> Any:
+        arrays = iter(rows)
+        batch = [next(arrays) if jnp.ndim(leaf) else leaf for leaf in leaves]
+        part_key = jax.random.fold_in(key, index)
+        return backward(model_state, treedef.unflatten(batch), part_key)
+
+    # Traced once, for the shapes of the metrics and for the loop.
+    part = jax.jit(part, inline=True)
+
+    def add(carry: Any, xs: Any) -> tuple[Any, Any]:
+        sums, before, metrics = carry
+        rows, index, has_examples = xs
+        grads, (parts, after, measured) = part(before, rows, index)
+        if has_examples is not None:
+            # Padding draws random numbers and is counted, but nothing is learned.
+            after = jax.tree.map(
+                lambda a, b: select(has_examples, a, b) if is_float(b) else a,
+                *(after, before),
+            )
+        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
+        return (sums, after, metrics.merge(measured)), parts
+
+    first = [leaf[0] for leaf in rows]
+    _, (_, _, measured) = jax.eval_shape(part, model_state, first, jnp.int32(0))
+    # Many small gradients would vanish in a sum in bfloat16.
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params
+    )
+    (sums, after, metrics), parts = jax.lax.scan(
+        add,
+        (zeros, model_state, measured.empty()),
+        (rows, jnp.arange(microbatches.count), has_examples),
+    )
+    # Otherwise the compiler would scatter the sums in the loop, if the optimizer's
+    # state is sharded further than the parameters.
+    arrays, structure = jax.tree.flatten(sums)
+    arrays = map(_constrained, arrays, microbatches.params)
+    return structure.unflatten(arrays), (parts, after, metrics)
+
+
+def _check_rows(rows: int, microbatches: Microbatches) -> None:
+    """Raises StepError unless a batch divides into microbatches of all shards."""
+    count, shards = microbatches.count, 1
+    if microbatches.rows is not None:
+        mesh, (entry,) = microbatches.rows.mesh, microbatches.rows.spec
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+    step = count * shards
+    if rows % step:
+        near = sorted({max(step, rows // step * step), -(-rows // step) * step})
+        msg = (
+            f"a global batch of {rows} examples does not divide into {count} "
+            f"microbatches over {shards} shards. Global batch sizes that do: "
+            f"{' and '.join(map(str, near))}."
+        )
+        raise StepError(msg)
+
+
+def _split(leaf: jax.Array, microbatches: Microbatches) -> jax.Array:
+    """Splits rows into (microbatches, rows of one), of every shard's rows a share each.
+
+    Not into (count, rows) at once: a microbatch would be the rows of few devices.
+    """
+    count, rows = microbatches.count, microbatches.rows
+    split = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
+    split = jnp.moveaxis(split, 1, 0)
+    if rows is None:
+        return split
+    is_explicit = AxisType.Explicit in rows.mesh.axis_types
+    others = None if is_explicit else PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(others, *rows.spec, *[others] * (split.ndim - 2))
+    return _jax.constrain(split, NamedSharding(rows.mesh, spec))
+
+
+def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
+    return _jax.constrain(x, sharding) if isinstance(sharding, NamedSharding) else x
+
+
+def _check_trainable(params: PyTree) -> None:
+    for leaf in _paths.flatten(params).leaves:
+        if not is_float(leaf.value):
+            text = _render.array_text(leaf.value.dtype, leaf.value.shape)
+            msg = (
+                f"the parameter {leaf.path} {text} cannot be trained: there is no "
+                "gradient for integers. Make it another kind of variable than "
+                "nnx.Param."
+            )
+            raise StepError(msg)
+
+
+def is_float(leaf: jax.Array) -> bool:
+    """Returns whether an array has gradients."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
+    """Returns one of two trees; leaves that are the same object stay unchanged."""
+    return jax.tree.map(
+        lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
+    )
