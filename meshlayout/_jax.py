@@ -42,6 +42,11 @@ from meshlayout._counts import taking_part
 from meshlayout.errors import ClusterError
 
 
+try:
+    from jax._src.random import prng
+except ImportError:  # jax 0.7
+    from jax._src import prng
+
 if TYPE_CHECKING:
     # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
     Device: TypeAlias = Any
@@ -563,6 +568,13 @@ def key_impl(dtype: DType) -> str:
 def words_of_key(key: Any) -> jax.Array:
     """Returns the words inside a PRNG key, without a copy."""
     return key._base_array
+
+
+def key_of_words(words: jax.Array, dtype: DType) -> Any:
+    """Returns a PRNG key around its words, which may have been donated."""
+    if isinstance(words, jax.core.Tracer):
+        return prng.random_wrap(words, impl=dtype._impl)
+    return prng.PRNGKeyArray(dtype._impl, words)
 
 
 def x64_mode(*, enabled: bool) -> Any:

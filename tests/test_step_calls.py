@@ -113,8 +113,8 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, batch, metrics)
     assert str(caught.value) == (
-        "Metrics of loss, data_loss, size do not merge with Metrics(loss, data_loss, "
-        "size, grad_norm). Start with None, and pass on what the step returned."
+        "Metrics of loss, data_loss, size do not merge with Metrics of loss, data_loss, "
+        "size, grad_norm. Start with None, and pass on what the step returned."
     )
 
 
@@ -131,7 +131,7 @@ def test_a_model_that_records_for_some_batches_alone_is_refused():
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, ml.relayout({"x": x}, mesh.layout("batch", ...)))
     assert str(caught.value) == (
-        "Metrics of loss do not merge with Metrics(loss, data_loss, size). Start with "
+        "Metrics of loss do not merge with Metrics of loss, data_loss, size. Start with "
         "None, and pass on what the step returned."
     )
 

@@ -59,6 +59,12 @@ class ModelCode:
     boxed: Any
     tx: Any
 
+    def __post_init__(self) -> None:
+        # Cheap, the same in every process, and equal for whatever may be equal: the
+        # hash of a graphdef would visit the whole model.
+        kinds = (type(self.graphdef), type(self.module), type(self.tx))
+        self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
+
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, ModelCode):
             return self is other
@@ -66,10 +72,7 @@ class ModelCode:
         return mine == (other.graphdef, other.module, other.tx)
 
     def __hash__(self) -> int:
-        # Cheap, the same in every process, and equal for whatever may be equal: the
-        # hash of a graphdef would visit the whole model.
-        kinds = (type(self.graphdef), type(self.module), type(self.tx))
-        return hash(tuple(kind.__qualname__ for kind in kinds))
+        return self._hash
 
 
 @jax.tree_util.register_dataclass
