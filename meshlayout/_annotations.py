@@ -7,9 +7,6 @@ allowed (any pytree, for instance), these names do; otherwise the type itself is
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
-
 
 PyTree: TypeAlias = Any
 """Any tree that JAX knows: dicts, tuples, NNX modules and states, dataclasses."""
@@ -29,11 +26,5 @@ Equation: TypeAlias = Any
 Box: TypeAlias = Any
 """A Flax variable, or one of Flax's boxes that add metadata to an array."""
 
-AbstractArray: TypeAlias = jax.Array | jax.ShapeDtypeStruct
-"""An array, or the shape, dtype and sharding of one."""
-
 Metadata: TypeAlias = Mapping[str, Any]
 """Values by name that JSON can hold, written next to saved arrays."""
-
-AnySharding: TypeAlias = NamedSharding | Sharding | PartitionSpec
-"""Everything that JAX takes as a sharding."""

@@ -38,39 +38,22 @@ BATCH_AXES = ("batch", "data", "replica", "fsdp", "dp", "ddp", "data_parallel")
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the axes of a mesh that shard the rows of a batch, in the mesh's order.
-
-    Example:
-        >>> from meshlayout import create_mesh
-        >>> batch_axes(create_mesh({"model": 2, "fsdp": 2, "batch": 2}))
-        ('fsdp', 'batch')
-    """
+    """Returns the axes of a mesh that shard the rows of a batch, in its order."""
     return tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
 
 
 def batch_layout(mesh: Mesh) -> Layout:
-    """Returns the layout of batches of any rank: rows sharded over the batch axes.
-
-    Example:
-        >>> from meshlayout import create_mesh
-        >>> batch_layout(create_mesh({"batch": 2, "model": 4})).specs
-        ('batch', Ellipsis)
-    """
+    """Returns the layout of batches of any rank: rows sharded over the batch axes."""
     axes = batch_axes(mesh)
     # On a mesh without any, such as one of "model" alone, every device has all rows.
     return mesh.layout(axes, ...) if axes else mesh.layout(...)
 
 
 def leaf_layout(layout: Layout, rank: int) -> Layout:
-    """Returns the layout of one leaf of a batch.
+    """Returns the layout of one leaf of a batch, whose rank includes the batch dim.
 
-    Args:
-        layout: The layout of batches. Dims that it does not name are unsharded, and an
-            array with one number per example takes only its first entry.
-        rank: Dims of the leaf, including the batch dim.
-
-    Raises:
-        LayoutError: If the layout names more dims than the leaf has.
+    Dims that the layout of batches does not name are unsharded, and an array with one
+    number per example takes only its first entry.
     """
     specs = layout.specs
     if rank == 1:
@@ -84,18 +67,12 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
         )
         raise LayoutError(msg)
     filled = [*specs, *[None] * (rank - len(specs))]
-    return Layout(filled, layout.mesh, memory_kind=layout.memory_kind)
+    return layout.with_specs(filled)
 
 
 @functools.lru_cache(maxsize=64)
 def num_row_shards(layout: Layout) -> int:
-    """Returns how many shards the rows of a batch are divided into.
-
-    Example:
-        >>> from meshlayout import create_mesh
-        >>> num_row_shards(batch_layout(create_mesh({"batch": 2, "model": 4})))
-        2
-    """
+    """Returns how many shards the rows of a batch are divided into."""
     return leaf_layout(layout, 1).num_shards(0)
 
 
@@ -103,9 +80,6 @@ def num_examples(batch: Batch) -> int:
     """Returns the number of rows of a batch, including padding.
 
     Scalars in the batch have no rows, and are ignored.
-
-    Raises:
-        StepError: If no array has a batch dim, or two arrays differ in it.
     """
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
     if len(sizes) == 1:
@@ -134,13 +108,7 @@ def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 
 def get_weights(batch: Batch, key: WeightsKey) -> Any:
-    """Returns the batch's entry under the weights key, unchecked, or None.
-
-    Args:
-        batch: A mapping, a tuple or list, or an object with fields; or an array, which
-            has no entries.
-        key: A mapping's key, a tuple's or list's index, or the name of a field.
-    """
+    """Returns the batch's entry under the weights key, unchecked, or None."""
     if isinstance(batch, Mapping):
         return batch.get(key)
     if isinstance(batch, (tuple, list)) and isinstance(key, int):
@@ -151,37 +119,27 @@ def get_weights(batch: Batch, key: WeightsKey) -> Any:
 
 
 def weights_of(batch: Batch, key: WeightsKey) -> Any:
-    """Returns the weights of a batch, or None if it carries none.
-
-    Args:
-        batch: As for `get_weights`.
-        key: As for `get_weights`.
-
-    Raises:
-        StepError: If the weights are not an array of numbers with a batch dim.
-    """
+    """Returns the weights of a batch, checked, or None if it carries none."""
     weights = get_weights(batch, key)
     if weights is None:
         return None
     dtype = getattr(weights, "dtype", None)
-    if dtype is None or np.ndim(weights) == 0 or not _is_number(dtype):
+    kinds = (jnp.number, jnp.bool_)
+    is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if not is_real or np.ndim(weights) == 0:
+        text = f"a {type(weights).__name__}"
+        if dtype is not None:
+            text = f"of dtype {dtype} and shape {np.shape(weights)}"
         msg = (
             f"the batch's {key!r} is taken for its weights, one per example, but it is "
-            f"{_text(weights)}. Give the weights another name with weights=."
+            f"{text}. Give the weights another name with weights=."
         )
         raise StepError(msg)
     return weights
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:
-    """Returns whether a batch carries no weights but has a place for them.
-
-    Example:
-        >>> takes_weights({"x": 1}, "weight"), takes_weights((1, 2), 2)
-        (True, True)
-        >>> takes_weights({"x": 1}, 1), takes_weights((1, 2), "weight")
-        (False, False)
-    """
+    """Returns whether a batch carries no weights but has a place for them."""
     if isinstance(batch, Mapping):
         # JAX sorts the keys of a dict, and keys of different types have no order.
         return key not in batch and all(isinstance(other, type(key)) for other in batch)
@@ -191,11 +149,7 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
 def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
     """Returns a copy of a batch with these weights, instead of any that it had.
 
-    Args:
-        batch: A mapping; a tuple or list with weights, or of length `key`; or an object
-            with a field for them. The copy has its type.
-        key: As for `get_weights`.
-        weights: The weights.
+    A tuple or list may also end where they belong; the copy has the batch's type.
 
     Raises:
         StepError: If the batch has no place for weights.
@@ -239,27 +193,8 @@ def _no_place(batch: Batch, key: WeightsKey) -> str:
     )
 
 
-def _is_number(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-
-
-def _text(value: Leaf) -> str:
-    if hasattr(value, "dtype"):
-        return f"of dtype {value.dtype} and shape {np.shape(value)}"
-    return f"a {type(value).__name__}"
-
-
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    """Returns weights with 0 in the rows that are padding.
-
-    Args:
-        weights: Weights of shape (batch, ...), on the host.
-        is_real: Which rows are real, of shape (batch,).
-
-    Example:
-        >>> mask_padding(np.array([2.0, 3.0]), np.array([True, False]))
-        array([2., 0.])
-    """
+    """Returns weights of shape (batch, ...) with 0 in the rows that are padding."""
     mask = is_real.reshape(-1, *[1] * (weights.ndim - 1))
     return np.where(mask, weights, np.zeros_like(weights))
 
@@ -269,10 +204,6 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
 
     Not zeros: a model may not be finite on a row that no example has, such as in the
     gradient of a norm at 0, and 0 times NaN is NaN.
-
-    Example:
-        >>> pad_rows(np.array([1, 2]), 4)
-        array([1, 2, 2, 2])
     """
     rows = leaf.shape[0]
     if not rows:
@@ -285,10 +216,6 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 
     Such rows do not count in the loss, but the gradient through them is 0 times NaN,
     which is NaN.
-
-    Args:
-        batch: A batch of arrays, traced or not.
-        weights: Its weights, or None.
     """
     if weights is None:
         return batch
@@ -310,36 +237,18 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 
 # The arrays of weights in batches that the library has made, by id. Arrays are not
 # hashable, so a WeakSet cannot hold them.
-marked_weights: dict[int, weakref.ref[Any]] = {}
+marked_weights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def mark_weights(weights: jax.Array) -> None:
     """Remembers that an array is the weights of a batch, for as long as it exists."""
-    number = id(weights)
-    forget = marked_weights.pop  # when Python ends, this module's names are gone
-    marked_weights[number] = weakref.ref(weights, lambda _: forget(number, None))
+    marked_weights[id(weights)] = weights
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
-    """Raises if the weights that the library put into a batch are not at a key.
+    """Raises StepError if the weights that the library made are not at a key.
 
-    Called before a step runs; for a correct batch it costs one lookup.
-
-    Args:
-        batch: A batch of concrete arrays.
-        key: Where the step looks for weights.
-
-    Raises:
-        StepError: If the weights are somewhere else: padding would be trained on.
-
-    Example:
-        >>> weights = jnp.ones(4)
-        >>> mark_weights(weights)
-        >>> check_weights_key({"mask": weights}, "weight")
-        Traceback (most recent call last):
-        meshlayout.errors.StepError: the batch's weights are at 'mask', but the step
-            looks for them at 'weight', so that padding would count as examples. Give
-            weights='mask' to the step, or weights='weight' to the dataset.
+    Padding would be trained on. For a correct batch it costs one lookup.
     """
     if not marked_weights or is_marked(get_weights(batch, key)):
         return
@@ -359,5 +268,4 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
 
 def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch that the library made."""
-    reference = marked_weights.get(id(leaf))
-    return reference is not None and reference() is leaf
+    return leaf is not None and marked_weights.get(id(leaf)) is leaf

@@ -30,23 +30,6 @@ def plain_array(
 
     Nothing is copied if it is one already. Any dtype is allowed, even strings; see
     `host_array` for values that go to a device.
-
-    Args:
-        value: Anything like an array.
-        where: The value's name, to open a message with.
-        error: The class to raise.
-
-    Raises:
-        MeshLayoutError: As `error`, for masked arrays and for what NumPy refuses.
-
-    Example:
-        >>> plain_array(np.array([1, 256], ">u2")).dtype.isnative
-        True
-        >>> plain_array(np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "batch/x")
-        Traceback (most recent call last):
-        meshlayout.errors.LayoutError: batch/x is a masked array, and JAX would lose its
-            mask. Fill it with x.filled(value), and pass the mask as a separate array
-            if it matters.
     """
     if _is_masked(value):
         msg = (
@@ -62,9 +45,8 @@ def plain_array(
             reason = "its rows have different lengths."
         msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
-    if array.dtype.isnative:
-        return array
-    return array.astype(array.dtype.newbyteorder("="))
+    is_native = array.dtype.isnative
+    return array if is_native else array.astype(array.dtype.newbyteorder("="))
 
 
 def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
@@ -73,24 +55,10 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     Use this before `jax.device_put`, `jax.make_array_from_callback` and their like.
     Floats of 64 bits become 32 bits on the device, as everywhere in JAX; integers that
     do not fit into 32 bits are refused.
-
-    Raises:
-        LayoutError: As `plain_array` does, and for dtypes that JAX does not have and
-            integers whose values would change.
-
-    Example:
-        >>> host_array(np.array([1.0, 2.0], ">f4"))
-        array([1., 2.], dtype=float32)
-        >>> host_array(["a"], "batch/name")
-        Traceback (most recent call last):
-        meshlayout.errors.LayoutError: batch/name: ['a'] is not an array of numbers.
     """
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
-        text = shown(value)
-        if isinstance(value, (np.ndarray, np.generic)):
-            text = f"a NumPy array of dtype {value.dtype}"
-        msg = f"{where}: {text} is not an array of numbers."
+        msg = f"{where}: {shown(value)} is not an array of numbers."
         raise LayoutError(msg)
     dtype = _jax.canonical_dtype(array.dtype)
     # Floats lose precision, as everywhere in JAX; integers would become other numbers.

@@ -135,11 +135,7 @@ def is_extended(dtype: DType) -> bool:
 
 
 def is_array_dtype(dtype: DType) -> bool:
-    """Returns whether JAX arrays can have a dtype.
-
-    Raises:
-        TypeError: If it is not a dtype.
-    """
+    """Returns whether JAX arrays can have a dtype."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
 
@@ -163,10 +159,7 @@ def canonical_dtype(dtype: DType) -> Any:
 
 
 def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
-    """Returns the kinds of memory of a device, and its default one.
-
-    For a device of a topology description they are not known: `((), None)`.
-    """
+    """Returns the kinds of memory of a device, and its default one, if it is known."""
     try:
         kinds = tuple(memory.kind for memory in device.addressable_memories())
         return kinds, device.default_memory().kind
@@ -198,6 +191,12 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
     return jaxprs
 
 
+def operands_of(jaxpr: Any, index: int) -> list[bool]:
+    """Returns for each operand of a jaxpr whether one of its results depends on it."""
+    wanted = [other == index for other in range(len(jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+
+
 def inner_constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that functions inside a jaxpr close over.
 
@@ -210,12 +209,7 @@ def inner_constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
-    """Yields the operations of a jaxpr, and those of the jaxprs that they hold.
-
-    Args:
-        jaxpr: The jaxpr.
-        except_in: The name of an operation whose inner jaxprs are left out.
-    """
+    """Yields the operations of a jaxpr, also inner ones but those of one operation."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn) if eqn.primitive.name != except_in else ():
@@ -241,18 +235,9 @@ def device_grid(
 ) -> np.ndarray[Any, Any]:
     """Returns devices in the order that suits their networks, one dim per axis.
 
-    As `jax.make_mesh`, which refuses several slices and takes no slow axes.
-
-    Args:
-        devices: The devices.
-        sizes: The size of each axis inside a slice or process.
-        slow_sizes: How many slices or processes each axis crosses.
-        by_process: Whether axes cross processes instead of slices.
-
-    Raises:
-        NotImplementedError: If JAX finds no order.
-        ValueError: Likewise.
-        AssertionError: Likewise, for devices that are not a whole part of a torus.
+    As `jax.make_mesh`, which refuses several slices and takes no slow axes: `sizes` are
+    those inside of a slice or process, `slow_sizes` how many of them each axis crosses.
+    JAX raises NotImplementedError, ValueError or AssertionError if it finds no order.
     """
     # make_mesh also splits the axes of the torus on these chips alone.
     is_v5e = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
@@ -314,11 +299,6 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
     There, JAX (0.7 to 0.12) refuses PRNG keys, whose words can be moved, and compares
     the host arrays of all processes by gathering them, for which callers have another
     way. tests/test_several_processes.py notices.
-
-    Args:
-        x: The value.
-        sharding: Where to.
-        **options: As for `jax.device_put`.
     """
     if jax.process_count() == 1 or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(x, sharding, **options)
@@ -418,10 +398,7 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     """Constrains a value inside jit to a sharding, on axes of any type.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
-    and are left to the compiler on Auto axes.
-
-    Raises:
-        ValueError: If JAX cannot express it.
+    and are left to the compiler on Auto axes. What JAX cannot express is a ValueError.
     """
     mesh = sharding.mesh
     explicit = {
@@ -465,16 +442,7 @@ def _has_axes(sharding: object, kind: AxisType) -> bool:
 
 
 def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
-    """Returns the part of an entry on some axes.
-
-    Args:
-        entry: One entry of a spec.
-        axes: The axes.
-        first: Whether they must come first in the entry, else last.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Returns the part of an entry on some axes, which must be first or last in it."""
     if not isinstance(entry, tuple):
         return entry if entry in axes or not isinstance(entry, str) else None
     part = tuple(axis for axis in entry if axis in axes)
@@ -595,12 +563,8 @@ def key_impl(dtype: DType) -> str:
     return str(dtype._impl.name)
 
 
-# A PRNG key as an argument of a compiled function costs a call more than its words, and
-# JAX's public `key_data` and `wrap_key_data` each run a program. If a key no longer
-# keeps its words in `_base_array`, tests/test_step_calls.py fails.
-KeyDType = prng.KeyTy
-
-
+# JAX's public `key_data` and `wrap_key_data` each run a program. If a key keeps no
+# words in `_base_array` any more, copies of keys fail: tests/test_arrays.py notices.
 def words_of_key(key: Any) -> jax.Array:
     """Returns the words inside a PRNG key, without a copy."""
     return key._base_array
@@ -676,9 +640,6 @@ def check_joined(where: str) -> None:
     """Refuses devices to a launched process that has not joined the others.
 
     It would train alone, and so would each of the others.
-
-    Raises:
-        ClusterError: If `initialize` was not called.
     """
     if os.environ.get("MESHLAYOUT_LAUNCHER") != str(os.getppid()):
         return
@@ -706,16 +667,8 @@ def detect_cluster(
 
     JAX's public way to ask is `jax.distributed.initialize`, which starts at once, and
     says neither what it found nor where. tests/test_cluster_settings.py notices.
-
-    Args:
-        coordinator_address: The address of the coordinator, if it is known.
-        num_processes: The number of processes, if it is known.
-        process_id: The index of this process, if it is known.
-        timeout_s: How long to wait for a host name to be known.
-
-    Returns:
-        The name of the scheduler, these three, and the ids of the devices of this
-        process or None; or None.
+    What is known already is given. The answer is the name of the scheduler, the three,
+    and the ids of the devices of this process or None.
     """
     types = clusters.ClusterEnv._cluster_types
     for kind in [kind for kind in types if not kind.opt_in_only_method]:
@@ -744,9 +697,6 @@ def start_processes(
 
     A process that is lost does not abort the others: `cluster.watch` ends them. All are
     there already, so JAX need not wait for them for five minutes.
-
-    Raises:
-        RuntimeError: If process 0 cannot listen at its address.
     """
     jax.config.update("jax_enable_recoverability", True)  # noqa: FBT003
     jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
@@ -792,11 +742,7 @@ def shard_placer(
 
 
 def reached_preemption_sync_point(turn: int) -> bool:
-    """Returns whether a process was told to stop; true at the same turn on all.
-
-    Args:
-        turn: The number of the call, the same on all processes.
-    """
+    """Returns whether a process was told to stop; true at the same turn on all."""
     return bool(multihost_utils.reached_preemption_sync_point(turn))
 
 

@@ -7,19 +7,12 @@ from meshlayout.errors import MeshLayoutError
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports a module of an optional package.
+    """Imports a module of an optional package, which an extra of this library installs.
 
-    Args:
-        module: The full name of the module.
-        extra: The extra of this library that installs the package.
-        purpose: What needs the package, as the beginning of a sentence.
+    `purpose` says what needs the package, as the beginning of a sentence.
 
     Raises:
         MeshLayoutError: If the package is not installed; says how to install it.
-
-    Example:
-        >>> require("json.decoder", extra="data", purpose="Reading").__name__
-        'json.decoder'
     """
     try:
         return importlib.import_module(module)

@@ -32,22 +32,6 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
     this class. An attribute that someone else has replaced in the meantime is left
     alone. Other threads call the replacement, too: it must find out, for instance from
     a ContextVar, whether it is meant.
-
-    Args:
-        *patches: A class, the name of an attribute, and a function from the original to
-            its replacement.
-
-    Example:
-        >>> class Greeter:
-        ...     def greet(self):
-        ...         return "hello"
-        >>> def louder(greet):
-        ...     return lambda self: greet(self).upper()
-        >>> with SharedPatches((Greeter, "greet", louder)):
-        ...     Greeter().greet()
-        'HELLO'
-        >>> Greeter().greet()
-        'hello'
     """
 
     def __init__(self, *patches: Patch) -> None:

@@ -12,9 +12,6 @@ from meshlayout.errors import MeshError
 
 _log = logging.getLogger(__name__)
 
-# Each device is an object with threads and a queue: more would exhaust the machine.
-_MOST = 2**16
-
 
 def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes.
@@ -42,9 +39,6 @@ def virtual_devices(n: int) -> list[_jax.Device]:
         8
     """
     n = _checks.count("n", n, where="virtual_devices", error=MeshError)
-    if n > _MOST:
-        msg = f"virtual_devices: n must be at most {_MOST}, got {n}."
-        raise MeshError(msg)
     _jax.check_joined("virtual_devices")
     launched = _jax.launcher_devices()
     if launched not in (None, n):

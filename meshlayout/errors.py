@@ -135,13 +135,6 @@ def stack_level() -> int:
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """Returns a sentence with the candidate nearest to a name; empty if none is near.
 
-    Args:
-        name: What the user wrote.
-        candidates: The names that would have been right.
-
-    Returns:
-        `" Did you mean 'x'?"` with its leading space, or an empty string.
-
     Example:
         >>> did_you_mean("modle", ["batch", "model"])
         " Did you mean 'model'?"

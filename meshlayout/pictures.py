@@ -5,22 +5,18 @@ are not addressable, abstract or too large for this machine can be drawn, too.
 """
 
 import math
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout, entry_text
-from meshlayout.mesh import Mesh
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,10 +42,10 @@ class Shards:
 
     def __repr__(self) -> str:
         picture = _render.picture_text(self._picture())
-        return "\n".join([self._title(), picture, *self._notes()])
+        return "\n".join([self._title(), picture, self._note()])
 
     def _repr_html_(self) -> str:
-        return _render.picture_html(self._title(), self._picture(), self._notes())
+        return _render.picture_html(self._title(), self._picture(), [self._note()])
 
     def _picture(self) -> _render.Picture:
         return _render.shards_picture(self.shape, self._axes(), self.held)
@@ -58,8 +54,7 @@ class Shards:
         """Returns the mesh axes that shard each dim; an empty string for none."""
         if self.layout is None:
             return [""] * len(self.shape)
-        specs = self.layout.with_rank(len(self.shape)).specs
-        return ["" if entry is None else entry_text(entry) for entry in specs]
+        return [entry_text(entry) if entry else "" for entry in self.layout.specs]
 
     def _title(self) -> str:
         dims = [
@@ -73,49 +68,30 @@ class Shards:
         memory = f" in {self.layout.memory_kind}" if self.layout.memory_kind else ""
         return f"{array} on {self.layout.mesh!r}{memory}"
 
-    def _notes(self) -> list[str]:
+    def _note(self) -> str:
         """Returns a line on the shards: how many, their shape, bytes and copies."""
-        parts = {slices for _, slices in self.held}
-        shapes = {tuple(stop - start for start, stop in part) for part in parts}
-        num_devices, num_copies = len(self.held), len(self.held) // len(parts)
-        if len(parts) == 1:
-            what = "the whole array"
-            if self.dtype is not None:
-                what += f", {self._bytes_text(self.shape)}"
-            who = (
-                f"{num_devices} devices hold" if num_devices > 1 else "One device holds"
-            )
-            return [f"{who} {what}. {self._legend()}"]
-        shape = f" of shape {shapes.pop()}" if len(shapes) == 1 else ""
-        if shape and self.dtype is not None:
-            shape += f", {self._bytes_text(self.shape, len(parts))} each"
-        copies = f", on {num_copies} devices each" if num_copies > 1 else ""
-        return [f"{len(parts)} shards{shape}{copies}. {self._legend()}"]
-
-    def _bytes_text(self, shape: Sequence[int], parts: int = 1) -> str:
-        return _render.bytes_text(math.prod(shape) * _jax.itemsize(self.dtype) // parts)
-
-    def _legend(self) -> str:
-        return f"Numbers in the blocks are ids of {self.platform.upper()} devices."
+        (_, part), *_ = self.held
+        shape = tuple(stop - start for start, stop in part)
+        parts = len({part for _, part in self.held})
+        copies = len(self.held) // parts
+        size = ""
+        if self.dtype is not None:
+            nbytes = math.prod(shape) * _jax.itemsize(self.dtype)
+            size = f", {_render.bytes_text(nbytes)}"
+        if parts == 1:
+            who = f"{copies} devices hold" if copies > 1 else "One device holds"
+            text = f"{who} the whole array{size}"
+        else:
+            text = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
+            text += f", on {copies} devices each" * (copies > 1)
+        ids = f"Numbers in the blocks are ids of {self.platform.upper()} devices."
+        return f"{text}. {ids}"
 
 
-@runtime_checkable
-class HasCurves(Protocol):
-    """An object with values by epoch to draw: a `History`, unknown to this module."""
-
-    def plot(self) -> _render.Curves:
-        """Returns the curves of all metrics."""
-        ...
-
-
-@overload
-def visualize(value: HasCurves) -> _render.Curves: ...
-@overload
 def visualize(
     value: Layout | Sharding | jax.Array | jax.ShapeDtypeStruct | nnx.Variable[Any],
     shape: Sequence[int] | None = None,
-) -> Shards: ...
-def visualize(value: Any, shape: Sequence[int] | None = None) -> Any:
+) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
     Use this to check a layout before or after creating an array. Nothing is moved or
@@ -123,13 +99,12 @@ def visualize(value: Any, shape: Sequence[int] | None = None) -> Any:
 
     Args:
         value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
-            sharding, or a layout or a sharding together with `shape`. Also a `History`,
-            whose curves are drawn as by `history.plot()`.
+            sharding, or a layout or a sharding together with `shape`.
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
-        LayoutError: If the value is on no devices, the shape is missing or is not
-            that of the array, or it does not divide into the shards of the layout.
+        LayoutError: If the value is on no devices, the shape is missing, or it does not
+            divide into the shards of the layout.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -144,80 +119,39 @@ def visualize(value: Any, shape: Sequence[int] | None = None) -> Any:
         4 shards of shape (4, 2), on 2 devices each. Numbers in the blocks are ids of
         CPU devices.
     """
-    if isinstance(value, HasCurves) and shape is None:
-        return value.plot()
-    if isinstance(value, (Layout, Sharding)):
-        if shape is None:
-            kind = "layout" if isinstance(value, Layout) else "sharding"
+    array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
+    dtype = None
+    if not isinstance(array, (Layout, Sharding)):
+        # Not `array.sharding`, for which traced values raise.
+        sharding = _jax.sharding_of(array)
+        if not isinstance(sharding, Sharding):
             msg = (
-                f"a {kind} alone has no size to draw: give the shape of the array, "
-                f"visualize({kind}, shape=(8, 8))."
+                f"{_checks.shown(array)} is on no devices; value must be a Layout or a "
+                "sharding, with shape=, or an array that is placed, such as by "
+                "relayout(x, layout)."
             )
             raise LayoutError(msg)
-        return _shards(value, shape, None)
-    array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
-    # Not `array.sharding`: traced values raise for it, and some know it nevertheless.
-    sharding = _jax.sharding_of(array)
-    if not isinstance(sharding, Sharding):
-        raise LayoutError(_no_sharding(array))
-    if shape is not None and _checks.shape(shape, error=LayoutError) != array.shape:
+        shape, dtype, array = array.shape, array.dtype, sharding
+    if shape is None:
         msg = (
-            f"{_render.array_text(array.dtype, array.shape)} was given with shape="
-            f"{tuple(shape)}; an array has its own shape, so omit shape=."
+            "a layout alone has no size to draw: give the shape of the array, "
+            "visualize(layout, shape=(8, 8))."
         )
         raise LayoutError(msg)
-    return _shards(sharding, array.shape, array.dtype)
-
-
-def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Shards:
-    shape = _checks.shape(shape, error=LayoutError)
-    if isinstance(value, (Layout, NamedSharding)):
+    shape, layout = tuple(shape), None
+    if isinstance(array, (Layout, NamedSharding)):
         # With our arithmetic, which says what does not divide and knows `...`.
-        layout = as_layout(value, len(shape))
-        layout.check(shape)
+        layout = as_layout(array, len(shape))
         held = [
             (device, layout.shard_slices(shape, index))
             for index, device in enumerate(layout.mesh.devices.flat)
         ]
     else:
-        layout = None
-        held = value.devices_indices_map(shape).items()
-    first, *_ = parts = [
-        (
-            device,
-            tuple(s.indices(size)[:2] for s, size in zip(part, shape, strict=True)),
-        )
-        for device, part in held
-    ]
-    held = tuple((int(device.id), part) for device, part in parts)
-    return Shards(shape, dtype, layout, first[0].platform, held)
-
-
-def _no_sharding(value: Any) -> str:
-    expected = "value must be a jax.Array, a Layout or a sharding"
-    if isinstance(value, np.ndarray):
-        array = _render.array_text(value.dtype, value.shape)
-        return (
-            f"{expected}, got a NumPy array {array}, which is on no device. Place it "
-            "first: relayout(x, layout)."
-        )
-    if isinstance(value, Tracer):
-        return (
-            f"{expected}, got a value inside jit whose sharding is not known while "
-            "tracing. Visualize the result, or use a mesh with Explicit axes."
-        )
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return (
-            f"{_render.array_text(value.dtype, value.shape)} is abstract and has no "
-            "sharding. Give it one: jax.ShapeDtypeStruct(shape, dtype, "
-            "sharding=layout.sharding)."
-        )
-    short = " ".join(reprlib.repr(value).split())
-    got = f"{expected}, got {short} of type {type(value).__name__}."
-    if isinstance(value, (Mesh, jax.sharding.Mesh)):
-        return f"{got} To draw an array on it: visualize(mesh.layout(...), shape=...)."
-    if isinstance(value, (PartitionSpec, str)):
-        return f"{got} A spec needs a mesh: mesh.layout(...)."
-    if len(jax.tree.leaves(value)) > 1:
-        return f"{got} Give one of its arrays, or use LayoutMap.explain for the tree."
-    return got
+        held = [*array.devices_indices_map(shape).items()]
+    parts = (
+        tuple(s.indices(size)[:2] for s, size in zip(part, shape, strict=True))
+        for _, part in held
+    )
+    ids = (int(device.id) for device, _ in held)
+    platform = held[0][0].platform
+    return Shards(shape, dtype, layout, platform, tuple(zip(ids, parts, strict=True)))

@@ -77,11 +77,27 @@ def test_text_and_html_tell_every_leaf(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     html = report._repr_html_()
     for found in report.resolutions:
-        assert found.path in str(report)
-        assert found.path in html
+        path = found.path.replace("0", "*").replace("1", "*")  # one row for all layers
+        assert path in str(report)
+        assert path in html
         assert str(found.layout) in str(report)
     assert "<table" in html
     assert repr(report) == str(report)
+
+
+def test_layers_share_a_row_and_the_rows_of_a_rule_stand_together(mesh):
+    layer = {
+        name: jax.ShapeDtypeStruct((64, 64), "float32") for name in ("up", "down", "z")
+    }
+    report = ml.LayoutMap(mesh, {"up|down": (None, "model")}).explain([layer] * 80)
+    rows = [line.split() for line in str(report).splitlines() if "f32" in line]
+    assert [" ".join(row[:6]) for row in rows] == [
+        "*/down 80 x f32[64, 64] [unsharded,",
+        "*/up 80 x f32[64, 64] [unsharded,",
+        "*/z 80 x f32[64, 64] [unsharded,",
+    ]
+    assert rows[0][6:] == ["model]", "up|down", "320.0", "KiB", "75%"]
+    assert len(str(report)) < 1000
 
 
 def test_markup_in_a_path_is_escaped(mesh):

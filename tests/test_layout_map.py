@@ -3,7 +3,6 @@
 import functools
 import pickle
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -215,66 +214,6 @@ def test_what_does_not_divide_is_left_unsharded_on_request_and_recorded(mesh):
         strict.match("w", (6, 10), "float32")
 
 
-def test_prng_keys_and_odd_dtypes(mesh):
-    tree = {
-        "keys": jax.random.split(jax.random.key(0), 8),
-        "half": array(8, dtype="bfloat16"),
-        "flags": array(8, dtype="bool"),
-    }
-    resolved = ml.LayoutMap(mesh, {".*": ("model",)}).resolve(tree)
-    assert {one.path: one.bytes_per_device for one in resolved.resolutions} == {
-        "flags": 2,
-        "half": 4,
-        "keys": 16,
-    }
-
-
-def test_one_rule_serves_stacked_layers(mesh):
-    layouts = ml.LayoutMap(mesh, {"kernel": (..., "model")}, unmatched="replicate")
-
-    class Stack(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            @nnx.split_rngs(splits=3)
-            @nnx.vmap(in_axes=(0,), out_axes=0)
-            def blocks(rngs: nnx.Rngs) -> nnx.Linear:
-                return nnx.Linear(4, 8, rngs=rngs)
-
-            self.blocks = blocks(rngs)
-            self.head = nnx.Linear(8, 8, rngs=rngs)
-
-    model = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
-    resolved = layouts.resolve(model)
-    assert resolved["blocks/kernel"].shape == (3, 4, 8)
-    assert str(resolved["blocks/kernel"].layout) == "[unsharded, unsharded, model]"
-    assert str(resolved["head/kernel"].layout) == "[unsharded, model]"
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return nn.Dense(8)(x), None
-
-    scanned = nn.scan(
-        Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )
-    variables = jax.eval_shape(
-        lambda: scanned().init(jax.random.key(0), jnp.ones((2, 8)), None)
-    )
-    (kernel,) = (
-        r for r in layouts.resolve(variables).resolutions if "kernel" in r.path
-    )
-    assert kernel.shape == (3, 8, 8)
-    assert str(kernel.layout) == "[unsharded, unsharded, model]"
-
-
-def test_the_tree_of_layouts_places_the_tree(mesh):
-    layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
-    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-    state = nnx.state(model)
-    shardings = jax.tree.map(lambda one: one.sharding, layouts.resolve(model).layouts)
-    placed = jax.device_put(state, shardings)
-    assert ml.Layout.of(placed["kernel"][...]) == mesh.layout(None, "model")
-
-
 # Flax's own metadata.
 
 
@@ -347,22 +286,6 @@ def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
         "u f32[3, 8]: dim 0 left unsharded: size 3 does not divide into 2 shards over "
         "batch (rule 'u')."
     ]
-
-
-def test_the_default_may_have_a_policy_of_its_own(mesh):
-    default = ml.Rule(("model", ...), on_uneven="replicate")
-    found = ml.LayoutMap(mesh, default=default).resolve({"x": jnp.ones((6, 8))})["x"]
-    assert str(found.layout) == "[unsharded, unsharded]"
-    assert found.fallback == (
-        "dim 0 left unsharded: size 6 does not divide into 4 shards over model"
-    )
-
-
-def test_logical_axes_may_be_pairs_as_flax_has_them(mesh):
-    pairs = [("embed", "model"), ("batch", None)]
-    assert ml.LayoutMap(mesh, logical_axes=pairs) == ml.LayoutMap(
-        mesh, logical_axes=dict(pairs)
-    )
 
 
 def constrained(mesh, x):
@@ -550,10 +473,6 @@ OPTIONS = {
         "no rule has the pattern []. To find the layout of a path, use match(path, "
         "shape, dtype).",
     ),
-    "keys in no order": (
-        lambda m: ml.LayoutMap(m).resolve({1: jnp.ones(2), "1": jnp.ones(2)}),
-        None,
-    ),
     "parameters of another model": (
         lambda m: ml.LayoutMap(m).resolve(
             optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
@@ -581,11 +500,7 @@ def test_what_else_is_refused(name, mesh):
     call, message = OPTIONS[name]
     with pytest.raises(ml.MeshLayoutError) as caught:
         call(mesh)
-    if message is None:  # begins with JAX's own words
-        assert str(caught.value).startswith("JAX cannot flatten the tree: ")
-        assert str(caught.value).endswith(" Use keys of one type.")
-    else:
-        assert str(caught.value) == message
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", INSERTIONS)
@@ -641,9 +556,8 @@ def test_what_a_logical_axis_could_not_have_is_noted():
     resolved = layouts.resolve({"w": leaf})["w"]
     assert str(resolved.layout) == "[x, y, unsharded, unsharded]"
     assert resolved.note == (
-        "'mlp' is on axis 'y': axis 'x' is 'embed''s, axis 'x' is 'embed''s; 'heads' is "
-        "unsharded: axis 'y' is 'mlp''s; 'mpl' is unsharded: it has no rule. Did you "
-        "mean 'mlp'?"
+        "'mlp' is on axis 'y', not on axis 'x'; 'heads' is on no axis, not on axis 'y'; "
+        "'mpl' has no rule. Did you mean 'mlp'?"
     )
     assert f"note: w: {resolved.note}" in str(layouts.explain({"w": leaf}))
 
@@ -735,9 +649,6 @@ def test_maps_merge_as_dicts_do(mesh):
     assert merged["b"] == mesh.layout("batch")
     assert layouts["b"] == mesh.layout("model")
     assert merged == ml.LayoutMap(mesh, dict(merged), unused="ignore")
-    before = {"c": (None,), "b": ("batch",)} | layouts
-    assert list(before) == ["c", "b", "a"]
-    assert before["b"] == mesh.layout("model")
     both = layouts | ml.LayoutMap(mesh, {"d": (None,)})
     assert list(both) == ["a", "b", "d"]
     layouts |= {"b": (None,)}
@@ -746,28 +657,19 @@ def test_maps_merge_as_dicts_do(mesh):
         _ = layouts | 3
 
 
-def test_a_rule_that_changes_inside_the_maps_scope_is_said_to_come_too_late(mesh):
-    layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)}, unused="ignore")
-    with layouts.scope():
-        ml.constrain(jnp.ones(8), "hidden")
-        with pytest.warns(ml.errors.LayoutWarning) as caught:
-            del layouts["hidden"]
-    assert str(caught[0].message) == (
-        "rule 'hidden' changes inside the scope of its map: until the next scope, constrain follows the map as it was at the start of this one."
-    )
-
-
-def test_a_misspelled_activation_is_named(mesh):
-    layouts = ml.LayoutMap(mesh, {"residual": ("batch",)}, unused="ignore")
-    x = jnp.ones(8)
-    with layouts.scope():
-        with pytest.warns(ml.errors.LayoutWarning) as caught:
-            assert ml.constrain(x, "block/redisual") is x
-        assert ml.constrain(x, "block/redisual") is x  # once
-        assert ml.constrain(x, "logits") is x
-    assert [str(one.message) for one in caught] == [
-        "constrain(x, 'block/redisual') matches no rule of the active layout map, and has no effect. Did you mean 'residual'?"
-    ]
+def test_own_rules_win_over_those_that_were_generated(mesh):
+    made = ml.layout_map.rules_for({"a/kernel": mesh.layout(None, "model")})
+    layouts = ml.LayoutMap(mesh, made) | {"kernel": ("batch", None)}
+    assert text(layouts, "a/kernel", 8, 8) == "[batch, unsharded]"
+    assert layouts.explain({"a": {"kernel": array(8, 8)}}).shadowed_rules == {
+        "(^|/)a/kernel$": ("kernel",)
+    }
+    exact = ml.LayoutMap(mesh, {"a/kernel": next(iter(made.values())), "a": [...]})
+    assert text(exact, "a/kernel", 8, 8) == "[unsharded, model]"
+    for again in (layouts.copy(), pickle.loads(pickle.dumps(layouts))):
+        assert text(again, "a/kernel", 8, 8) == "[batch, unsharded]"
+    code = eval(layouts.to_code(), {"ml": ml, "mesh": mesh})
+    assert text(code, "a/kernel", 8, 8) == "[batch, unsharded]"
 
 
 # What a user may hand in.
@@ -805,54 +707,3 @@ def test_nonsense_in_a_rule_works_or_is_a_sentence(mesh, where, value):
         "function": lambda: {"w": lambda path, shape, dtype: value},
     }
     check_sentence(lambda: ml.LayoutMap(mesh, rules[where]()).resolve({"w": array(8)}))
-
-
-# What it costs: counted, as seconds say little on a busy machine.
-
-
-def calls_of(function):
-    """Returns how many Python functions a call runs through."""
-    count = 0
-
-    def count_calls(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(count_calls)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def large_tree(leaves):
-    block = {f"part_{n}": {name: array(8, 8) for name in "abcde"} for n in range(20)}
-    return {"layers": {str(layer): block for layer in range(leaves // 100)}}
-
-
-def test_a_leaf_costs_a_few_calls_however_many_there_are_and_rules(mesh):
-    rules = {rf"layers/\d+/part_{n}/{name}$": (None, "model") for n in range(20)
-             for name in "abcde"}  # fmt: skip
-    rules |= {f"nothing_{n}": ("model", None) for n in range(100)}
-    layouts = ml.LayoutMap(mesh, rules)
-    few, many = large_tree(2_000), large_tree(6_000)
-    layouts.resolve(few)
-    first = calls_of(lambda: layouts.resolve(few))
-    second = calls_of(lambda: layouts.resolve(many))
-    assert (second - first) / 4_000 < 10
-
-
-def test_dead_rules_are_compared_with_each_path_once(mesh):
-    tree = large_tree(2_000)
-    dead = [f"layrs_{n}/missing" for n in range(100)]
-    few = ml.LayoutMap(mesh, {key: [...] for key in dead[:50]})
-    many = ml.LayoutMap(mesh, {key: [...] for key in dead})
-    assert calls_of(lambda: many.explain(tree)) < 1.9 * calls_of(
-        lambda: few.explain(tree)
-    )
-
-
-def test_a_missing_pattern_is_a_key_error_too(mesh):
-    with pytest.raises(KeyError):
-        ml.LayoutMap(mesh)["x"]

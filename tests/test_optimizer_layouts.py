@@ -412,7 +412,7 @@ def test_zero_rule_shards_over_all_axes_of_batches_and_needs_one():
     assert str(error.value) == (
         "zero_rule: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp', "
         "'dp', 'ddp', 'data_parallel'. Give the axes to shard over, as "
-        "zero_rule(mesh, 'x')."
+        "zero_rule(mesh, axes='x')."
     )
 
 

@@ -177,7 +177,7 @@ def data_parallel(run):
 @program()
 def fsdp(run):
     mesh = run.mesh("batch")
-    return trained(mesh, ml.parallel.fsdp(mesh, "batch", min_bytes=0))
+    return trained(mesh, ml.parallel.fsdp(mesh, axes="batch", min_bytes=0))
 
 
 @program()
@@ -205,7 +205,7 @@ def tensor_parallel(run):
 @program()
 def composed(run):
     mesh = run.mesh("across")
-    fsdp = ml.parallel.fsdp(mesh, "batch", min_bytes=0)
+    fsdp = ml.parallel.fsdp(mesh, axes="batch", min_bytes=0)
     layouts = ml.parallel.compose(tensor_parallel_on(mesh), fsdp)
     return {"code": layouts.to_code(nnx.eval_shape(build)), **trained(mesh, layouts)}
 

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
+from meshlayout.data.agreement import WAY_OUT
 from tests.processes import run_processes
 
 
@@ -164,9 +165,8 @@ def test_plain_batches_that_end_on_one_process_end_the_fit_of_all(results):
     assert [found["failed"][4] for found in several] == 2 * [
         [
             2,
-            "DataError: fit: train differs between processes at batch 3 of epoch 4: one "
-            "of 8 rows on process 0, none on process 1. All processes must have the "
-            "same batches; ml.distribute_dataset(per_process=True) makes global batches "
-            "of what each of them has.",
+            "DataError: the processes read different data: 8 rows in batch 3 of epoch 4 "
+            "on process 0, 0 rows in batch 3 of epoch 4 on process 1. Their iterations "
+            f"must start at the same position. {WAY_OUT}",
         ]
     ]

@@ -92,30 +92,13 @@ def test_it_gives_the_devices_that_run_already():
 
 @pytest.mark.parametrize(
     ("n", "shown"),
-    [
-        (0, "0"),
-        (-1, "-1"),
-        (2.0, "2.0"),
-        (float("nan"), "nan"),
-        ("8", "'8'"),
-        (None, "None"),
-        (YES, "True"),
-        (object(), "an object"),
-    ],
+    [(0, "0"), (2.0, "2.0"), ("8", "'8'"), (YES, "True")],
 )
 def test_what_is_said_about_a_bad_number(n, shown):
     with pytest.raises(MeshError) as error:
         virtual_devices(n)
     assert str(error.value) == (
         f"virtual_devices: n must be a positive integer, got {shown}."
-    )
-
-
-def test_more_devices_than_anyone_has_memory_for_are_refused():
-    with pytest.raises(MeshError) as error:
-        virtual_devices(10**12)
-    assert str(error.value) == (
-        "virtual_devices: n must be at most 65536, got 1000000000000."
     )
 
 

@@ -1,6 +1,5 @@
 """Plain rows in, text and HTML out; does not know the types of the library."""
 
-from meshlayout._render.curves import Curves as Curves
 from meshlayout._render.pictures import (
     Held as Held,
     Picture as Picture,

@@ -11,9 +11,6 @@ def console_on(stream: Any) -> Console:
 
     To rich, FORCE_COLOR means a terminal, and notebooks set it for the programs that
     they start. But it only asks for colors; a line that moves needs a real terminal.
-
-    Args:
-        stream: A text stream such as `sys.stdout`.
     """
     return Console(file=stream, force_terminal=stream is not None and stream.isatty())
 

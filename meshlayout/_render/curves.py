@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshlayout._render.tables import (
-    SANS,
-    cell_width,
-    html_block,
-    html_line,
-    one_line,
-    padded,
-)
+from meshlayout._render.tables import SANS, cell_width, one_line, padded
 
 
 Series: TypeAlias = tuple[tuple[float, float], ...]
@@ -26,8 +19,13 @@ Series: TypeAlias = tuple[tuple[float, float], ...]
 _MOST_BLOCKS = 60  # of a curve in a terminal; more values are averaged in groups
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
-# Legible on light and on dark pages; blue and orange differ for the color-blind, too.
+# Blue and orange differ for the color-blind, too.
 _COLORS = ("#3b82f6", "#f97316")
+
+# A panel, in pixels: a plot with the limits of its values to the left, and those of the
+# epochs below.
+_WIDTH, _HEIGHT, _LEFT, _TOP = 300, 150, 70, 30
+_PANEL_WIDTH, _PANEL_HEIGHT = _LEFT + _WIDTH + 14, _TOP + _HEIGHT + 24
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,30 +82,52 @@ class Curves:
         first, last = self.epochs
         return "\n".join([*lines, f"epochs {first:g} to {last:g}"])
 
-    def _repr_html_(self) -> str:
-        if not self.panels:
-            return html_block(html_line(repr(self), ""))
-        drawn = "".join(_panel_svg(panel, self.epochs) for panel in self.panels)
-        style = "display:flex;flex-wrap:wrap;gap:8px"
-        return html_block(f'<div style="{style}">{drawn}</div>')
-
     def _repr_svg_(self) -> str | None:
-        """One image, for pages that remove SVG from a notebook's HTML, such as GitHub.
-
-        It cannot know the color of the page, and brings its own.
-        """
+        # One image, also for pages that remove SVG from a notebook's HTML, such as
+        # GitHub. It cannot know the color of the page, and brings its own.
         if not self.panels:
             return None
-        panels = [_panel_svg(panel, self.epochs) for panel in self.panels]
-        placed = [
-            svg.replace("<svg", f'<svg x="{at * _PANEL_WIDTH}"', 1)
-            for at, svg in enumerate(panels)
-        ]
+        panels = "".join(map(self._panel, range(len(self.panels))))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" '
-            f'width="{len(panels) * _PANEL_WIDTH}" height="{_PANEL_HEIGHT}" '
-            f'style="color:#1f2328;background:#fff">{"".join(placed)}</svg>'
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'width="{len(self.panels) * _PANEL_WIDTH}" height="{_PANEL_HEIGHT}" '
+            f'style="color:#1f2328;background:#fff;font-family:{SANS};font-size:12px" '
+            f'fill="currentColor">{panels}</svg>'
         )
+
+    def _panel(self, number: int) -> str:
+        (first, last), panel = self.epochs, self.panels[number]
+        low, high = _limits(panel)
+        right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
+        parts = [
+            f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" '
+            'stroke="currentColor" stroke-opacity="0.3"/>',
+            _text(f"{high:.4g}", _LEFT - 6, _TOP + 4, "end"),
+            _text(f"{low:.4g}", _LEFT - 6, bottom + 4, "end"),
+            _text(f"epoch {first:g}", _LEFT, bottom + 16, "start"),
+            _text(f"{last:g}", right, bottom + 16, "end"),
+        ]
+        at = float(_LEFT)
+        for color, (name, line) in zip(_COLORS, panel.items(), strict=False):
+            points = [
+                (
+                    _LEFT + _share(epoch, first, last) * _WIDTH,
+                    bottom - _share(value, low, high) * _HEIGHT,
+                )
+                for epoch, value in line
+            ]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            style = f'fill="none" stroke="{color}" stroke-width="2"'
+            parts.append(f'<polyline points="{path}" {style}/>')
+            for (epoch, value), (x, y) in zip(line, points, strict=True):
+                tip = html.escape(f"{one_line(name)} {value:.4g} in epoch {epoch:g}")
+                circle = f'cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"'
+                parts.append(f"<circle {circle}><title>{tip}</title></circle>")
+            bold = f'fill="{color}" font-weight="600"'
+            parts.append(_text(name, at, 16, "start", bold))
+            at += 7.5 * cell_width(one_line(name)) + 16
+        left = number * _PANEL_WIDTH
+        return f'<g transform="translate({left} 0)">{"".join(parts)}</g>'
 
 
 def _is_finite(value: Any) -> bool:
@@ -117,6 +137,10 @@ def _is_finite(value: Any) -> bool:
 def _limits(panel: dict[str, Series]) -> tuple[float, float]:
     values = [y for line in panel.values() for _, y in line]
     return min(values), max(values)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    return (value - low) / (high - low) if high > low else 0.5
 
 
 def _summary(line: Series) -> str:
@@ -139,60 +163,14 @@ def _sparkline(
     width = min(count, _MOST_BLOCKS)
     groups: dict[int, list[float]] = {}
     for x, y in line:
-        groups.setdefault(int((x - epochs[0]) * width / count), []).append(y)
-    low, high = limits
+        at = min(int((x - epochs[0]) * width / count), width - 1)
+        groups.setdefault(at, []).append(y)
     text = [" "] * width
-    for index, values in groups.items():
+    low, high = limits
+    for at, values in groups.items():
         height = (sum(values) / len(values) - low) / ((high - low) or 1)
-        text[min(index, width - 1)] = _BLOCKS[round(height * (len(_BLOCKS) - 1))]
+        text[at] = _BLOCKS[round(height * (len(_BLOCKS) - 1))]
     return "".join(text)
-
-
-# The SVG, in pixels: a plot with the limits of its values to the left, and those of the
-# epochs below.
-_WIDTH, _HEIGHT, _LEFT, _TOP = 300, 150, 70, 30
-_PANEL_WIDTH, _PANEL_HEIGHT = _LEFT + _WIDTH + 14, _TOP + _HEIGHT + 24
-
-
-def _panel_svg(panel: dict[str, Series], epochs: tuple[float, float]) -> str:
-    (first, last), (low, high) = epochs, _limits(panel)
-    right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
-
-    def place(epoch: float, value: float) -> tuple[float, float]:
-        across = (epoch - first) / (last - first) if last > first else 0.5
-        up = (value - low) / (high - low) if high > low else 0.5
-        return _LEFT + across * _WIDTH, bottom - up * _HEIGHT
-
-    parts = [
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" '
-        'stroke="currentColor" stroke-opacity="0.3"/>',
-        _text(f"{high:.4g}", _LEFT - 6, _TOP + 4, "end"),
-        _text(f"{low:.4g}", _LEFT - 6, bottom + 4, "end"),
-        _text(f"epoch {first:g}", _LEFT, bottom + 16, "start"),
-        _text(f"{last:g}", right, bottom + 16, "end"),
-    ]
-    x = float(_LEFT)
-    for color, (name, line) in zip(_COLORS, panel.items(), strict=False):
-        points = [place(*point) for point in line]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
-        )
-        for (epoch, value), (cx, cy) in zip(line, points, strict=True):
-            tip = html.escape(f"{one_line(name)} {value:.4g} in epoch {epoch:g}")
-            parts.append(
-                f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="2.5" fill="{color}">'
-                f"<title>{tip}</title></circle>"
-            )
-        parts.append(_text(name, x, 16, "start", f'fill="{color}" font-weight="600"'))
-        x += 7.5 * cell_width(one_line(name)) + 16
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_PANEL_WIDTH}" '
-        f'height="{_PANEL_HEIGHT}" viewBox="0 0 {_PANEL_WIDTH} {_PANEL_HEIGHT}" '
-        f'role="img" '
-        f'fill="currentColor" style="max-width:100%;font-family:{SANS};font-size:12px">'
-        f"{''.join(parts)}</svg>"
-    )
 
 
 def _text(text: str, x: float, y: float, anchor: str, style: str = "") -> str:

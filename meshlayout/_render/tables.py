@@ -85,11 +85,7 @@ def text_table(
 ) -> str:
     """Returns a table for a terminal: a header, a line, and one line per row.
 
-    Args:
-        headers: One per column.
-        rows: One cell per column each.
-        align: One letter per column: `l`, `r` or `c`; by default all `l`.
-        notes: Lines below the table.
+    `align` has one letter per column, `l`, `r` or `c`; notes are lines below it.
 
     Example:
         >>> print(text_table(["path", "bytes"], [["a/kernel", 12], ["b", 3]], "lr"))

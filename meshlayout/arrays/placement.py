@@ -211,7 +211,7 @@ def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> li
         try:
             results.append(function(*arguments))
         except LayoutError as error:
-            name = array_text([*_paths.leaf_names(x)][index], arguments[0])
+            name = array_text(_paths.leaf_names(x)[index], arguments[0])
             raise LayoutError(f"{name}: {error}" if name else str(error)) from error
     return results
 

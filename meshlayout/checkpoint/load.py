@@ -534,7 +534,7 @@ def _table(
     for pattern, value in (table or {}).items():
         regex = _checks.pattern(option, pattern, error=CheckpointError)
         if not any(map(regex.search, paths)):
-            near = nearest_paths([regex.pattern], paths)[regex.pattern]
+            near = nearest_paths(regex.pattern, paths)
             hint = f" Nearest: {', '.join(near)}." if near else ""
             msg = f"the pattern {regex.pattern!r} of {option}= matches none of the"
             way = "Correct it or remove it."

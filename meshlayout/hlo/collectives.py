@@ -96,13 +96,7 @@ class Collective:
 def read_collectives(
     program: Program, mesh: Mesh | None, leaves: Leaves
 ) -> Iterator[Collective]:
-    """Yields the collectives of a program, in the order of its text.
-
-    Args:
-        program: The program.
-        mesh: The mesh whose devices it runs on, in this order; None if not known.
-        leaves: The program's arguments and results.
-    """
+    """Yields the collectives of a program on a mesh, in the order of its text."""
     pieces: dict[tuple[str, ...], Collective] = {}
     started: set[tuple[str, ...]] = set()
     for computation, instruction in program:

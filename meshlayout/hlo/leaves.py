@@ -36,13 +36,7 @@ def leaf_name(text: str) -> str:
 
 
 class Leaves:
-    """Finds the leaves that values of a program are.
-
-    Args:
-        program: The program.
-        arguments: Better names of arguments, by `leaf_name`.
-        results: Names of the program's first results.
-    """
+    """Finds the leaves that values of a program are; see `read_communication`."""
 
     def __init__(
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
@@ -106,9 +100,7 @@ class Leaves:
     def result(self, name: str, element: int | None = None) -> str:
         """Returns the only leaf among the results that depends on a value, or `""`.
 
-        Args:
-            name: An instruction of the program's entry.
-            element: Which of its results, if it has several.
+        Of an instruction of the program's entry, or of one element of its result.
         """
         value = self._elements.get((name, ""), name)
         if element is not None:

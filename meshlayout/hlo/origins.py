@@ -29,13 +29,7 @@ _NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
 
 
 class Origin(NamedTuple):
-    """Where an instruction comes from.
-
-    Attributes:
-        scopes: Named scopes, the outermost first.
-        classes: The classes whose `__call__` is on the stack, the outermost first.
-        source: The innermost line of code that is not a library's, or empty.
-    """
+    """Named scopes, classes whose `__call__` is on the stack, and the user's line."""
 
     scopes: list[str]
     classes: list[str]

@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Instruction(NamedTuple):
-    """One instruction of a program.
-
-    Attributes:
-        name: Its name, unique in its computation.
-        type: The text of its result's type.
-        opcode: What it does, such as `"all-reduce"`.
-        operands: Names of its operands.
-        rest: Its text after the opening parenthesis: operands and attributes.
-    """
+    """One instruction; its text after the opening parenthesis is the rest."""
 
     name: str
     type: str
@@ -77,9 +69,6 @@ _COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 class Program:
     """A compiled program, read from its text.
-
-    Args:
-        text: What `compiled.as_text()` returns.
 
     Attributes:
         computations: Instructions by name, by the name of their computation.

@@ -28,13 +28,8 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     """Returns the groups of devices in an instruction's text, one row each.
 
-    Args:
-        text: The instruction's attributes.
-        num_devices: The number of devices of the program; the groups of a program on
-            all of them at once may be written as `{}`.
-
-    Returns:
-        The devices' places in the mesh; the pairs of a permutation are groups, too.
+    They are places in the mesh; the pairs of a permutation are groups, too. Groups of a
+    program on all its devices at once may be written as `{}`.
 
     Example:
         >>> replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", 8)
@@ -84,13 +79,8 @@ def mesh_axes(
 ) -> tuple[tuple[str, ...], bool]:
     """Returns the axes of a mesh along which the devices of each group differ.
 
-    Args:
-        groups: The devices' places in the mesh.
-        mesh: The mesh.
-
-    Returns:
-        The axes, in the mesh's order, and whether each group is all the devices along
-        them. Groups of devices that the mesh does not have go along no axes.
+    And whether each group is all the devices along them. Groups of devices that the
+    mesh does not have go along no axes.
 
     Example:
         >>> from meshlayout import create_mesh

@@ -4,8 +4,8 @@ from meshlayout.layout_map.activations import (
     activate as activate,
     constrain as constrain,
 )
+from meshlayout.layout_map.code import rules_for as rules_for
 from meshlayout.layout_map.layout_map import LayoutMap as LayoutMap
-from meshlayout.layout_map.patterns import rules_for as rules_for
 from meshlayout.layout_map.report import (
     Explanation as Explanation,
     Resolution as Resolution,

@@ -6,9 +6,7 @@ of the keys of its compilation caches, as a snapshot that does not change.
 """
 
 import contextlib
-import re
 import warnings
-from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 # another.
 _active_map = jax.make_user_context(None)
 
-# Patterns that are plain names; and layer numbers, which may differ between names.
-_PLAIN = re.compile(r"[\w/]+")
-_DIGITS = re.compile(r"\d+")
-
 
 class FrozenMap:
     """A snapshot of a layout map, hashed by identity for JAX's compilation caches."""
@@ -37,41 +31,11 @@ class FrozenMap:
     def __init__(self, layouts: "LayoutMap") -> None:
         self.layouts = layouts
         self.is_read = False  # whether `constrain` has used it
-        self._unmatched: set[str] = set()
-
-    def note_if_misspelled(self, name: str) -> None:
-        """Warns, once per name, about a name that is almost the pattern of a rule.
-
-        A map need not cover activations, so that names without a rule are normal, and
-        only a near miss deserves a warning.
-        """
-        if name in self._unmatched:
-            return
-        self._unmatched.add(name)
-        folded = _DIGITS.sub("0", name).split("/")
-        for pattern in filter(_PLAIN.fullmatch, self.layouts):
-            expected = _DIGITS.sub("0", pattern).split("/")
-            pairs = list(zip(folded[-len(expected) :], expected, strict=False))
-            if len(pairs) < len(expected) or all(key == other for key, other in pairs):
-                continue
-            ratios = [SequenceMatcher(None, *pair).ratio() for pair in pairs]
-            if min(ratios) >= 0.7:
-                line = (
-                    f"constrain(x, {name!r}) matches no rule of the active layout map, "
-                    f"and has no effect. Did you mean {pattern!r}?"
-                )
-                warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-                return
 
 
 def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which `constrain` follows these layouts."""
     return _active_map(layouts._take_snapshot())
-
-
-def is_active(snapshot: FrozenMap) -> bool:
-    """Returns whether `constrain` follows this map here and now."""
-    return _active_map.value is snapshot
 
 
 def constrain(x: Leaf, name: str) -> Any:
@@ -94,8 +58,7 @@ def constrain(x: Leaf, name: str) -> Any:
             single array, or this is inside `shard_map`.
 
     Warns:
-        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded, or if no rule
-            matches but one almost does.
+        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded.
 
     Example:
         >>> import meshlayout as ml
@@ -126,7 +89,6 @@ def constrain(x: Leaf, name: str) -> Any:
     x = jax.numpy.asarray(x)
     resolution = snapshot.layouts.match(name, x.shape, x.dtype)
     if resolution is None:
-        snapshot.note_if_misspelled(name)
         return x
     where = f"{name} {resolution.array}"
     if resolution.fallback:

@@ -1,20 +1,13 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved.
 
-This class is the public face. Rules are parsed in `rules` when they are inserted,
-`resolver` decides the layout of each leaf, `optimizer_slots` finds the parameter of
-each slot, and `report` shows the result. No method here touches a device.
+Rules are parsed in `rules` when they are inserted, `resolver` decides the layout of
+each leaf, `optimizer_slots` finds the parameter of each slot, and `report` shows the
+result. No method here touches a device.
 """
 
-import functools
 import re
 import warnings
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, get_args
@@ -34,8 +27,8 @@ from meshlayout.errors import (
     stack_level,
 )
 from meshlayout.layout import Layout
-from meshlayout.layout_map.activations import FrozenMap, is_active
-from meshlayout.layout_map.code import map_text, tree_rules
+from meshlayout.layout_map.activations import FrozenMap
+from meshlayout.layout_map.code import map_text, rules_for
 from meshlayout.layout_map.metadata import AxisRule, parse_axis_rules
 from meshlayout.layout_map.optimizer_slots import find_slots, state_indices
 from meshlayout.layout_map.report import (
@@ -116,19 +109,18 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         logical_axes: "Mapping[str, Any] | Iterable[AxisRule] | None" = None,
     ) -> None:
         mesh = as_mesh(mesh)
-        option = functools.partial(
-            _checks.choice, where="LayoutMap", error=LayoutMapError
-        )
+        where = _checks.Context(where="LayoutMap", error=LayoutMapError)
         self._options = Options(
-            mesh=mesh,
-            default=None if default is None else parse_rule("default", default, mesh),
-            conflict=option("conflict", conflict, get_args(Conflict)),
-            unmatched=option("unmatched", unmatched, get_args(Unmatched)),
-            on_uneven=option("on_uneven", on_uneven, get_args(OnUneven)),
-            unused=option("unused", unused, get_args(Unused)),
-            logical_axes=parse_axis_rules(logical_axes, mesh),
+            mesh,
+            None if default is None else parse_rule("default", default, mesh),
+            _checks.choice("conflict", conflict, get_args(Conflict), **where),
+            _checks.choice("unmatched", unmatched, get_args(Unmatched), **where),
+            _checks.choice("on_uneven", on_uneven, get_args(OnUneven), **where),
+            _checks.choice("unused", unused, get_args(Unused), **where),
+            parse_axis_rules(logical_axes, mesh),
         )
-        if default is not None and unmatched == "error":
+        parsed = self._options.default
+        if parsed is not None and parsed.function is None and unmatched == "error":
             msg = "default= is never used with unmatched='error'; give one of them."
             raise LayoutMapError(msg)
         self._rules: dict[str, ParsedRule] = {}
@@ -160,7 +152,13 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        return self._rule(pattern).value()
+        if isinstance(pattern, str) and pattern in self._rules:
+            return self._rules[pattern].value()
+        msg = (
+            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)} "
+            "To find the layout of a path, use match(path, shape, dtype)."
+        )
+        raise LayoutMapKeyError(msg)
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
         """Inserts a rule.
@@ -174,11 +172,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         if isinstance(pattern, str) and pattern in self._rules:
             msg = (
                 f"the map already has the pattern {pattern!r}, with "
-                f"{self._rules[pattern].value()!r}. Delete it first to change it."
+                f"{self[pattern]!r}. Delete it first to change it."
             )
             raise LayoutMapError(msg)
         self._rules[pattern] = parse_rule(pattern, value, self.mesh)
-        self._changed(pattern)
+        self._snapshot = None
 
     def __delitem__(self, pattern: str) -> None:
         """Removes a rule.
@@ -186,18 +184,15 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        self._rule(pattern)
+        _ = self[pattern]
         del self._rules[pattern]
-        self._changed(pattern)
+        self._snapshot = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)
 
     def __len__(self) -> int:
         return len(self._rules)
-
-    def __contains__(self, pattern: object) -> bool:
-        return isinstance(pattern, str) and pattern in self._rules
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutMap):
@@ -207,27 +202,21 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     __hash__ = None  # mutable
 
     def __or__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        """Returns a map with more rules, which replace those of equal patterns."""
+        """Returns a map with more rules, which replace those of equal patterns.
+
+        Rules of your own win over those that a function of `meshlayout.parallel` made.
+        """
         if not isinstance(rules, Mapping):
             return NotImplemented
         return LayoutMap(**{**self._arguments(), "rules": {**self, **rules}})
 
-    def __ror__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        """Returns a map with more rules first; its own replace equal patterns."""
-        if not isinstance(rules, Mapping):
-            return NotImplemented
-        return LayoutMap(**{**self._arguments(), "rules": {**rules, **self}})
-
-    def __ior__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        """Adds rules in place; they replace those of equal patterns."""
-        self._rules = (self | rules)._rules
-        for pattern in rules:
-            self._changed(pattern)
-        return self
-
     def copy(self) -> "LayoutMap":
         """Returns a map with the same rules and options."""
         return LayoutMap(**self._arguments())
+
+    def __getstate__(self) -> dict[str, object]:
+        # A snapshot is compared by identity: another process has its own.
+        return {**self.__dict__, "_snapshot": None}
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
@@ -286,7 +275,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = state_indices(tree, flat)
+        inside = state_indices(tree)
         owners = [index for index in range(len(flat.leaves)) if index not in inside]
         if not inside or not owners:  # of an optimizer state alone, rules decide
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
@@ -325,7 +314,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return self._explain_resolved(resolved, _paths.shared_paths(tree))
 
     def to_code(self, tree: PyTree = None) -> str:
-        """Returns this map as Python, with regular expressions as a person writes them.
+        r"""Returns this map as Python, with a pattern for each kind of leaf.
 
         Use this to keep the result of a ready-made rule, or to start from it. The text
         is an expression in which `ml` is this package and `mesh` the mesh. Notes of
@@ -349,20 +338,24 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             ml.LayoutMap(
                 mesh,
                 {
-                    r"kernel": (None, "batch"),
+                    r"(^|/)\d+/kernel$": (None, "batch"),
                 },
             )
         """
         options = self._changed_options()
         parsed = [*self._rules.values(), self._options.default]
         if tree is None or not any(rule and rule.function for rule in parsed):
-            return map_text(dict(self), options)
-        # What only the functions say is written as rules; the tree is then resolved
-        # again, for leaves whose own metadata would now win over a missing rule.
+            # Written out, no rule is generated: those that win come first.
+            own = {p: r.value() for p, r in self._rules.items() if not _is_made(r)}
+            if 0 < len(own) < len(self):
+                options["conflict"] = "first"
+            return map_text({**own, **self}, options)
         resolved = self.resolve(tree)
-        options.pop("default", None)
-        options.pop("unmatched", None)
-        rules: dict[str, Any] = dict(tree_rules(resolved))
+        rules = self._rules_of(resolved)
+        options = {
+            k: v for k, v in options.items() if k not in ("default", "unmatched")
+        }
+        # Resolved again, for leaves whose own metadata would now win.
         again = LayoutMap(self.mesh, rules, **options).resolve(tree)
         for before, after in zip(resolved.resolutions, again.resolutions, strict=True):
             if before.layout != after.layout:
@@ -394,11 +387,17 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     # For the library.
 
-    def _decide(
-        self, path: str, shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Resolution:
-        """Returns what the rules decide for one array, or else the default."""
-        return self._resolver().by_path(path, shape, dtype)
+    def _rules_of(self, resolved: Resolved) -> dict[str, Any]:
+        """Returns plain rules for what this map decided about the leaves of a tree."""
+        specs: dict[str, Layout | Rule] = {}
+        for leaf in resolved.resolutions:
+            is_own = leaf.rule is None and leaf.reason not in ("default", "scalar")
+            # What follows a parameter or is set by the leaf itself will be so again.
+            if is_own or leaf.reason.startswith("follows"):
+                continue
+            has_note = leaf.note and not leaf.layout.is_fully_replicated
+            specs[leaf.path] = Rule(leaf.layout, note=leaf.note if has_note else None)
+        return dict(rules_for(specs))
 
     def _resolve_slots(
         self, opt_state: PyTree, params: PyTree, owners: Sequence[Resolution | None]
@@ -430,9 +429,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         resolver = self._resolver()
         matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
         for resolution in resolved.resolutions:
-            for rule in set(resolver.matcher.all_matching(resolution.path)):
+            for rule in resolver.matching(resolution.path):
                 matching[rule.pattern].append(resolution.path)
-        return explain(self.mesh, resolved, matching, shared)
+        sends = {p: rule.rule.sends for p, rule in self._rules.items()}
+        sends = {pattern: sent for pattern, sent in sends.items() if sent}
+        return explain(self.mesh, resolved, matching, sends, shared)
 
     def _check_used(
         self, resolved: Resolved, shared: Mapping[str, str] = MappingProxyType({})
@@ -448,13 +449,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             + (f":{hint[:-1]}" if (hint := shared_text(pattern, shared)) else "")
             for pattern, near in dead_rules.items()
         ]
-        if not facts:
-            return
-        line = (
-            f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if it is "
-            "for activations or other models."
-        )
-        self._report_unused(line)
+        if facts:
+            self._report_unused(
+                f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if "
+                "it is for activations or other models."
+            )
 
     def _report_unused(self, line: str) -> None:
         """Warns or raises, as `unused` says, with a sentence about unused rules."""
@@ -468,21 +467,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         if self._snapshot is None:
             self._snapshot = FrozenMap(self.copy())
         return self._snapshot
-
-    # Inside.
-
-    def _changed(self, pattern: str) -> None:
-        if self._snapshot is not None and is_active(self._snapshot):
-            line = (
-                f"rule {pattern!r} changes inside the scope of its map: until the next "
-                "scope, constrain follows the map as it was at the start of this one."
-            )
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-        self._snapshot = None
-
-    def __getstate__(self) -> dict[str, object]:
-        # A snapshot is compared by identity: another process has its own.
-        return {**self.__dict__, "_snapshot": None}
 
     def _resolver(self) -> Resolver:
         return Resolver(self._options, self._rules.values())
@@ -502,20 +486,17 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             if name in defaults and value != defaults[name]
         }
 
-    def _rule(self, pattern: object) -> ParsedRule:
-        if isinstance(pattern, str) and pattern in self._rules:
-            return self._rules[pattern]
-        msg = (
-            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)} "
-            "To find the layout of a path, use match(path, shape, dtype)."
-        )
-        raise LayoutMapKeyError(msg)
-
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
     layouts = flat.unflatten([leaf and leaf.layout for leaf in resolutions])
     return Resolved(layouts, tuple([leaf for leaf in resolutions if leaf]))
 
 
+def _is_made(rule: ParsedRule) -> bool:
+    return rule.rule.is_generated
+
+
 def _value_text(value: Any) -> str:
+    if isinstance(value, Rule) and value.is_generated:
+        value = value.layout
     return str(value) if isinstance(value, Layout) else repr(value)

@@ -1,20 +1,22 @@
 """Layouts that a parameter itself carries: the axis names of Flax's metadata.
 
 Flax has several generations of partitioning metadata (boxes of Linen, keys of NNX
-variables that were renamed twice). They are read here as Flax itself reads them, so
-that a model written for `nn.logical_axis_rules` gets the same layouts.
+variables that were renamed twice). Flax itself says what their names mean, so that a
+model written for `nn.logical_axis_rules` gets the same layouts.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from flax import linen as nn, nnx
+from flax.linen import spmd
 
 from meshlayout import _checks
 from meshlayout._annotations import Box
 from meshlayout.errors import LayoutError, LayoutMapError, did_you_mean
-from meshlayout.layout import Layout, axes_text
+from meshlayout.layout import Layout, axes_of, axes_text
 from meshlayout.mesh import Mesh
 
 
@@ -53,8 +55,7 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
         )
         raise LayoutMapError(msg) from None
     for name, meant in rules:
-        meant = (meant,) if isinstance(meant, str) else () if meant is None else meant
-        for axis in meant if isinstance(meant, (tuple, list)) else (meant,):
+        for axis in jax.tree.leaves(meant):
             if axis not in mesh:
                 msg = (
                     f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
@@ -84,65 +85,44 @@ def means_nothing(box: Box, rules: Sequence[AxisRule], mesh: Mesh) -> bool:
 
 def logical_layout(
     box: Box, rules: Sequence[AxisRule], mesh: Mesh
-) -> tuple[Layout, list[str]]:
+) -> tuple[Layout, str | None]:
     """Returns the layout that axis names mean on a mesh, as Flax reads them.
 
-    Rules are taken in order. A rule whose name occurs, and whose mesh axes are all
-    free, assigns them to that dim. A dim takes at most one rule, so that several rules
-    for one name are an order of preference. A name without a rule is unsharded, unless
-    it is a mesh axis and Flax reads it as one (in `nn.with_partitioning` and NNX, but
-    not in `nn.with_logical_partitioning`).
+    A name without a rule is unsharded, unless it is a mesh axis and Flax reads it as
+    one (in `nn.with_partitioning` and NNX, but not in `nn.with_logical_partitioning`).
 
     Returns:
-        The layout, and a sentence for each name that did not get its first choice.
+        The layout, and a sentence on names that did not get what their first rule says.
 
     Raises:
         LayoutError: If two dims have the same name, or a rule names an unknown axis.
     """
-    names: tuple[Any, ...] = logical_axes(box) or ()
-    parts = [
-        (dim, part)
-        for dim, name in enumerate(names)
-        for part in (name if isinstance(name, tuple) else (name,))
-        if isinstance(part, str)
+    dims = [
+        dim if isinstance(dim, tuple) else (dim,) for dim in logical_axes(box) or ()
     ]
-    words = [part for _, part in parts]
-    repeated = next((part for part in words if words.count(part) > 1), None)
+    words = [name if isinstance(name, str) else None for dim in dims for name in dim]
+    names = [name for name in words if name is not None]
+    repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         msg = f"{repeated!r} names two dims; it may name only one dim of an array."
         raise LayoutError(msg)
-    owner: dict[str, str] = {}  # logical axis by mesh axis
-    assigned: dict[str, tuple[str, ...]] = {}
-    refused: dict[str, list[str]] = {}
-    for name, axes in rules:
-        if name not in words or name in assigned:
-            continue
-        mesh_axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        taken = [axis for axis in mesh_axes if axis in owner]
-        if taken:
-            text = f"{axes_text(taken)} is {owner[taken[0]]!r}'s"
-            refused.setdefault(name, []).append(text)
-            continue
-        assigned[name] = mesh_axes
-        owner.update(dict.fromkeys(mesh_axes, name))
-    is_logical = isinstance(box, nn.LogicallyPartitioned)
-    notes = []
-    for part in words:
-        if part in refused:
-            axes = assigned.get(part)
-            result = f"on {axes_text(axes)}" if axes else "unsharded"
-            notes.append(f"{part!r} is {result}: {', '.join(refused[part])}")
-        if part in assigned or part in refused:
-            continue
-        # Only after all rules: a rule for another dim may take the axis of this name.
-        if part in mesh and not is_logical and part not in owner:
-            assigned[part] = (part,)
-            owner[part] = part
-            continue
-        near = did_you_mean(part, [*mesh.axis_names, *(name for name, _ in rules)])
-        why = "has no rule" if part not in owner else f"is {owner[part]!r}'s"
-        notes.append(f"{part!r} is unsharded: it {why}.{near}".removesuffix("."))
-    entries: list[tuple[str, ...]] = [()] * len(names)
-    for dim, part in parts:
-        entries[dim] += assigned.get(part, ())
-    return Layout(entries, mesh), notes
+    if not isinstance(box, nn.LogicallyPartitioned):
+        rules = [*rules, *((axis, axis) for axis in mesh.axis_names)]
+    pairs: Any = [(name, tuple(x) if isinstance(x, list) else x) for name, x in rules]
+    spec: Any = spmd.logical_to_mesh_axes(words, pairs)
+    taken = dict(zip(words, map(axes_of, spec), strict=True))
+    wanted = {name: axes_of(axes) for name, axes in reversed(pairs)}
+    notes: list[str] = []
+    for name in names:
+        if name not in wanted:
+            near = did_you_mean(name, [*mesh.axis_names, *wanted])
+            notes.append(f"{name!r} has no rule.{near}".removesuffix("."))
+        elif taken[name] != wanted[name]:
+            now = axes_text(taken[name]) if taken[name] else "no axis"
+            notes.append(f"{name!r} is on {now}, not on {axes_text(wanted[name])}")
+    found = iter(map(axes_of, spec))
+    entries = [
+        tuple(itertools.chain.from_iterable(itertools.islice(found, len(dim))))
+        for dim in dims
+    ]
+    return Layout(entries, mesh), "; ".join(notes) or None

@@ -124,7 +124,7 @@ def _dims_of(
 OPT_STATE = "opt_state"
 
 
-def state_indices(tree: PyTree, flat: _paths.Flat) -> set[int]:
+def state_indices(tree: PyTree) -> set[int]:
     """Returns the indices of the leaves inside of optimizer states.
 
     An optimizer state is an Optax state, or a subtree named `opt_state` (in an NNX
@@ -132,12 +132,7 @@ def state_indices(tree: PyTree, flat: _paths.Flat) -> set[int]:
 
     Args:
         tree: The tree that a layout map resolves.
-        flat: The same tree, flattened.
     """
-    # Most trees have no optimizer state: a search of names and types is cheap.
-    is_named = OPT_STATE in "\n".join([leaf.path for leaf in flat.leaves])
-    if not is_named and not any(map(_is_optax_type, flat.node_types)):
-        return set()
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)
     indices: set[int] = set()

@@ -1,13 +1,13 @@
 """The decision for each leaf, as plain values; the report and the lock text of a tree.
 
 A map says where arrays should be. Existing arrays may be elsewhere: a parameter placed
-by its own metadata loses that metadata once it is a plain array, and ZeRO shards slots
-that no rule names. So the report, its bytes and the lock show where concrete arrays
-are, and note each one that this map would place differently. `Resolved.layouts` has the
-layouts of the map.
+by its own metadata loses that metadata once it is a plain array. So the report, its
+bytes and the lock show where concrete arrays are, and note each one that this map would
+place differently. `Resolved.layouts` has the layouts of the map.
 """
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,6 @@ class Resolution:
         fallback: The part of the rule that could not be followed, such as a dim that
             does not divide, or None.
         note: The note of the rule, or a disagreement that is not an error, or None.
-        bytes_per_device: Bytes of the leaf on each device, in its current layout.
         placed: The layout of a concrete array on the mesh of the map, if it differs
             from `layout`; else None.
         is_array: False for a Python number, which `create` leaves unchanged.
@@ -48,9 +47,8 @@ class Resolution:
     layout: Layout
     rule: str | None
     reason: str
-    fallback: str | None
-    note: str | None
-    bytes_per_device: int
+    fallback: str | None = None
+    note: str | None = None
     placed: Layout | None = None
     is_array: bool = True
 
@@ -62,9 +60,13 @@ class Resolution:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole leaf: what each device would hold if replicated."""
-        if not self.is_array:
-            return 0
-        return math.prod(self.shape) * _jax.itemsize(self.dtype)
+        return math.prod(self.shape) * _jax.itemsize(self.dtype) if self.is_array else 0
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the leaf on each device, in its current layout."""
+        shards = map(self.current_layout.num_shards, range(len(self.shape)))
+        return self.nbytes // math.prod(shards)
 
     @property
     def array(self) -> str:
@@ -148,34 +150,56 @@ _LARGE_BYTES = 64 * 1024
 class Explanation:
     """How a layout map applies to a tree; text by `str` or `print`, HTML in notebooks.
 
+    A row of the table stands for all leaves that differ only in the numbers in their
+    paths, as those of the layers of a model do; rows of one rule stand together.
+
     Attributes:
         mesh: The mesh.
         resolutions: One `Resolution` per array or number.
-        bytes_per_device: Bytes on each device, all leaves together.
-        replicated_bytes: Bytes on each device if everything were replicated.
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the rules or
             reasons that win there.
-        large_replicated: Paths of large leaves that every device holds in full.
+        sends: Bytes that all-reduces send in one step because of a rule, by pattern,
+            where a program was traced: over its example inputs, all devices' rows.
         shared: Other paths of shared arrays, with the path that names the array.
     """
 
     mesh: Mesh
     resolutions: tuple[Resolution, ...]
-    bytes_per_device: int
-    replicated_bytes: int
     dead_rules: Mapping[str, tuple[str, ...]]
     shadowed_rules: Mapping[str, tuple[str, ...]]
-    large_replicated: tuple[str, ...]
+    sends: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes on each device, all leaves together."""
+        return sum(leaf.bytes_per_device for leaf in self.resolutions)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes on each device if everything were replicated."""
+        return sum(leaf.nbytes for leaf in self.resolutions)
+
+    @property
+    def large_replicated(self) -> tuple[str, ...]:
+        """Paths of large leaves that every device holds in full."""
+        large = max(_LARGE_BYTES, _LARGE_SHARE * self.replicated_bytes)
+        return tuple(
+            leaf.path
+            for leaf in self.resolutions
+            if self.mesh.size > 1
+            and leaf.nbytes >= large
+            and leaf.current_layout.is_fully_replicated
+        )
 
     @property
     def notes(self) -> list[str]:
         """Everything that deserves a second look, one sentence each."""
         rows = self.resolutions
         return [
-            *(f"fallback: {r.path}: {r.fallback}" for r in rows if r.fallback),
-            *_grouped_notes(rows),
+            *_grouped("fallback", ((r.path, r.fallback) for r in rows)),
+            *_grouped("note", ((r.path, r.note) for r in rows)),
             *(
                 f"placed: {r.path} is {r.placed}, not by this map, which gives "
                 f"{r.layout} ({r.rule or r.reason})"
@@ -193,33 +217,51 @@ class Explanation:
                 f"where it matches, {', '.join(winners)} wins."
                 for pattern, winners in self.shadowed_rules.items()
             ),
-            *(f"large and replicated: {path}" for path in self.large_replicated),
+            *_grouped("large and replicated", ((p, "") for p in self.large_replicated)),
         ]
 
     def __str__(self) -> str:
-        table = _render.text_table(_HEADERS, self._rows(), align=_ALIGN)
+        headers, align, rows = self._table()
+        table = _render.text_table(headers, rows, align=align)
         return "\n".join([repr(self.mesh), table, self._total(), *self.notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        headers, align, rows = self._table()
         notes = [self._total(), *self.notes]
         return _render.html_table(
-            _HEADERS, self._rows(), _ALIGN, caption=repr(self.mesh), notes=notes
+            headers, rows, align, caption=repr(self.mesh), notes=notes
         )
 
-    def _rows(self) -> list[list[str]]:
-        return [
-            [
-                leaf.path or "(the array)",
-                leaf.array,
-                str(leaf.current_layout) if leaf.is_array else "",
-                "(placed)" if leaf.placed else leaf.rule or f"({leaf.reason})",
-                _render.bytes_text(leaf.bytes_per_device) if leaf.is_array else "",
-                _saving(leaf.bytes_per_device, leaf.nbytes) if leaf.is_array else "",
-            ]
-            for leaf in self.resolutions
-        ]
+    def _table(self) -> tuple[list[str], str, list[list[str]]]:
+        groups: dict[str, dict[tuple[str, ...], list[Resolution]]] = {}
+        for leaf in self.resolutions:
+            rule = "(placed)" if leaf.placed else leaf.rule or f"({leaf.reason})"
+            layout = str(leaf.current_layout) if leaf.is_array else ""
+            kind = (folded(leaf.path), leaf.array, layout)
+            groups.setdefault(rule, {}).setdefault(kind, []).append(leaf)
+        rows: list[list[str]] = []
+        for rule, kinds in groups.items():
+            sends = self.sends.get(rule)
+            for (path, array, layout), leaves in kinds.items():
+                here = sum(leaf.bytes_per_device for leaf in leaves)
+                saving = _saving(here, sum(leaf.nbytes for leaf in leaves))
+                rows.append(
+                    [
+                        (path if len(leaves) > 1 else leaves[0].path) or "(the array)",
+                        f"{len(leaves)} x {array}" if len(leaves) > 1 else array,
+                        layout,
+                        rule,
+                        *([_render.bytes_text(here), saving] if layout else ["", ""]),
+                        "" if sends is None else _render.bytes_text(sends),
+                    ]
+                )
+                sends = None  # once for each rule
+        headers = ["path", "array", "layout", "rule", "bytes/device", "saving"]
+        if self.sends:
+            return [*headers, "sent/step"], "llllrrr", rows
+        return headers, "llllrr", [row[:-1] for row in rows]
 
     def _total(self) -> str:
         here = _render.bytes_text(self.bytes_per_device)
@@ -232,29 +274,32 @@ class Explanation:
         )
 
 
-def _grouped_notes(rows: Iterable[Resolution]) -> Iterator[str]:
-    """Yields notes, one line for all leaves that have the same."""
-    by_note: dict[str, list[str]] = {}
-    for leaf in rows:
-        if leaf.note:
-            by_note.setdefault(leaf.note, []).append(leaf.path)
-    for note, paths in by_note.items():
+def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+    """Yields texts about leaves, one line for all leaves that have the same."""
+    by_text: dict[tuple[str, str], list[str]] = {}
+    for path, text in pairs:
+        if text is not None:
+            key = (text, "" if text else folded(path))
+            by_text.setdefault(key, []).append(path)
+    for (text, _), paths in by_text.items():
         more = f" and {len(paths) - 1} more" * (len(paths) > 1)
-        yield f"note: {paths[0]}{more}: {note}"
-
-
-_HEADERS = ["path", "array", "layout", "rule", "bytes/device", "saving"]
-_ALIGN = "llllrr"
+        yield f"{what}: {paths[0]}{more}{f': {text}' if text else ''}"
 
 
 def _saving(here: int, whole: int) -> str:
     return f"{100 * (1 - here / whole):.0f}%" if whole else "0%"
 
 
+def folded(path: str) -> str:
+    """Returns a path with `*` for its numbers: `layers/*/kernel`."""
+    return re.sub("[0-9]+", "*", path)
+
+
 def explain(
     mesh: Mesh,
     resolved: Resolved,
     matching: Mapping[str, Sequence[str]],
+    sends: Mapping[str, int],
     shared: Mapping[str, str],
 ) -> Explanation:
     """Makes the report.
@@ -263,6 +308,7 @@ def explain(
         mesh: The mesh.
         resolved: The resolved layouts.
         matching: The paths that each pattern of the map matches.
+        sends: As in `Explanation`.
         shared: As from `_paths.shared_paths`.
     """
     rows = resolved.resolutions
@@ -275,24 +321,9 @@ def explain(
         for pattern, matched in matching.items()
         if matched and pattern not in used
     }
-    large = max(_LARGE_BYTES, _LARGE_SHARE * resolved.nbytes)
-    large_replicated = tuple(
-        leaf.path
-        for leaf in rows
-        if mesh.size > 1
-        and leaf.nbytes >= large
-        and leaf.current_layout.is_fully_replicated
-    )
-    return Explanation(
-        mesh,
-        rows,
-        resolved.bytes_per_device,
-        resolved.nbytes,
-        nearest_paths(dead, winners),
-        shadowed,
-        large_replicated,
-        shared,
-    )
+    one_of_each = {folded(path): path for path in reversed(winners)}.values()
+    near = {pattern: nearest_paths(pattern, one_of_each) for pattern in dead}
+    return Explanation(mesh, rows, near, shadowed, sends, shared)
 
 
 def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
@@ -305,61 +336,25 @@ def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
     return ""
 
 
-# Limits for the search of nearest paths, as difflib is slow: it may take milliseconds
-# for one misspelled rule of a large model, and seconds for hundreds.
-_MOST_PATHS = 5000
-_MOST_WORDS = 300
-_MOST_COMPARISONS = 100
+def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Returns up to three paths that a pattern almost matches.
 
-
-def nearest_paths(
-    patterns: Sequence[str], paths: Iterable[str]
-) -> dict[str, tuple[str, ...]]:
-    """Returns, for each pattern, up to three paths that it almost matches.
-
-    The letters of the pattern are compared with every path, its digits folded, and with
-    every run of its last keys, but only with those that have a word in common with the
-    pattern, or nearly.
+    Its letters are compared with the last keys of each path.
 
     Example:
-        >>> nearest_paths(["embed/kernl"], ["embed/kernel", "head/bias"])
-        {'embed/kernl': ('embed/kernel',)}
+        >>> nearest_paths("embed/kernl", ["embed/kernel", "head/bias"])
+        ('embed/kernel',)
     """
-    if not patterns:
-        return {}
-    # One path for all layers: `layers/0/kernel` stands for `layers/31/kernel`.
-    folded: dict[str, str] = {}
-    for path in paths:
-        folded.setdefault(_DIGITS.sub("0", path), path)
-    tails: dict[str, str] = {}
-    for path in list(folded.values())[:_MOST_PATHS]:
-        keys = path.lower().split("/")
-        for start in range(len(keys)):
-            tails.setdefault("/".join(keys[start:]), path)
-    by_word: dict[str, list[str]] = {}
-    for tail in tails:
-        for word in set(_WORD.findall(tail)):
-            by_word.setdefault(word, []).append(tail)
-    words = list(by_word)[:_MOST_WORDS]
-    nearest: dict[str, tuple[str, ...]] = {}
-    for pattern in patterns:
-        # What a regular expression says literally, with everything else as a separator.
-        letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
-        known: set[str] = set()
-        for word in set(_WORD.findall(letters)):
-            if word in by_word:
-                known.add(word)
-            known.update(difflib.get_close_matches(word, words, n=3, cutoff=0.5))
-        candidates: dict[str, None] = {}
-        # Rare words first: `kernel` is in half of all paths and tells nothing.
-        for word in sorted(known, key=lambda word: (len(by_word[word]), word)):
-            candidates.update(dict.fromkeys(by_word[word][:_MOST_COMPARISONS]))
-            if len(candidates) >= _MOST_COMPARISONS:
-                break
-        near = difflib.get_close_matches(letters, list(candidates), n=9, cutoff=0.5)
-        nearest[pattern] = tuple(dict.fromkeys(tails[tail] for tail in near))[:3]
-    return nearest
+    # What a regular expression says literally, with everything else as a separator.
+    letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
+    num_keys = letters.count("/") + 1
+    ends = {
+        "/".join(path.lower().split("/")[-num_keys:]): path
+        for path in itertools.islice(paths, _MOST_PATHS)
+    }
+    near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
+    return tuple(ends[end] for end in near)
 
 
-_DIGITS = re.compile(r"\d+")
-_WORD = re.compile(r"[^\W\d_]+")
+# difflib takes a second for this many, and models have far fewer kinds of leaves.
+_MOST_PATHS = 5000

@@ -1,14 +1,11 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
-Large models repeat: thousands of leaves share their rules, shape and dtype. A decision
-is cached for the next leaf of its kind, which then costs a few dictionary lookups.
-Whatever depends on the leaf itself (its own metadata, a function as its rule, the
-current layout of a concrete array) is evaluated each time.
-
 The sources of layouts, in this order: rules, logical axes, for optimizer states the
-parameter, and the default.
+parameter, and the default. Large models repeat: a decision of plain rules is kept for
+the next leaf of the same rules, shape and dtype.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,13 +31,11 @@ from meshlayout.layout_map.optimizer_slots import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
-    Matcher,
     OnUneven,
     ParsedRule,
-    Rule,
     Unmatched,
     Unused,
-    check_rule_options,
+    checked_rule,
     parse_spec,
 )
 from meshlayout.mesh import Mesh
@@ -59,8 +54,29 @@ class Options:
     logical_axes: tuple[AxisRule, ...] | None
 
 
+class Decision(NamedTuple):
+    """The layout of a leaf and its reasons, as in `Resolution`."""
+
+    layout: Layout
+    rule: str | None
+    reason: str
+    fallback: str | None = None
+    note: str | None = None
+
+
+class _ArrayAt(NamedTuple):
+    """An array to find a layout for; as text, how errors name it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.path} {_render.array_text(self.dtype, self.shape)}"
+
+
 class Resolver:
-    """Resolves leaves one after another, and caches what repeats.
+    """Resolves leaves one after another.
 
     Args:
         options: The map's options.
@@ -69,14 +85,31 @@ class Resolver:
 
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
-        self.matcher = Matcher(rules)
+        self._by_pattern = {rule.pattern: rule for rule in rules}
+        self._searches = [(rule, rule.regex.search) for rule in rules]
+        self._functions = {rule for rule in rules if rule.function is not None}
         default = options.default
         self._asks_default = default is not None and default.function is not None
-        self._functions = {rule for rule in rules if rule.function is not None}
-        self._replicated: dict[int, Layout] = {}
-        self._decisions: dict[Any, _Decision] = {}
-        self._fits: dict[Any, _Fit] = {}
-        self._placed: dict[tuple[NamedSharding, int], Layout | None] = {}
+        self._decisions: dict[Any, Decision] = {}
+
+    def matching(self, path: str) -> list[ParsedRule]:
+        """Returns all rules that match a path, in order."""
+        found = [rule for rule, search in self._searches if search(path)]
+        exact = self._by_pattern.get(path)
+        return found if exact is None or exact in found else [exact, *found]
+
+    def deciding(self, path: str) -> tuple[ParsedRule, ...]:
+        """Returns the rules that decide about a path.
+
+        That whose pattern equals the path; else those of the user; else those that a
+        function of `parallel` made.
+        """
+        exact = self._by_pattern.get(path)
+        if exact is not None:
+            return (exact,)
+        found = [rule for rule, search in self._searches if search(path)]
+        own = [rule for rule in found if not rule.rule.is_generated]
+        return tuple(own or found)
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Resolves a leaf by the first source of layouts that has an answer.
@@ -88,18 +121,17 @@ class Resolver:
         array = _array_of(path, value)
         if array is None:
             return None
-        rules = self.matcher.candidates(path)
-        if box is not None:
-            decision = self._by_metadata(array, box, rules)
-        elif self._asks_default or not self._functions.isdisjoint(rules):
+        rules = self.deciding(path)
+        if box is not None and logical_axes(box) is not None:
+            by_rules = self._by_rules(array, rules)
+            return self._resolution(array, value, self._by_names(array, box, by_rules))
+        # An exact path may apply to a scalar, where a pattern would not.
+        is_exact = bool(rules) and rules[0].pattern == path
+        key = (rules, is_exact, array.shape, array.dtype)
+        decision = self._decisions.get(key)
+        if decision is None:
             decision = self._by_rules(array, rules) or self._by_default(array)
-        else:
-            # An exact path may apply to a scalar, where a pattern would not.
-            is_exact = bool(rules) and rules[0].pattern == path
-            key = (rules, is_exact, array.shape, array.dtype)
-            decision = self._decisions.get(key)
-            if decision is None:
-                decision = self._by_rules(array, rules) or self._by_default(array)
+            if self._functions.isdisjoint(rules) and (rules or not self._asks_default):
                 self._decisions[key] = decision
         return self._resolution(array, value, decision)
 
@@ -118,22 +150,24 @@ class Resolver:
         """
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
-        taken = {
-            rule
-            for owner in owners
-            if owner is not None
-            for rule in self.matcher.all_matching(owner.path)
-        }
+        paths = [owner.path for owner in owners if owner is not None]
+        taken = {rule for path in paths for rule in self.matching(path)}
         resolutions: list[Resolution | None] = []
         for leaf, slot in zip(leaves, slots, strict=True):
             array = _array_of(leaf.path, leaf.value)
             if array is None:
                 resolutions.append(None)
                 continue
-            rules = [r for r in self.matcher.candidates(leaf.path) if r not in taken]
             owner = None if slot is None else owners[slot.param]
-            decision = self._by_owner(array, slot, owner)
-            decision = self._by_rules(array, rules, decision.fit.layout) or decision
+            if owner is None or slot is None:
+                decision = self._replicate(array, "belongs to no parameter")
+            else:
+                layout = slot.layout(len(array.shape), owner.layout)
+                reason = f"follows parameter {owner.path!r}"
+                layout, lost = self._fit(array, layout, "replicate", "")
+                decision = Decision(layout, owner.rule, reason, lost)
+            rules = [r for r in self.deciding(leaf.path) if r not in taken]
+            decision = self._by_rules(array, rules, decision.layout) or decision
             resolutions.append(self._resolution(array, leaf.value, decision))
         return resolutions
 
@@ -142,91 +176,78 @@ class Resolver:
     ) -> Resolution | None:
         """Resolves one array by the rules alone; returns None if none matches."""
         array = _ArrayAt(path, shape, dtype)
-        decision = self._by_rules(array, self.matcher.candidates(path))
+        decision = self._by_rules(array, self.deciding(path))
         return decision and self._resolution(array, None, decision)
 
-    def by_path(
-        self, path: str, shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Resolution:
-        """Returns what the rules, or the default, decide for one array."""
-        array = _ArrayAt(path, shape, dtype)
-        decision = self._by_rules(array, self.matcher.candidates(path))
-        return self._resolution(array, None, decision or self._by_default(array))
+    def opinion(
+        self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
+    ) -> Decision | None:
+        """Returns what rules or default say about an array that has a layout already.
+
+        None if no rule matches and the default, if there is one, has no opinion.
+        """
+        array, default = _ArrayAt(path, shape, dtype), self._options.default
+        decision = self._by_rules(array, self.deciding(path), layout)
+        if decision is None and default is not None:
+            return self._by_rules(array, (default,), layout)
+        return decision
 
     def _resolution(
-        self, array: "_ArrayAt", value: object, decision: "_Decision"
+        self, array: _ArrayAt, value: object, decision: Decision
     ) -> Resolution:
-        (layout, lost, size), rule, reason, note = decision
         is_array = not isinstance(value, _NUMBERS) or isinstance(value, np.generic)
         placed = None
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            placed = self._placed_otherwise(value, layout)
-            if placed is not None:
-                size = placed.bytes_per_device(array.shape, array.dtype)
-        size = size if is_array else 0
-        return Resolution(
-            *array, layout, rule, reason, lost, note, size, placed, is_array
-        )
+            here, mesh = value.sharding, self._options.mesh.jax_mesh
+            if isinstance(here, NamedSharding) and here.mesh == mesh:
+                there = decision.layout.sharding
+                if not here.is_equivalent_to(there, value.ndim):
+                    with contextlib.suppress(
+                        LayoutError
+                    ):  # partial sums have no layout
+                        placed = Layout.of(here, value.ndim)
+        return Resolution(*array, *decision, placed, is_array)
 
-    def _placed_otherwise(self, x: jax.Array, layout: Layout) -> Layout | None:
-        """Returns the layout of an array on this mesh, if it differs from `layout`."""
-        sharding = x.sharding
-        mesh = self._options.mesh.jax_mesh
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
-            return None
-        key = (sharding, x.ndim)
-        if key not in self._placed:
-            try:
-                self._placed[key] = Layout.of(sharding, x.ndim)
-            except LayoutError:  # partial sums have no layout
-                self._placed[key] = None
-        current = self._placed[key]
-        if current is None or current == layout:
-            return None
-        return None if sharding.is_equivalent_to(layout.sharding, x.ndim) else current
-
-    # Each source of layouts, in the order in which they are asked.
-
-    def _by_metadata(
-        self, array: "_ArrayAt", box: Box, rules: tuple[ParsedRule, ...]
-    ) -> "_Decision":
-        decision = self._by_rules(array, rules)
-        if logical_axes(box) is not None:
-            return self._by_names(array, box, decision)
-        return decision or self._by_default(array)
+    # Each source of layouts.
 
     def _by_rules(
         self,
-        array: "_ArrayAt",
+        array: _ArrayAt,
         rules: Iterable[ParsedRule],
         layout: Layout | None = None,
-    ) -> "_Decision | None":
+    ) -> Decision | None:
         """Asks rules; some extend the layout that the array has without them."""
-        chosen: tuple[ParsedRule, _Answer] | None = None
+        chosen: tuple[ParsedRule, Layout, OnUneven | None, str | None] | None = None
         for rule in rules:
             answer = self._expand(rule, array, layout)
             if answer is None:
                 continue
             if chosen is None:
-                chosen = (rule, answer)
+                chosen = (rule, *answer)
                 if self._options.conflict == "first":
                     break
-            elif answer.layout != chosen[1].layout:
-                first = (chosen[0], chosen[1].layout)
-                raise LayoutMapError(
-                    _conflict_text(array, first, (rule, answer.layout))
+            elif answer[0] != chosen[1]:
+                msg = (
+                    f"{array}: rules {chosen[0].pattern!r} and {rule.pattern!r} both "
+                    f"match and disagree: {chosen[1]} against {answer[0]}. Make the "
+                    "patterns exclusive, add a rule for the exact path, or use "
+                    "conflict='first', for which the order counts."
                 )
+                raise LayoutMapError(msg)
         if chosen is None:
             return None
-        rule, answer = chosen
-        policy = answer.on_uneven or self._options.on_uneven
-        fit = self._fit(array, answer.layout, policy, f"rule {rule.pattern!r}, ")
+        rule, found, policy, note = chosen
+        policy = policy or self._options.on_uneven
+        if rule is self._options.default:
+            found, lost = self._fit(array, found, policy, "default, ")
+            return Decision(found, None, "default", lost, note)
+        found, lost = self._fit(array, found, policy, f"rule {rule.pattern!r}, ")
         reason = "exact path" if rule.pattern == array.path else "pattern"
-        return _Decision(fit, rule.pattern, reason, answer.note)
+        return Decision(found, rule.pattern, reason, lost, note)
 
     def _by_names(
-        self, array: "_ArrayAt", box: Box, by_rules: "_Decision | None"
-    ) -> "_Decision":
+        self, array: _ArrayAt, box: Box, by_rules: Decision | None
+    ) -> Decision:
         options = self._options
         rules = axis_rules(box, options.logical_axes or ())
         has_default = by_rules is None and options.default is not None
@@ -234,7 +255,7 @@ class Resolver:
             return self._by_default(array)
         source = f"logical axes {logical_axes(box)}"
         try:
-            layout, notes = logical_layout(box, rules, options.mesh)
+            layout, note = logical_layout(box, rules, options.mesh)
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
             if by_rules is not None:
@@ -242,156 +263,82 @@ class Resolver:
                 return by_rules._replace(note=note)
             raise LayoutMapError(f"{array}: {source}: {error}") from None
         if by_rules is None:
-            fit = self._fit(array, layout, options.on_uneven, f"{source}, ")
-            return _Decision(fit, None, source, "; ".join(notes) or None)
-        if layout == by_rules.fit.layout:
+            layout, lost = self._fit(array, layout, options.on_uneven, f"{source}, ")
+            return Decision(layout, None, source, lost, note)
+        if layout == by_rules.layout:
             return by_rules
         note = f"the rule wins over its {source}, which mean {layout}"
         return by_rules._replace(note=note)
 
-    def _by_owner(
-        self, array: "_ArrayAt", slot: OptimizerSlot | None, owner: Resolution | None
-    ) -> "_Decision":
-        if owner is None or slot is None:
-            return self._replicate(array, "belongs to no parameter")
-        layout = slot.layout(len(array.shape), owner.layout)
-        fit = self._fit(array, layout, "replicate", "")
-        return _Decision(fit, owner.rule, f"follows parameter {owner.path!r}", None)
-
-    def _by_default(self, array: "_ArrayAt") -> "_Decision":
+    def _by_default(self, array: _ArrayAt) -> Decision:
         if not array.shape:
             return self._replicate(array, "scalar")
-        if self._options.unmatched == "error":
-            hint = "" if self.matcher.has_rules else " The map has no rules."
+        default = self._options.default
+        decision = None if default is None else self._by_rules(array, (default,))
+        if decision is None and self._options.unmatched == "error":
+            hint = "" if self._searches else " The map has no rules."
             msg = (
                 f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
                 f"Add a rule, such as layouts[{array.path!r}] = [...] for replicated."
             )
             raise LayoutMapError(msg)
-        default = self._options.default
-        answer = None if default is None else self._expand(default, array)
-        if answer is None:
-            return self._replicate(array, "default")
-        policy = answer.on_uneven or self._options.on_uneven
-        fit = self._fit(array, answer.layout, policy, "default, ")
-        return _Decision(fit, None, "default", answer.note)
+        return decision or self._replicate(array, "default")
 
-    def _replicate(self, array: "_ArrayAt", reason: str) -> "_Decision":
-        rank = len(array.shape)
-        if rank not in self._replicated:
-            self._replicated[rank] = Layout.replicated(self._options.mesh, rank)
-        fit = self._fit(array, self._replicated[rank], "error", "")
-        return _Decision(fit, None, reason, None)
+    def _replicate(self, array: _ArrayAt, reason: str) -> Decision:
+        layout = Layout.replicated(self._options.mesh, len(array.shape))
+        return Decision(layout, None, reason)
 
     # From a rule to a layout that fits.
 
     def _expand(
-        self, rule: ParsedRule, array: "_ArrayAt", layout: Layout | None = None
-    ) -> "_Answer | None":
-        """Returns the answer of a rule for an array; None if it has none."""
-        rank = len(array.shape)
+        self, rule: ParsedRule, array: _ArrayAt, layout: Layout | None
+    ) -> tuple[Layout, OnUneven | None, str | None] | None:
+        """Returns a rule's layout, policy and note; None if it has no opinion."""
+        found: Any = rule.rule
+        where = f"{array}: rule {rule.pattern!r}"
+        if rule.function is not None:
+            context = f"in the function of rule {rule.pattern!r}, called for {array}"
+            with _checks.noted(context):
+                if layout is None or not hasattr(rule.function, "extend"):
+                    found = rule.function(*array)
+                else:
+                    found = rule.function.extend(*array, layout)
+            found = checked_rule(found, where)
+            if found.layout is None:
+                return None
+        rank, is_exact = len(array.shape), rule.pattern == array.path
         try:
-            if rule.function is not None:
-                return self._ask(rule, rule.function, array, layout)
-            assert rule.layout is not None
-            if rank not in rule.expanded:
-                # A pattern for arrays may also match a scalar, such as a step number,
-                # which it does not mean.
-                is_exact = rule.pattern == array.path
-                if not rank and not is_exact and {*rule.layout.specs} - {...}:
-                    return None
-                rule.expanded[rank] = rule.layout.with_rank(rank)
-            return _Answer(rule.expanded[rank], rule.on_uneven, rule.note)
+            spec = parse_spec(found.layout, self._options.mesh)
+            # A pattern for arrays may also match a scalar, such as a step number,
+            # which it does not mean.
+            is_plain = rule.function is None
+            if is_plain and not rank and not is_exact and {*spec.specs} - {...}:
+                return None
+            policy = found.on_uneven or rule.rule.on_uneven
+            return spec.with_rank(rank), policy, found.note or rule.rule.note
         except LayoutError as error:
-            msg = f"{array}: rule {rule.pattern!r}: {error}"
-            raise LayoutMapError(msg) from None
-
-    def _ask(
-        self,
-        rule: ParsedRule,
-        function: Any,
-        array: "_ArrayAt",
-        layout: Layout | None,
-    ) -> "_Answer | None":
-        context = f"in the function of rule {rule.pattern!r}, called for {array}"
-        with _checks.noted(context):
-            if layout is None or not hasattr(function, "extend"):
-                spec = function(*array)
-            else:
-                spec = function.extend(*array, layout)
-        policy, note = rule.on_uneven, rule.note
-        if isinstance(spec, Rule):
-            check_rule_options(spec, f"{array}: rule {rule.pattern!r}")
-            policy, note = spec.on_uneven or policy, spec.note or note
-            spec = spec.layout
-        if spec is None:
-            return None
-        layout = parse_spec(spec, self._options.mesh).with_rank(len(array.shape))
-        return _Answer(layout, policy, note)
+            raise LayoutMapError(f"{where}: {error}") from None
 
     def _fit(
-        self, array: "_ArrayAt", layout: Layout, policy: OnUneven, source: str
-    ) -> "_Fit":
+        self, array: _ArrayAt, layout: Layout, policy: OnUneven, source: str
+    ) -> tuple[Layout, str | None]:
         """Returns the layout that fits the shape, and what was lost for it."""
-        key = (layout, array.shape, array.dtype, policy)
-        if key in self._fits:
-            return self._fits[key]
         misfits = layout.misfits(array.shape)
-        lost = None
-        if misfits and policy == "error":
+        if not misfits:
+            return layout, None
+        if policy == "error":
             fact, _, fix = str(misfits[0]).rstrip(".").partition(". ")
             fixes = f"{fix}, or give the rule on_uneven='replicate'."
             msg = f"{array}: {fact} ({source}{layout!r}). {fixes}"
             raise LayoutMapError(msg)
-        if misfits:
-            lost = "; ".join(
-                f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
-                f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
-                for misfit in misfits
-            )
-            uneven = {misfit.dim for misfit in misfits}
-            layout = layout.with_specs(
-                [None if d in uneven else e for d, e in enumerate(layout.specs)]
-            )
-        size = layout.bytes_per_device(array.shape, array.dtype)
-        self._fits[key] = _Fit(layout, lost, size)
-        return self._fits[key]
-
-
-class _ArrayAt(NamedTuple):
-    """An array to find a layout for; as text, how errors name it."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: DType
-
-    def __str__(self) -> str:
-        return f"{self.path} {_render.array_text(self.dtype, self.shape)}"
-
-
-class _Answer(NamedTuple):
-    """What one rule says about an array, before its shape is looked at."""
-
-    layout: Layout
-    on_uneven: OnUneven | None
-    note: str | None
-
-
-class _Fit(NamedTuple):
-    """A layout that an array's shape can take."""
-
-    layout: Layout
-    lost: str | None
-    bytes_per_device: int
-
-
-class _Decision(NamedTuple):
-    """The part of a resolution that leaves of one kind have in common."""
-
-    fit: _Fit
-    rule: str | None
-    reason: str
-    note: str | None
+        lost = "; ".join(
+            f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
+            f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
+            for misfit in misfits
+        )
+        uneven = {misfit.dim for misfit in misfits}
+        entries = [None if d in uneven else e for d, e in enumerate(layout.specs)]
+        return layout.with_specs(entries), lost
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -405,15 +352,3 @@ def _array_of(path: str, value: Any) -> _ArrayAt | None:
     if isinstance(value, _NUMBERS):
         return _ArrayAt(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
     return None
-
-
-def _conflict_text(
-    array: _ArrayAt,
-    first: tuple[ParsedRule, Layout],
-    other: tuple[ParsedRule, Layout],
-) -> str:
-    return (
-        f"{array}: rules {first[0].pattern!r} and {other[0].pattern!r} both match and "
-        f"disagree: {first[1]} against {other[1]}. Make the patterns exclusive, add a "
-        "rule for the exact path, or use conflict='first', for which the order counts."
-    )

@@ -161,7 +161,11 @@ class Metrics(Mapping[str, Any]):
         All of a mesh would compute the same few scalars; on several processes they
         would have to do so together.
         """
-        return jax.tree.map(_one_copy, self).compute()
+        copy = jax.tree.map(_one_copy, self)
+        if jax.sharding.get_abstract_mesh().empty or _jax.is_tracing():
+            return copy.compute()
+        with _jax.without_set_mesh():  # JAX refuses arrays of one of its devices
+            return copy.compute()
 
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.

@@ -7,7 +7,6 @@ so does the default: the result is a plain map that can be printed, extended and
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
@@ -24,8 +23,9 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
 
     On dims that the parts before left whole, or further on the same dim. Notes in
     `explain` say which part decided. Use this for several kinds of parallelism at
-    once, as `compose(tensor_parallel(...), fsdp(mesh))`. Activations follow the rules
-    whose names match, as in one map.
+    once, as `compose(tensor_parallel(...), fsdp(mesh))`. A leaf that no part names is
+    an error if a part has `unmatched="error"`; rules for `^opt_state/` stay as they
+    are. Activations follow the rules whose names match, as in one map.
 
     Args:
         first: A map.
@@ -63,22 +63,31 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
                 )
                 raise LayoutMapError(msg)
     # Slots start from their parameter's layout, which all parts together decide.
-    slot_rules = {
+    slots = {
         pattern: rule
         for part in parts
         for pattern, rule in part.items()
         if pattern.lstrip("^").startswith(OPT_STATE)
     }
-    rest = tuple(part.copy() for part in parts)
-    for part in rest:
-        for pattern in slot_rules.keys() & part.keys():
+    copies = tuple(part.copy() for part in parts)
+    for part in copies:
+        for pattern in slots.keys() & part.keys():
             del part[pattern]
-    rule = Composition(rest)
+    everything = Composition(copies)
+    rules = {
+        pattern: Rule(everything, sends=_rule(part, pattern).sends, is_generated=True)
+        for part in copies
+        for pattern in part
+    }
+    modes = {part._options.unused for part in parts if part}
+    unused: Unused = "error" if "error" in modes else "warn"
+    strict = any(part._options.unmatched == "error" for part in parts)
     return LayoutMap(
         first.mesh,
-        {pattern: rule for part in rest for pattern in part} | slot_rules,
-        default=rule,
-        unused=_strictest(parts),
+        rules | slots,
+        default=everything,
+        unmatched="error" if strict else "replicate",
+        unused="ignore" if modes == {"ignore"} else unused,
     )
 
 
@@ -92,36 +101,36 @@ class Composition:
 
     parts: tuple[LayoutMap, ...] = field(hash=False)
 
-    def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
+    def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule | None:
         """Returns the layout of one array, and which parts decided."""
         whole = Layout([None] * len(shape), self.parts[0].mesh)
         return self.extend(path, shape, dtype, whole)
 
     def extend(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
-    ) -> Rule:
-        """Returns the layout of an array that has one, and which parts decided."""
+    ) -> Rule | None:
+        """Returns the layout of an array that has one; None if no part names it."""
         reasons: list[str] = []
+        is_named = False
         for number, part in enumerate(self.parts, start=1):
-            decision = part._decide(path, shape, dtype)
-            value: Any = _value_of(part, decision.rule)
-            if hasattr(value, "extend"):
-                rule = value.extend(path, shape, dtype, layout)
-                new, why = rule.layout, rule.note
-            else:
-                new = _merged(layout, decision.layout)
-                why = decision.fallback or decision.note
-                if _may_replicate(part, decision.rule):
+            decision = part._resolver().opinion(path, shape, dtype, layout)
+            if decision is None:
+                continue
+            is_named = True
+            rule = _rule(part, decision.rule)
+            new, why = decision.layout, decision.fallback or decision.note
+            if not hasattr(rule.layout, "extend"):
+                new = _merged(layout, new)
+                if (rule.on_uneven or part._options.on_uneven) == "replicate":
                     new, lost = _fitting(new, layout, shape)
                     why = lost or why
             if new.specs != layout.specs:
-                source = f"part {number}, {decision.rule or _name(part)}"
-                text = f"{new} by {source}"
+                text = f"{new} by part {number}, {decision.rule or _name(part)}"
                 reasons.append(f"{text}: {why}" if why else text)
             elif why:
                 reasons.append(why)
             layout = new
-        return Rule(layout, note="; ".join(reasons) or None)
+        return Rule(layout, note="; ".join(reasons) or None) if is_named else None
 
     def __repr__(self) -> str:
         return f"Composition({', '.join(map(_name, self.parts))})"
@@ -137,43 +146,24 @@ def _merged(layout: Layout, more: Layout) -> Layout:
 
 def _fitting(new: Layout, before: Layout, shape: tuple[int, ...]) -> tuple[Layout, str]:
     """Returns a layout with entries as before where it does not divide, and why."""
-    misfits = {misfit.dim: misfit for misfit in new.misfits(shape)}
-    reasons = [
-        f"dim {dim} left as before: size {misfit.size} does not divide into "
-        f"{misfit.num_shards} shards over {', '.join(misfit.axes)}"
-        for dim, misfit in misfits.items()
-    ]
-    kept = [
-        before.specs[dim] if dim in misfits else entry
-        for dim, entry in enumerate(new.specs)
-    ]
-    return new.with_specs(kept), "; ".join(reasons)
+    specs, reasons = list(new.specs), list[str]()
+    for x in new.misfits(shape):
+        specs[x.dim] = before.specs[x.dim]
+        reasons.append(
+            f"dim {x.dim} left as before: size {x.size} does not divide into "
+            f"{x.num_shards} shards over {', '.join(x.axes)}"
+        )
+    return new.with_specs(specs), "; ".join(reasons)
 
 
-def _may_replicate(part: LayoutMap, pattern: str | None) -> bool:
-    """Returns whether a part leaves dims that do not divide as they are."""
-    options = part._arguments()
-    value = options["default"] if pattern is None else part[pattern]
-    policy = value.on_uneven if isinstance(value, Rule) else None
-    return (policy or options["on_uneven"]) == "replicate"
-
-
-def _strictest(parts: tuple[LayoutMap, ...]) -> Unused:
-    """Returns what to do about unused rules; parts without rules do not count."""
-    answers: set[Unused] = {part._arguments()["unused"] for part in parts if part}
-    if "error" in answers:
-        return "error"
-    return "ignore" if answers == {"ignore"} else "warn"
-
-
-def _value_of(part: LayoutMap, pattern: str | None) -> object:
-    """Returns the layout or function of a part's rule, or of its default."""
-    value = part._arguments()["default"] if pattern is None else part[pattern]
-    return value.layout if isinstance(value, Rule) else value
+def _rule(part: LayoutMap, pattern: str | None) -> Rule:
+    """Returns a part's rule for a pattern, or its default."""
+    parsed = part._options.default if pattern is None else part._rules[pattern]
+    return Rule(()) if parsed is None else parsed.rule
 
 
 def _name(part: LayoutMap) -> str:
-    default = _value_of(part, None)
+    default = _rule(part, None).layout
     rules = f"{len(part)} rule{'s' * (len(part) != 1)}" if part or not default else ""
     return ", ".join(filter(None, [rules, repr(default) if default else ""]))
 
@@ -192,7 +182,7 @@ def _check_part(part: object, first: LayoutMap) -> None:
             f"{part.mesh!r}. Make them on one mesh that has the axes of all."
         )
         raise LayoutMapError(msg)
-    if "logical_axes" in part._changed_options():
+    if part._options.logical_axes is not None:
         msg = (
             "compose: a part has logical_axes, which are read off an array's own "
             "metadata, and a composed rule sees path, shape and dtype alone. Give "
@@ -205,7 +195,7 @@ def _axes_used(part: LayoutMap) -> set[str]:
     """Returns the mesh axes that a map's rules name; those of functions are unknown."""
     used: set[str] = set()
     for pattern in (*part, None):
-        value = _value_of(part, pattern)
+        value = _rule(part, pattern).layout
         if isinstance(value, Layout):
             used.update(axis for entry in value.specs for axis in axes_of(entry))
         elif isinstance(value, FsdpRule):

@@ -12,19 +12,26 @@ that also shards the batch, and the program sends ten times as much.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import DType
+from meshlayout._annotations import Batch, DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import LayoutError, LayoutMapError
+from meshlayout.errors import (
+    LayoutError,
+    LayoutMapError,
+    LayoutWarning,
+    stack_level,
+)
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.parallel.forward import Call, Model, follow
 
 
 MIN_BYTES = 8192
@@ -46,8 +53,9 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 
     Only batches are sharded, over the mesh's batch axes; a step sends the gradients
-    once. Use this while model, gradients and optimizer state fit each device. Arrays
-    whose own Flax metadata names axes of this mesh are sharded as that says.
+    once (XLA for CPUs sends those of a loop's weights in each round). Use this while
+    model, gradients and optimizer state fit each device. Arrays whose own Flax metadata
+    names axes of this mesh are sharded as that says.
 
     Args:
         mesh: The mesh.
@@ -112,13 +120,17 @@ def zero_rule(
         names = _axes(mesh, "zero_rule", axes, batch_axes(mesh))
     context = _checks.Context(where="zero_rule", error=LayoutMapError)
     min_size = _checks.count("min_size", min_size, at_least=0, **context)
-    return ZeroRule(names, min_size, _check_memory_kind(memory_kind, mesh), mesh)
+    return ZeroRule(names, mesh, min_size, _check_memory_kind(memory_kind, mesh))
 
 
 def fsdp(
     mesh: Mesh | jax.sharding.Mesh,
+    model_or_build: "Model | Callable[[], Model] | None" = None,
+    example_inputs: Batch = None,
+    *,
     axes: str | Sequence[str] | None = None,
     min_bytes: int = MIN_BYTES,
+    call: Call | None = None,
 ) -> LayoutMap:
     """Returns the map for fully sharded data parallelism (ZeRO stage 3).
 
@@ -128,10 +140,9 @@ def fsdp(
     on top: `fsdp(mesh) | {"head/kernel": [...]}`. Arrays whose own Flax metadata names
     axes of this mesh are sharded as that says.
 
-    For layers in a `scan`, constrain what the loop carries to the batch's axes, as
-    `ml.constrain(x, "residual")` in the model, and give the step a map for activations:
-    `layouts=LayoutMap(mesh, {"residual": ("batch", ...)})`. XLA may otherwise shard it
-    like the weights' features, and then moves every activation.
+    With a model, its forward program is traced as by `tensor_parallel`: what rows are
+    looked up in is sharded by rows, however small, and a loop over layers whose carry
+    nothing constrains is a warning with the line to write.
 
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
@@ -140,13 +151,23 @@ def fsdp(
 
     Args:
         mesh: The mesh.
+        model_or_build: The model, or a function that builds it, as for
+            `tensor_parallel`; or None.
+        example_inputs: As for `tensor_parallel`.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
             and otherwise the axes that shard its batches: `batch` and `data`.
         min_bytes: Arrays of fewer bytes on a device stay whole.
+        call: As for `tensor_parallel`.
 
     Raises:
-        LayoutMapError: If the mesh has no axis for it, or `min_bytes` is not a count.
+        LayoutMapError: If the mesh has no axis for it, `min_bytes` is not a count, or
+            the model cannot be called so.
         MeshError: If the mesh has no such axis.
+
+    Warns:
+        LayoutWarning: If a loop reads sharded parameters and carries an activation that
+            nothing constrains: XLA may shard it like the weights' features, and then
+            moves every activation.
 
     Example:
         >>> import meshlayout as ml
@@ -161,11 +182,38 @@ def fsdp(
         Layout([unsharded, fsdp], Mesh(replica=2, fsdp=4))
     """
     mesh = as_mesh(mesh)
+    if isinstance(model_or_build, (str, tuple, list)) and example_inputs is None:
+        msg = f"fsdp: to shard over other axes, write axes={model_or_build!r}."
+        raise LayoutMapError(msg)
     natural = ("fsdp",) if "fsdp" in mesh else batch_axes(mesh)
     names = _axes(mesh, "fsdp", axes, natural)
     context = _checks.Context(where="fsdp", error=LayoutMapError)
     min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **context)
-    return LayoutMap(mesh, default=FsdpRule(names, min_bytes, mesh))
+    if model_or_build is None and example_inputs is None and call is None:
+        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
+    params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
+    tables = [x.path for index, x in enumerate(params) if flow.looked_up >> index & 1]
+    layouts = LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes, tuple(tables)))
+    for shape, read in flow.loops:
+        paths = [
+            param.path
+            for index, param in enumerate(params)
+            if read >> index & 1 and param.nbytes >= min_bytes
+        ]
+        if paths:
+            rows = batch_axes(mesh) or names
+            rows = rows[0] if len(rows) == 1 else rows
+            line = (
+                f"fsdp: a loop reads {paths[0]!r}, which is sharded, and carries an "
+                f"activation of shape {shape}, which nothing constrains: XLA may "
+                "shard that like the weights and move every activation. Write x = "
+                "ml.constrain(x, 'carry') as the first line of the loop's body, and "
+                "give the step layouts=ml.LayoutMap(mesh, "
+                f"{{'carry': ({rows!r}, ...)}})."
+            )
+            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+            break
+    return layouts
 
 
 def _axes(
@@ -176,7 +224,7 @@ def _axes(
         msg = (
             f"{where}: {mesh!r} has no axis named "
             f"{', '.join(map(repr, BATCH_AXES))}. Give the axes to shard over, as "
-            f"{where}(mesh, {mesh.axis_names[0]!r})."
+            f"{where}(mesh, axes={mesh.axis_names[0]!r})."
         )
         raise LayoutMapError(msg)
     names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
@@ -212,24 +260,69 @@ def _check_memory_kind(kind: Any, mesh: Mesh) -> str | None:
 
 
 @dataclass(frozen=True)
-class ZeroRule:
-    """The rule of `zero_rule`: one dim more of every large array is sharded.
+class _ShardingRule:
+    """Shards arrays over axes that do not shard them yet, on one dim more.
 
     Attributes:
         axes: The mesh axes to shard over, major first.
-        min_size: Arrays of fewer elements are not sharded further.
-        memory_kind: The memory of the arrays, or None for what they have.
         mesh: The mesh.
     """
 
     axes: tuple[str, ...]
-    min_size: int
-    memory_kind: str | None
     mesh: Mesh = field(repr=False)
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of an array that nothing else shards."""
-        return self.extend(path, shape, dtype, self.mesh.layout(*[None] * len(shape)))
+        return self.extend(path, shape, dtype, Layout.replicated(self.mesh, len(shape)))
+
+    def extend(
+        self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
+    ) -> Rule:
+        """Returns the layout of an array that has one, and why if it stays."""
+        used = [axis for entry in layout.specs for axis in axes_of(entry)]
+        free = tuple(axis for axis in self.axes if axis not in used)
+        if not shape or self.mesh.axis_size(free) == 1:
+            return Rule(layout)
+        shards = self.mesh.axis_size(used)
+        dims = self._dims(path, shape, layout)
+        reason = self._refusal(shape, dtype, shards)
+        for dim in dims if not reason else ():
+            entries = list(layout.specs)
+            entries[dim] = (*axes_of(entries[dim]), *free)
+            sharded = layout.with_specs(entries)
+            if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
+                return Rule(sharded)
+        if not reason:
+            over = f"divide over {', '.join(map(repr, free))}"
+            reason = f"no dim divides over {', '.join(map(repr, free))}"
+            if len(dims) < len(shape):
+                reason = (
+                    f"dim {dims[0]}, of size {shape[dims[0]]}, does not {over}; "
+                    "sharded by another, a lookup table shards every activation"
+                )
+        state = "not sharded further" if shards > 1 else "whole"
+        return Rule(layout, note=f"{state}: {reason}")
+
+    def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
+        """Returns the dims that may be sharded, in order of preference."""
+        return sorted(range(len(shape)), key=lambda dim: -shape[dim])
+
+    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
+        """Returns why an array that is sharded so often is not sharded further."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ZeroRule(_ShardingRule):
+    """The rule of `zero_rule`: on the largest dim that divides.
+
+    Attributes:
+        min_size: Arrays of fewer elements are not sharded further.
+        memory_kind: The memory of the arrays, or None for what they have.
+    """
+
+    min_size: int
+    memory_kind: str | None
 
     def extend(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
@@ -237,96 +330,50 @@ class ZeroRule:
         """Returns the layout of an array that has one, and why if it stays."""
         if shape and self.memory_kind is not None:
             layout = layout.with_memory_kind(self.memory_kind)
+        return super().extend(path, shape, dtype, layout)
+
+    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
         size = math.prod(shape)
-        reason = f"{size} elements, fewer than min_size={self.min_size}"
-        return further(
-            shape,
-            layout,
-            self.axes,
-            sorted(range(len(shape)), key=lambda dim: -shape[dim]),
-            reason if size < self.min_size else "",
-        )
+        few = f"{size} elements, fewer than min_size={self.min_size}"
+        return few if size < self.min_size else ""
 
 
 @dataclass(frozen=True)
-class FsdpRule:
-    """The rule of `fsdp`: one dim of every large array is sharded.
+class FsdpRule(_ShardingRule):
+    """The rule of `fsdp`: on the dim that moves the least.
 
     Attributes:
-        axes: The mesh axes to shard over, major first.
         min_bytes: Arrays of fewer bytes on a device stay whole.
-        mesh: The mesh.
+        tables: The paths of what rows are looked up in; None if no program was traced.
     """
 
-    axes: tuple[str, ...]
     min_bytes: int
-    mesh: Mesh = field(repr=False)
+    tables: tuple[str, ...] | None = field(default=None, repr=False)
 
-    def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
-        """Returns the layout of an array that nothing else shards."""
-        return self.extend(path, shape, dtype, self.mesh.layout(*[None] * len(shape)))
+    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
+        nbytes = math.prod(shape) * _jax.itemsize(dtype)
+        few = f"smaller than min_bytes={self.min_bytes}"
+        return few if nbytes < self.min_bytes * shards else ""
 
-    def extend(
-        self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
-    ) -> Rule:
-        """Returns the layout of an array that has one, and why if it stays."""
+    def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
         # A dim that is sharded already is the last choice: it gets smaller still.
-        taken = layout.specs
-        dims = sorted(self._dims(path, shape), key=lambda dim: taken[dim] is not None)
-        shards = math.prod(map(layout.num_shards, range(len(shape))))
-        size = math.prod(shape) * _jax.itemsize(dtype)
-        reason = f"smaller than min_bytes={self.min_bytes}"
-        is_small = size < self.min_bytes * shards
-        return further(shape, layout, self.axes, dims, reason if is_small else "")
+        dims = self._whole_dims(path, shape)
+        return sorted(dims, key=lambda dim: layout.specs[dim] is not None)
 
-    def _dims(self, path: str, shape: tuple[int, ...]) -> Iterable[int]:
-        """Returns the dims that may be sharded, in order of preference."""
+    def _whole_dims(self, path: str, shape: tuple[int, ...]) -> Sequence[int]:
         if len(shape) != 2:
-            return sorted(range(len(shape)), key=lambda dim: -shape[dim])
+            return super()._dims(path, shape, Layout.replicated(self.mesh, len(shape)))
         rows, columns = shape
         is_kernel = _KERNEL.search(path) is not None
-        if not is_kernel and _TABLE.search(path):
+        if self.tables is not None:
+            is_table = any(f"/{path}".endswith(f"/{table}") for table in self.tables)
+            is_kernel = not is_table
+        else:
+            is_table = not is_kernel and _TABLE.search(path) is not None
+        if is_table:
             return (0,)
         if columns >= _VOCABULARY * rows:
             return (1, 0)
         if is_kernel:
             return (1, 0) if rows >= columns else (0, 1)
         return (0,) if rows > columns else (0, 1)
-
-
-def further(
-    shape: Sequence[int],
-    layout: Layout,
-    axes: Iterable[str],
-    dims: Sequence[int],
-    refusal: str,
-) -> Rule:
-    """Returns the layout with the axes that it does not use yet on one dim more.
-
-    Args:
-        shape: The array's global shape.
-        layout: Its layout so far.
-        axes: The axes, major first.
-        dims: The dims to try, in order: the first that divides is sharded.
-        refusal: Why the array is not to be sharded; empty if it is.
-    """
-    used = {axis for entry in layout.specs for axis in axes_of(entry)}
-    free = tuple(axis for axis in axes if axis not in used)
-    if not shape or layout.mesh.axis_size(free) == 1:
-        return Rule(layout)
-    for dim in dims if not refusal else ():
-        specs = list(layout.specs)
-        specs[dim] = (*axes_of(specs[dim]), *free)
-        sharded = layout.with_specs(specs)
-        if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
-            return Rule(sharded)
-    over = ", ".join(map(repr, free))
-    reason = f"no dim divides over {over}"
-    if len(dims) < len(shape):
-        reason = (
-            f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide over {over}; "
-            "sharded by another, a lookup table shards every activation"
-        )
-    is_sharded = layout.mesh.axis_size(tuple(used)) > 1
-    state = "not sharded further" if is_sharded else "whole"
-    return Rule(layout, note=f"{state}: {refusal or reason}")

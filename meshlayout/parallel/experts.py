@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 
-from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
@@ -18,20 +17,17 @@ from meshlayout.parallel.tensor import check_axis
 
 def expert_parallel(
     mesh: Mesh | jax.sharding.Mesh,
-    axis: str = "expert",
-    model_or_build: Model | Callable[[], Model] | None = None,
-    example_inputs: Batch = None,
+    axis: str,
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
     *,
     call: Call | None = None,
-    pattern: str = r"(^|/)experts(/|$)",
 ) -> LayoutMap:
-    r"""Returns rules that give each device some of a model's stacked experts.
+    """Returns rules that give each device some of a model's stacked experts.
 
-    With a model, its traced forward program says which parameters are experts: stacks
-    of matrices of which each multiplies its own inputs. What is stacked with them
-    is sharded too, such as their biases; the router stays whole. Without a model,
-    `pattern` says it: the leaves that it matches hold one expert after the other in
-    dim 0.
+    The traced forward program says which parameters are experts: stacks of matrices of
+    which each multiplies its own inputs. What is stacked with them is sharded too, such
+    as their biases; the router stays whole.
 
     Use this for mixtures of experts, on an axis of their own or on one that also
     shards the batch; compose it with other rules for the rest of the model.
@@ -43,7 +39,6 @@ def expert_parallel(
             `tensor_parallel`.
         example_inputs: As for `tensor_parallel`.
         call: As for `tensor_parallel`.
-        pattern: Without a model: a regular expression for the paths of stacked experts.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -53,25 +48,17 @@ def expert_parallel(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
-        >>> expert_parallel(mesh, "expert")["(^|/)experts(/|$)"].layout
-        Layout([expert, ...], Mesh(batch=2, expert=4))
+        >>> experts = {"up": jax.ShapeDtypeStruct((8, 16, 32), "float32")}
+        >>> call = lambda params, x: jax.numpy.einsum("bd,edh->ebh", x, params["up"])
+        >>> x = jax.ShapeDtypeStruct((4, 16), "float32")
+        >>> layouts = expert_parallel(mesh, "expert", experts, x, call=call)
+        >>> layouts.resolve(experts)["up"].layout
+        Layout([expert, unsharded, unsharded], Mesh(batch=2, expert=4))
     """
     mesh = as_mesh(mesh)
     where = "expert_parallel"
     num_shards = check_axis(mesh, axis, where)
-    context = _checks.Context(where=where, error=LayoutMapError)
-    pattern = _checks.pattern("pattern", pattern, **context).pattern
-    if model_or_build is None:
-        if example_inputs is not None or call is not None:
-            msg = (
-                f"{where}: example_inputs and call are for tracing a model, and there "
-                "is none. Give model_or_build, or leave them out."
-            )
-            raise LayoutMapError(msg)
-        note = "experts by name: dim 0 holds one after the other"
-        rules = {pattern: Rule((axis, ...), note=note)}
-        return LayoutMap(mesh, rules)
-    params, flow = follow(model_or_build, example_inputs, call, where)
+    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
     weighted = {
         leaf
         for contraction in flow.contractions
@@ -89,12 +76,11 @@ def expert_parallel(
     if not any(isinstance(spec, Rule) for spec in specs.values()):
         msg = (
             f"{where}: no parameter is a stack of matrices of which each multiplies "
-            "its own inputs. If the model holds its experts one by one, or calls them "
-            "in another way, leave out the model and give pattern="
+            "its own inputs. If the model calls its experts in another way, write the "
+            f"rule: LayoutMap(mesh, {{'experts/': ({axis!r}, ...)}})."
         )
-        raise LayoutMapError(f"{msg}.")
-    rules = rules_for(specs)
-    return LayoutMap(mesh, rules)
+        raise LayoutMapError(msg)
+    return LayoutMap(mesh, rules_for(specs))
 
 
 def _rule(

@@ -7,7 +7,8 @@ of its operands the same ones, a matmul those that it sums over. What is the sam
 end (a union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
-every factor below another one in its dim, because a sharding divides the major one.
+every factor below another one in its dim, because a sharding divides the major one,
+unless both are sharded together.
 """
 
 import itertools
@@ -20,25 +21,20 @@ from typing import TypeAlias
 OF_INPUTS = "it is a dim of the example inputs"
 """The reason that comes before all others, because no program changes it."""
 
+_MISALIGNED = "reshapes split it in two ways that do not line up"
+
 
 class Factor:
-    """One factor of a dim; the same one in every array in which it is linked.
+    """One factor of a dim; the same one in every array in which it is linked."""
 
-    Args:
-        size: How many parts the factor counts, 2 or more.
-        block: Why it cannot be sharded, or nothing.
-    """
+    __slots__ = ("_below", "_block", "_link", "_parts", "size")
 
-    __slots__ = ("_block", "_link", "_parts", "size")
-
-    def __init__(self, size: int, block: str = "") -> None:
+    def __init__(self, size: int, block: str = "", below: str = "") -> None:
         self.size = size
         self._block = block
+        self._below = below
         self._link: Factor | None = None
         self._parts: tuple[Factor, Factor] | None = None
-
-    def __repr__(self) -> str:
-        return f"Factor({self.size}, {self.blocked!r})"
 
     @property
     def root(self) -> "Factor":
@@ -62,6 +58,11 @@ class Factor:
     @property
     def blocked(self) -> str:
         """Why it cannot be sharded, or nothing."""
+        return self.root._block or self.root._below
+
+    @property
+    def blocked_with_those_above(self) -> str:
+        """Why it cannot even be sharded together with the factors above it."""
         return self.root._block
 
     def block(self, reason: str) -> None:
@@ -69,12 +70,19 @@ class Factor:
         for leaf in self.leaves:
             leaf._block = leaf._block or reason
 
+    def put_below(self, size: int) -> None:
+        """Records that it lies below a factor of some size in one dim."""
+        for leaf in self.leaves:
+            reason = f"{leaf.size} lies below a factor of {size} in one dim"
+            leaf._below = leaf._below or reason
+
     def split(self, major: int) -> "tuple[Factor, Factor]":
         """Splits a leaf in two, everywhere."""
         root = self.root
-        minor = root.size // major
-        below = f"{minor} lies below a factor of {major} in one dim"
-        root._parts = (Factor(major, root._block), Factor(minor, root._block or below))
+        first = Factor(major, root._block, root._below)
+        second = Factor(root.size // major, root._block, root._below)
+        second.put_below(major)
+        root._parts = (first, second)
         return root._parts
 
 
@@ -93,7 +101,7 @@ class FactoredArray:
         of_inputs: Whether it depends on the example inputs. A value that depends on
             parameters alone is as good as one.
         history: The contractions that it depends on, as bits.
-        origin: The array itself, or what it was cast from.
+        origin: The array that it was cast from, or None.
     """
 
     shape: tuple[int, ...]
@@ -109,9 +117,9 @@ class FactoredArray:
         return math.prod(self.shape)
 
     @property
-    def is_weight(self) -> bool:
-        """Whether it was made from parameters alone."""
-        return bool(self.params) and not self.of_inputs
+    def weights(self) -> int:
+        """The parameters that it was made from, if from these alone, as bits."""
+        return 0 if self.of_inputs else self.params
 
     @property
     def source(self) -> "FactoredArray":
@@ -120,12 +128,7 @@ class FactoredArray:
 
 
 def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:
-    """Returns dims of one new factor each.
-
-    Example:
-        >>> fresh_dims((2, 1), "never")
-        ((Factor(2, 'never'),), ())
-    """
+    """Returns dims of one new factor each."""
     empty = "an array without elements"
     return tuple(
         () if size == 1 else (Factor(size, block if size else empty),) for size in shape
@@ -156,8 +159,6 @@ def link(first: Dim, second: Dim) -> None:
         >>> heads[0][0].root is leaves_of(features[0])[0]
         True
     """
-    if first == second:
-        return
     # The major factor is last, to be popped.
     left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]
     while left and right:
@@ -177,6 +178,12 @@ def link(first: Dim, second: Dim) -> None:
             return
 
 
+def link_all(first: Dims, second: Dims) -> None:
+    """Links the dims of two arrays one by one."""
+    for a, b in zip(first, second, strict=True):
+        link(a, b)
+
+
 def _pop(stack: list[Factor]) -> Factor:
     """Removes the last factor, or the first part of it if it was split by now."""
     first, *others = stack.pop().leaves
@@ -184,24 +191,15 @@ def _pop(stack: list[Factor]) -> Factor:
     return first
 
 
-_MISALIGNED = "reshapes split it in two ways that do not line up"
-
-
 def _unite(first: Factor, second: Factor) -> None:
-    first, second = first.root, second.root
-    if first is not second:
-        second._link = first
-        is_of_inputs = OF_INPUTS in (first._block, second._block)
-        first._block = OF_INPUTS if is_of_inputs else first._block or second._block
+    second._link = first
+    is_of_inputs = OF_INPUTS in (first._block, second._block)
+    first._block = OF_INPUTS if is_of_inputs else first._block or second._block
+    first._below = first._below or second._below
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
-    """Returns the dims of a reshaped array.
-
-    Example:
-        >>> regroup(fresh_dims((3, 8)), (3, 2, 4))[:2]
-        ((Factor(3, ''),), (Factor(2, ''),))
-    """
+    """Returns the dims of a reshaped array."""
     if 0 in shape:
         return fresh_dims(shape)
     rest = leaves_of(itertools.chain.from_iterable(dims))[::-1]
@@ -219,17 +217,9 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
                 block([(factor,), tuple(group), tuple(rest)], _MISALIGNED)
                 return (*grouped, *fresh_dims(shape[index:], _MISALIGNED))
         for factor in group[1:]:
-            factor.block(
-                f"{factor.size} lies below a factor of {group[0].size} in one dim"
-            )
+            factor.put_below(group[0].size)
         grouped.append(tuple(group))
     return tuple(grouped)
-
-
-def part(dim: Dim, size: int, how: str = "slices take parts of it") -> Dim:
-    """Returns a dim that holds a part of another one; neither can be sharded."""
-    block([dim], how)
-    return fresh_dims((size,), how)[0]
 
 
 def dependence(args: Iterable[FactoredArray]) -> tuple[int, bool, int]:

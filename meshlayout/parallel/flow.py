@@ -23,7 +23,7 @@ class Contraction:
         factors: What it sums over.
         operand: What is multiplied with a weight, or the larger one of two operands.
         size: Elements of the result.
-        runs: How often it runs, in the loops around it.
+        nbytes: Bytes of the results in one step, in the loops around it.
         weights: The parameters that it multiplies with, as bits.
         bit: Its own bit in the history of what depends on it.
         before: The contractions that it depends on.
@@ -32,7 +32,7 @@ class Contraction:
     factors: tuple[Factor, ...]
     operand: FactoredArray
     size: int
-    runs: int
+    nbytes: int
     weights: int
     bit: int
     before: int
@@ -45,17 +45,17 @@ class GradientSum:
     Attributes:
         factor: What the gradient is summed over.
         of: The array, which all parts of the factor read.
-        runs: How often it runs, in the loops around it.
+        nbytes: Bytes of the gradient in one step, in the loops around it.
         other_size: Elements of what the array is multiplied with; for a broadcast, of
             the result.
-        by_weight: Whether that is a weight, as in a matmul by columns.
+        weights: The parameters that those are, as bits, as in a matmul by columns.
     """
 
     factor: Factor
     of: FactoredArray
-    runs: int
+    nbytes: int
     other_size: int
-    by_weight: bool
+    weights: int
 
 
 @dataclass(eq=False)
@@ -65,12 +65,18 @@ class Flow:
     Attributes:
         contractions: The contractions of parameters or of two other arrays.
         gradient_sums: Where gradients are summed over a factor.
-        reductions: Factors that reductions end, and the elements of the results.
+        reductions: Factors that reductions end, and the bytes of the results.
         together: Dims of arrays in which factors come together for the first time.
         added_lookups: Groups of look-ups whose results are added up, as bits.
         experts: Factors of stacked weights that a product batches over.
         multiplied: The parameters that something is multiplied with, as bits.
+        looked_up: The parameters that rows are looked up in, as bits.
+        grouped: Kernels of grouped convolutions, as bits, with the dim of groups.
+        loops: The shapes of activations that loops carry and nothing constrains, with
+            the parameters that these loops read, as bits.
         new_bits: The contraction of the operation that is walked through, as a bit.
+        itemsize: Bytes of an element of its result.
+        depth: How many loops are around it.
     """
 
     contractions: list[Contraction] = field(default_factory=list)
@@ -80,62 +86,60 @@ class Flow:
     added_lookups: set[int] = field(default_factory=set)
     experts: list[Factor] = field(default_factory=list)
     multiplied: int = 0
+    looked_up: int = 0
+    grouped: list[tuple[int, Dim]] = field(default_factory=list)
+    loops: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     new_bits: int = 0
+    itemsize: int = 1
+    depth: int = 0
     _lookups: int = 0
-    _loops: int = 1
+    _runs: int = 1
+
+    def _nbytes(self, size: int) -> int:
+        return size * self._runs * self.itemsize
 
     def contract(
-        self,
-        dims: Iterable[Dim],
-        operands: Sequence[FactoredArray],
-        size: int,
+        self, dims: Iterable[Dim], operands: Sequence[FactoredArray], size: int
     ) -> None:
         """Notes a sum over dims of products of some arrays."""
         factors = tuple(factor for dim in dims for factor in dim)
         weights = before = 0
         for operand in operands:
-            weights |= operand.params if operand.is_weight else 0
+            weights |= operand.weights
             before |= operand.history
         self.multiplied |= weights
         if not factors:
             return
-        others = [operand for operand in operands if not operand.is_weight] or operands
-        operand = max(others, key=lambda array: array.size)
-        self.new_bits = 1 << len(self.contractions)
+        others = [operand for operand in operands if not operand.weights] or operands
+        source = max(others, key=lambda array: array.size).source
+        bit = self.new_bits = 1 << len(self.contractions)
+        nbytes = self._nbytes(size)
         self.contractions.append(
-            Contraction(
-                factors,
-                operand.source,
-                size,
-                self._loops,
-                weights,
-                self.new_bits,
-                before,
-            )
+            Contraction(factors, source, size, nbytes, weights, bit, before)
         )
 
     def sum_gradient(
-        self, of: FactoredArray, dims: Iterable[Dim], other: int, *, by_weight: bool
+        self, of: FactoredArray, dims: Iterable[Dim], other: int, weights: int = 0
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
         if of.params:
             self.gradient_sums += [
-                GradientSum(factor, of.source, self._loops, other, by_weight)
+                GradientSum(factor, of.source, self._nbytes(of.size), other, weights)
                 for dim in dims
                 for factor in dim
             ]
 
     def reduce(self, dims: Iterable[Dim], size: int) -> None:
         """Notes that a reduction to an array of some size ends dims."""
-        self.reductions += [
-            (factor, size * self._loops) for dim in dims for factor in dim
-        ]
+        nbytes = self._nbytes(size)
+        self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
 
     def look_up(self, table: FactoredArray, dims: Iterable[Dim], size: int) -> None:
         """Notes that an array of some size is looked up along dims of a table."""
-        if table.is_weight:
+        if table.weights:
             self.contract(dims, (table,), size)
             self._lookups |= self.new_bits
+            self.looked_up |= table.params
         else:
             self.reduce(dims, size)
 
@@ -148,8 +152,6 @@ class Flow:
     @contextlib.contextmanager
     def repeated(self, length: int) -> Iterator[None]:
         """Returns a context for the body of a loop."""
-        self._loops *= length
-        try:
-            yield
-        finally:
-            self._loops //= length
+        self._runs, self.depth = self._runs * length, self.depth + 1
+        yield
+        self._runs, self.depth = self._runs // length, self.depth - 1

@@ -5,17 +5,21 @@ calls it; arrays or their shapes, or a function that builds one of these. It is 
 as its user calls it, abstractly: nothing is computed or put on a device.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError
-from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, block, fresh_dims
+from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.mesh import Mesh
+from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, fresh_dims
 from meshlayout.parallel.flow import Flow
 from meshlayout.parallel.operations import walk
 from meshlayout.state.create import eager_sharding_off, is_array, trace
@@ -42,12 +46,18 @@ class Parameter:
     nbytes: int
     array: FactoredArray
 
+    @property
+    def rank(self) -> int:
+        """Its number of dims."""
+        return len(self.array.shape)
+
 
 def follow(
     model_or_build: Model | Callable[[], Model],
     example_inputs: Batch,
     call: Call | None,
     where: str,
+    mesh: Mesh,
 ) -> tuple[list[Parameter], Flow]:
     """Traces a model's forward program, and follows its parameters through it.
 
@@ -56,6 +66,7 @@ def follow(
         example_inputs: The arguments of the call: a tuple, or the only one.
         call: How the model is called.
         where: The public function, which messages name.
+        mesh: Any mesh, for the constraints that the model asks for by name.
 
     Returns:
         The model's arrays, and what is known of their factors.
@@ -64,27 +75,51 @@ def follow(
         LayoutMapError: If the model cannot be called so.
     """
     context = _checks.Context(where=where, error=LayoutMapError)
-    is_tuple = isinstance(example_inputs, tuple)
-    inputs = tuple(example_inputs) if is_tuple else (example_inputs,)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     hint = "Give arrays, or jax.ShapeDtypeStruct(shape, dtype)."
     _checks.has_arrays("example_inputs", inputs, **{**context, "hint": hint})
     if call is not None:
         names = [f"input_{index}" for index in range(len(inputs))]
         _checks.function("call", call, "model", *names, **context)
     with eager_sharding_off(), _jax.no_mesh():
-        model = _built(model_or_build, context)
-        arrays = [leaf for leaf in jax.tree.leaves(inputs) if is_array(leaf)]
+        model = _built(model_or_build, where)
+        arrays, rebuild_inputs = _split_arrays(inputs)
         shapes = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
-        with _checks.noted(f"while {where} traces the model for inputs of {shapes}"):
-            tree, run = _as_function(model, inputs, call, context)
-            return _followed(tree, inputs, run)
+        with (
+            activate(LayoutMap(mesh, {".": [...]})),
+            _jaxprs.short_sharding_errors,
+            _checks.noted(f"while {where} traces the model for inputs of {shapes}"),
+        ):
+            tree, run = _as_function(model, inputs, call, where)
+            params, rebuild_tree = _split_arrays(tree)
+
+            def forward(params: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
+                result = run(rebuild_tree(params), *rebuild_inputs(arrays))
+                return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
+
+            closed = jax.make_jaxpr(forward)(params, arrays)
+    leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+    named: list[Parameter] = []
+    for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
+        # Keys and counts are not learned: what is made of them alone is no weight.
+        is_kind = functools.partial(jnp.issubdtype, shape.dtype)
+        is_quantized = is_kind(jnp.integer) and shape.dtype.itemsize == 1
+        bit = 1 << index if is_quantized or is_kind(jnp.inexact) else 0
+        array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
+        nbytes = shape.size * _jax.itemsize(shape.dtype)
+        named.append(Parameter(leaf.path, nbytes, array))
+    values = [
+        FactoredArray(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
+        for x in arrays
+    ]
+    flow = Flow()
+    walk(flow, closed.jaxpr, [*(param.array for param in named), *values])
+    return named, flow
 
 
-def _built(
-    model_or_build: Model | Callable[[], Model], context: _checks.Context
-) -> Model:
+def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     """Returns the model, which a function may build."""
-    context = _checks.Context(**{**context, "hint": _MODELS})
+    context = _checks.Context(where=where, error=LayoutMapError, hint=_MODELS)
     is_module = isinstance(model_or_build, nn.Module)
     if is_module or _paths.holds_modules(model_or_build):
         return model_or_build
@@ -92,7 +127,7 @@ def _built(
         _checks.has_arrays("model_or_build", model_or_build, **context)
         return model_or_build
     _checks.function("model_or_build", model_or_build, **context)
-    with _checks.noted(f"while {context.get('where', '')} builds the model"):
+    with _checks.noted(f"while {where} builds the model"):
         traced = trace(model_or_build)
     _checks.has_arrays("what model_or_build returned", traced.node, **context)
     return traced.rebuild(traced.leaves)
@@ -105,7 +140,7 @@ _MODELS = (
 
 
 def _as_function(
-    model: Model, inputs: tuple[Batch, ...], call: Call | None, context: _checks.Context
+    model: Model, inputs: tuple[Batch, ...], call: Call | None, where: str
 ) -> tuple[PyTree, Call]:
     """Returns a model's arrays, and its call as a function of these and the inputs."""
     if isinstance(model, nn.Module):
@@ -122,7 +157,6 @@ def _as_function(
         )
         return variables, apply
     if call is None and (not callable(model) or isinstance(model, type)):
-        where = context.get("where", "")
         msg = (
             f"{where}: {_checks.shown(model)} does not say how it is called. Give "
             "call=, a function of the model and the inputs, such as "
@@ -141,55 +175,19 @@ def _as_function(
     return state, merged
 
 
-def _split_arrays(
-    tree: PyTree,
-) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTree]]:
+def _split_arrays(tree: PyTree) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTree]]:
     """Returns the shapes of a tree's arrays, and how other ones take their places.
 
     What is not an array, such as `train=False`, stays.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     shapes = [
-        jax.ShapeDtypeStruct(leaves[i].shape, _jax.canonical_dtype(leaves[i].dtype))
-        for i in indices
+        jax.ShapeDtypeStruct(leaf.shape, _jax.canonical_dtype(leaf.dtype))
+        for leaf in filter(is_array, leaves)
     ]
 
     def rebuild(arrays: list[Leaf]) -> PyTree:
-        filled = list(leaves)
-        for index, array in zip(indices, arrays, strict=True):
-            filled[index] = array
-        return treedef.unflatten(filled)
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
 
     return shapes, rebuild
-
-
-def _followed(
-    tree: PyTree, inputs: tuple[Batch, ...], run: Call
-) -> tuple[list[Parameter], Flow]:
-    """Traces a function of a model's arrays and inputs, and walks the program."""
-    params, rebuild_tree = _split_arrays(tree)
-    arrays, rebuild_inputs = _split_arrays(inputs)
-
-    def forward(params: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
-        result = run(rebuild_tree(params), *rebuild_inputs(arrays))
-        return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
-
-    with _jaxprs.short_sharding_errors:
-        closed = jax.make_jaxpr(forward)(params, arrays)
-    leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
-    named: list[Parameter] = []
-    for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
-        # Keys and counts are not learned: what is made of them alone is no weight.
-        bit = 1 << index if jax.numpy.issubdtype(shape.dtype, jax.numpy.inexact) else 0
-        array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
-        nbytes = shape.size * _jax.itemsize(shape.dtype)
-        named.append(Parameter(leaf.path, nbytes, array))
-    values = [
-        FactoredArray(x.shape, fresh_dims(x.shape), of_inputs=True) for x in arrays
-    ]
-    for value in values:
-        block(value.dims, OF_INPUTS)
-    flow = Flow()
-    walk(flow, closed.jaxpr, [*(param.array for param in named), *values])
-    return named, flow

@@ -8,9 +8,11 @@ Operations that are not listed here block all that they touch, by their name. To
 that a new one works element by element would cost a collective that nobody looks for.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -24,7 +26,7 @@ from meshlayout.parallel.factors import (
     dependence,
     fresh_dims,
     link,
-    part,
+    link_all,
     regroup,
 )
 from meshlayout.parallel.flow import Flow
@@ -67,8 +69,10 @@ def _results(
         return _CALLS[name](flow, eqn, args)
     handler = _OPERATIONS.get(name)
     flow.new_bits = 0
+    flow.itemsize = max([1, *(_jax.itemsize(v.aval.dtype) for v in eqn.outvars[:1])])
     dims = handler(flow, eqn, *args) if handler else unknown(eqn, args)
-    params, of_inputs, history = dependence(args)
+    # A slice of a weight is a weight, whatever says where it begins.
+    params, of_inputs, history = dependence(args[: 1 if name in _SLICES else None])
     history |= flow.new_bits
     origin = args[0].source if name in _CASTS else None
     return [
@@ -97,7 +101,6 @@ def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
             dims[index] = whole[0].dims[index]
         for arg in whole[1:]:
             link(dims[index], arg.dims[index])
-    result = int(np.prod(shapes[0]))
     for arg in args:
         if arg.shape != shapes[0]:  # dims of size 1, and scalars, serve all the others
             served = [
@@ -105,7 +108,7 @@ def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
                 for index, dim in enumerate(dims)
                 if dim and not (arg.shape and arg.dims[index])
             ]
-            flow.sum_gradient(arg, served, result, by_weight=False)
+            flow.sum_gradient(arg, served, int(np.prod(shapes[0])))
     if len(args) > 1:
         flow.together.append(tuple(dims))
         flow.add_lookups(args)
@@ -113,10 +116,7 @@ def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
 
 
 def _bitcast(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    if x.shape == out_shapes(eqn)[0]:
-        return [x.dims]
-    block(x.dims, "bitcast_convert_type takes its numbers apart")
-    return [fresh_dims(shape, "it holds parts of numbers") for shape in out_shapes(eqn)]
+    return [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(eqn, [x])
 
 
 def _pairwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
@@ -132,8 +132,7 @@ def _transposed(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
 
 
 def _reshaped(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    dims = regroup(x.dims, out_shapes(eqn)[0])
-    return [dims]
+    return [regroup(x.dims, out_shapes(eqn)[0])]
 
 
 def _squeezed(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
@@ -149,11 +148,20 @@ def _broadcast(flow: Flow, eqn: Equation, x: FactoredArray, *_: Any) -> list[Dim
         if dim:
             dims[target] = dim
             new.discard(target)
-    flow.sum_gradient(
-        x, [dims[index] for index in new], int(np.prod(shape)), by_weight=False
-    )
+    flow.sum_gradient(x, [dims[index] for index in new], int(np.prod(shape)))
     flow.together.append(tuple(dims))
     return [tuple(dims)]
+
+
+def _tiled(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
+    copies = [fresh_dims((count,))[0] for count in eqn.params["reps"]]
+    for (copy,), dim in ((c, d) for c, d in zip(copies, x.dims, strict=True) if c):
+        for factor in dim:
+            factor.put_below(copy.size)
+    flow.sum_gradient(x, copies, int(np.prod(out_shapes(eqn)[0])))
+    dims = tuple((*copy, *dim) for copy, dim in zip(copies, x.dims, strict=True))
+    flow.together.append(dims)
+    return [dims]
 
 
 def _reduced(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
@@ -161,16 +169,11 @@ def _reduced(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
     shapes = out_shapes(eqn)
     operands = args[: len(shapes)]  # of the general one, initial values follow
     for operand in operands[1:]:
-        _link_all(operands[0].dims, operand.dims)
+        link_all(operands[0].dims, operand.dims)
     x = operands[0]
     flow.reduce([x.dims[axis] for axis in axes], int(np.prod(shapes[0])))
     left = tuple(dim for index, dim in enumerate(x.dims) if index not in axes)
     return [left] * len(shapes)
-
-
-def _link_all(first: Dims, second: Dims) -> None:
-    for a, b in zip(first, second, strict=True):
-        link(a, b)
 
 
 def _scattered(
@@ -199,53 +202,9 @@ def _scattered(
     return [x.dims]
 
 
-def _sliced(flow: Flow, eqn: Equation, x: FactoredArray, *_: Any) -> list[Dims]:
-    """Serves what takes a part of some dims, as slices, pads and pools do."""
-    how = f"{eqn.primitive.name} takes parts of it"
-    results: list[Dims] = []
-    for shape in out_shapes(eqn):
-        pairs = zip(x.dims, x.shape, shape, strict=True)
-        dims = [dim if a == b else part(dim, b, how) for dim, a, b in pairs]
-        results.append(tuple(dims))
-    return results
-
-
-def _pooled(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
-    """Serves windows that slide along some dims, perhaps to a result as long."""
-    how = f"{eqn.primitive.name} slides along it"
-    for dim, window in zip(args[0].dims, eqn.params["window_dimensions"], strict=True):
-        if window != 1:
-            block([dim], how)
-    return _sliced(flow, eqn, args[0]) * len(out_shapes(eqn))
-
-
-def _written(
-    flow: Flow, eqn: Equation, x: FactoredArray, update: FactoredArray, *_: Any
-) -> list[Dims]:
-    for index, size in enumerate(x.shape):
-        if size == update.shape[index]:
-            link(x.dims[index], update.dims[index])
-        else:
-            how = "an update writes parts of it"
-            block([x.dims[index], update.dims[index]], how)
-    return [x.dims]
-
-
-def _concatenated(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
-    along, how = eqn.params["dimension"], "arrays are joined along it"
-    dims = list(args[0].dims)
-    for arg in args:
-        block([arg.dims[along]], how)
-        for index, dim in enumerate(arg.dims):
-            if index != along:
-                link(dims[index], dim)
-    dims[along] = fresh_dims((out_shapes(eqn)[0][along],), how)[0]
-    return [tuple(dims)]
-
-
 def _stacked(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
     for arg in args[1:]:
-        _link_all(args[0].dims, arg.dims)
+        link_all(args[0].dims, arg.dims)
     dims = list(args[0].dims)
     dims.insert(eqn.params["axis"], fresh_dims((len(args),), "a stack of arrays")[0])
     return [tuple(dims)]
@@ -257,40 +216,53 @@ def _unstacked(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
     return [tuple(dims)] * len(out_shapes(eqn))
 
 
-def _ordered(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
-    """Serves what moves or accumulates elements along dims, such as a sort."""
-    params = eqn.params
-    along = next(
-        params[name]
-        for name in ("dimensions", "dimension", "axis", "axes")
-        if name in params
-    )
-    for arg in args:
-        _link_all(args[0].dims, arg.dims)
-    dims = along if isinstance(along, (tuple, list)) else (along,)
-    how = f"{eqn.primitive.name} works along it"
-    block([args[0].dims[dim] for dim in dims], how)
-    return [args[0].dims] * len(out_shapes(eqn))
+# Operations that leave most dims in their place, and work along the others.
 
 
-def _top_k(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    block([x.dims[eqn.params.get("axis", -1)]], "top_k works along it")
-    return _sliced(flow, eqn, x)
+def _placewise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
+    name, x = eqn.primitive.name, args[0]
+    shapes, rank = out_shapes(eqn), len(x.shape)
+    operands = [arg for arg in args if arg.shape and len(arg.shape) == rank]
+    worked = {dim % rank for dim in _worked_along(eqn.params)} if rank else set()
+    if name == "top_k":
+        worked.add(eqn.params.get("axis", rank - 1) % rank)
+    for other in (*(arg.shape for arg in operands), *shapes):
+        worked |= {dim for dim in range(rank) if x.shape[dim] != other[dim]}
+    reason = f"{name} {_VERBS.get(name, 'works along it')}"
+    if name == "dynamic_slice" and flow.depth:
+        reason = STACKED  # as layers are, which a loop takes out by their number
+    for arg in operands:
+        block([arg.dims[dim] for dim in worked], reason)
+        for dim in set(range(rank)) - worked:
+            link(x.dims[dim], arg.dims[dim])
+    return [
+        tuple(
+            fresh_dims((size,), reason)[0] if dim in worked else x.dims[dim]
+            for dim, size in enumerate(shape)
+        )
+        for shape in shapes
+    ]
 
 
-def _padded(flow: Flow, eqn: Equation, x: FactoredArray, _: Any) -> list[Dims]:
-    for dim, config in zip(x.dims, eqn.params["padding_config"], strict=True):
-        if any(config):
-            block([dim], "it is padded")
-    return _sliced(flow, eqn, x)
+def _worked_along(params: dict[str, Any]) -> set[int]:
+    """Returns the dims along which an operation works even if their sizes stay."""
+    worked: set[int] = set()
+    for name in ("dimension", "dimensions", "axis"):
+        dims = params.get(name, ())
+        worked |= {*dims} if isinstance(dims, (tuple, list)) else {dims}
+    for name, usual in _USUAL.items():
+        values = params.get(name) or ()
+        worked |= {dim for dim, value in enumerate(values) if value != usual}
+    return worked
 
 
-def _cut(flow: Flow, eqn: Equation, x: FactoredArray, *_: Any) -> list[Dims]:
-    strides = eqn.params.get("strides") or ()
-    for dim, stride in zip(x.dims, strides, strict=False):
-        if stride != 1:
-            block([dim], "slices take parts of it")
-    return _sliced(flow, eqn, x)
+_USUAL = {"padding_config": (0, 0, 0), "strides": 1, "window_dimensions": 1}
+_TAKES = "takes parts of it"
+_VERBS = {
+    "dynamic_slice": _TAKES,
+    "slice": _TAKES,
+    "split": f"{_TAKES}; with its columns in the order of heads it could be sharded",
+}
 
 
 # Operations with a program of their own: they return whole values.
@@ -310,11 +282,7 @@ def _scan(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[Factored
     carry, stacked = rest[:num_carry], rest[num_carry:]
     block([x.dims[0] for x in stacked], STACKED)
     slices = [_at(x, x.shape[1:], x.dims[1:]) for x in stacked]
-    carry = _carried(carry, args)
-    with flow.repeated(max(1, length)):
-        results = walk(flow, body, (*consts, *carry, *slices))
-    for before, after in zip(carry, results, strict=False):
-        _link_all(before.dims, after.dims)
+    results = _looped(flow, body, consts, carry, slices, max(1, length))
     loop = fresh_dims((length,), STACKED)
     stacks = [_at(x, (length, *x.shape), (*loop, *x.dims)) for x in results[num_carry:]]
     return [*results[:num_carry], *stacks]
@@ -326,13 +294,57 @@ STACKED = "a loop runs over it"
 def _while(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
-    carry = _carried(args[first + second :], args)
+    consts, carry = args[first : first + second], args[first + second :]
     walk(flow, _jaxpr(params["cond_jaxpr"]), (*args[:first], *carry))
-    body = _jaxpr(params["body_jaxpr"])
-    results = walk(flow, body, (*args[first : first + second], *carry))
-    for before, after in zip(carry, results, strict=True):
-        _link_all(before.dims, after.dims)
+    # How often is not known here.
+    return _looped(flow, _jaxpr(params["body_jaxpr"]), consts, carry, [], 1)
+
+
+def _looped(
+    flow: Flow,
+    body: Any,
+    consts: list[FactoredArray],
+    carry: list[FactoredArray],
+    slices: list[FactoredArray],
+    length: int,
+) -> list[FactoredArray]:
+    """Walks the body of a loop, when it is known what each carried value depends on."""
+    uses = [_jax.operands_of(body, index) for index in range(len(carry))]
+    while True:
+        args = [*consts, *carry, *slices]
+        after = [
+            _at(x, x.shape, x.dims, [x, *itertools.compress(args, used)])
+            for x, used in zip(carry, uses, strict=True)
+        ]
+        if list(map(_depends, after)) == list(map(_depends, carry)):
+            break
+        carry = after
+    read, _, _ = dependence(arg for arg in args if arg.weights)
+    constrained = set(_constrained(body))
+    flow.loops += [
+        (x.shape, read)
+        for x, var in zip(carry, body.outvars, strict=False)
+        if x.of_inputs and len(x.shape) > 1 and x.shape not in constrained
+        if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    ]
+    with flow.repeated(length):
+        results = walk(flow, body, (*consts, *carry, *slices))
+    for before, after_it in zip(carry, results, strict=False):
+        link_all(before.dims, after_it.dims)
     return results
+
+
+def _depends(x: FactoredArray) -> tuple[int, bool, int]:
+    return x.params, x.of_inputs, x.history
+
+
+def _constrained(jaxpr: Any) -> Iterable[tuple[int, ...]]:
+    """Yields the shapes of values whose sharding a program constrains."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield from out_shapes(eqn)
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from _constrained(inner)
 
 
 def _jaxpr(closed: Any) -> Any:
@@ -346,19 +358,20 @@ def _conditional(
     first, *others = [walk(flow, branch, args[1:]) for branch in branches]
     for results in others:
         for a, b in zip(first, results, strict=True):
-            _link_all(a.dims, b.dims)
-    return _carried(first, [x for results in (first, *others) for x in results])
+            link_all(a.dims, b.dims)
+    # Each result depends on what the branches make it of.
+    alike = zip(first, *others, strict=True)
+    return [_at(x, x.shape, x.dims, [x, *rest]) for x, *rest in alike]
 
 
-def _carried(
-    carry: Sequence[FactoredArray], args: Sequence[FactoredArray]
-) -> list[FactoredArray]:
-    """Returns what a loop carries: after the first round it depends on all."""
-    return [FactoredArray(x.shape, x.dims, *dependence(args)) for x in carry]
-
-
-def _at(x: FactoredArray, shape: tuple[int, ...], dims: Dims) -> FactoredArray:
-    return FactoredArray(shape, dims, x.params, x.of_inputs, x.history)
+def _at(
+    x: FactoredArray,
+    shape: tuple[int, ...],
+    dims: Dims,
+    of: Sequence[FactoredArray] = (),
+) -> FactoredArray:
+    """Returns a value that depends on some others, or on the same as `x`."""
+    return FactoredArray(shape, dims, *dependence(of or (x,)))
 
 
 _CALLS: dict[str, Callable[..., Sequence[FactoredArray]]] = {
@@ -372,6 +385,7 @@ _INLINED = """
 """
 _CALLS |= dict.fromkeys(_INLINED.split(), _called)
 
+_SLICES = frozenset(("dynamic_slice",))
 _CASTS = frozenset(("convert_element_type", "copy", "reduce_precision"))
 
 _KINDS: dict[_Handler, str] = {
@@ -397,6 +411,7 @@ _KINDS: dict[_Handler, str] = {
     _reshaped: "reshape",
     _squeezed: "squeeze",
     _broadcast: "broadcast_in_dim",
+    _tiled: "tile",
     _reduced: """
         argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
         reduce_sum reduce_xor
@@ -408,17 +423,13 @@ _KINDS: dict[_Handler, str] = {
     _scattered: """
         scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
     """,
-    _cut: "slice dynamic_slice split tile",
+    _placewise: """
+        concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_slice
+        dynamic_update_slice pad reduce_window reduce_window_max reduce_window_min
+        reduce_window_sum rev slice sort split top_k
+    """,
     _stacked: "stack",
     _unstacked: "unstack",
-    _padded: "pad",
-    _pooled: """
-        reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    """,
-    _written: "dynamic_update_slice",
-    _concatenated: "concatenate",
-    _ordered: "cumlogsumexp cummax cummin cumprod cumsum rev sort",
-    _top_k: "top_k",
 }
 
 _OPERATIONS: dict[str, _Handler] = {

@@ -18,7 +18,7 @@ from meshlayout.parallel.factors import (
     block,
     fresh_dims,
     link,
-    part,
+    regroup,
 )
 from meshlayout.parallel.flow import Flow
 
@@ -74,7 +74,7 @@ def _contraction(
         for x, indices in zip((lhs, rhs), used, strict=True)
     ]
     shared = [lhs.dims[dim] for dim in batch[0]]
-    if lhs.is_weight != rhs.is_weight:
+    if bool(lhs.weights) != bool(rhs.weights):
         flow.experts += [factor for dim in shared for factor in dim]
     summed = [lhs.dims[dim] for dim in contracted[0]]
     result = (*shared, *free[0], *free[1])
@@ -92,8 +92,8 @@ def _product(
 ) -> Dims:
     """Notes what a product sums over, forward and in the gradients of its operands."""
     flow.contract(summed, (lhs, rhs), int(np.prod(out_shapes(eqn)[0])))
-    flow.sum_gradient(lhs, free[1], rhs.size, by_weight=rhs.is_weight)
-    flow.sum_gradient(rhs, free[0], lhs.size, by_weight=lhs.is_weight)
+    flow.sum_gradient(lhs, free[1], rhs.size, rhs.weights)
+    flow.sum_gradient(rhs, free[0], lhs.size, lhs.weights)
     flow.together.append(result)
     return result
 
@@ -103,23 +103,25 @@ def convolution(
 ) -> list[Dims]:
     """Serves convolutions."""
     numbers = eqn.params["dimension_numbers"]
-    shape = out_shapes(eqn)[0]
     (rows, channels, *image), (features, inputs, *window) = numbers[:2]
-    block([lhs.dims[dim] for dim in image], "a convolution slides along it")
+    slides = "a convolution slides along it"
+    block([lhs.dims[dim] for dim in image], slides)
     block([rhs.dims[dim] for dim in window], WINDOW)
-    result = list(fresh_dims(shape, "a convolution slides along it"))
+    result = list(fresh_dims(out_shapes(eqn)[0], slides))
     result[numbers[2][0]], result[numbers[2][1]] = lhs.dims[rows], rhs.dims[features]
-    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    if groups != 1:
-        # XLA adds up the gradient of such a kernel over too many devices, and a step
-        # computes it with other operands: nothing of a shard would stay.
-        dims = [lhs.dims[channels], rhs.dims[features], rhs.dims[inputs]]
-        block(dims, "a grouped convolution takes it apart")
-        return [tuple(result)]
-    link(lhs.dims[channels], rhs.dims[inputs])
-    free = [lhs.dims[rows]], [rhs.dims[features]]
-    summed = [lhs.dims[channels]]
-    return [_product(flow, eqn, lhs, rhs, summed, free, tuple(result))]
+    if eqn.params["batch_group_count"] != 1:
+        return unknown(eqn, (lhs, rhs))
+    groups = eqn.params["feature_group_count"]
+    channel, feature = lhs.dims[channels], (rhs.dims[features],)
+    if groups != 1:  # each group of features has its own group of channels
+        group, channel = regroup((channel,), (groups, rhs.shape[inputs]))
+        feature = regroup(feature, (groups, rhs.shape[features] // groups))
+        link(group, feature[0])
+        flow.grouped.append((rhs.weights, group))
+        feature = feature[1:]
+    link(channel, rhs.dims[inputs])
+    free = [lhs.dims[rows]], feature
+    return [_product(flow, eqn, lhs, rhs, [channel], free, tuple(result))]
 
 
 WINDOW = "it is the window of a convolution"
@@ -134,19 +136,25 @@ def look_up(
     shared = numbers.operand_batching_dims
     for dim, other in zip(shared, numbers.start_indices_batching_dims, strict=True):
         link(x.dims[dim], indices.dims[other])
-    collapsed = set(numbers.collapsed_slice_dims)
-    kept = [dim for dim in range(len(sizes)) if dim not in {*collapsed, *shared}]
+    collapsed = numbers.collapsed_slice_dims
     rows = iter(indices.dims[:-1])
-    windows = iter(kept)
+    windows = (d for d in range(len(sizes)) if d not in {*collapsed, *shared})
+    looked_up = [x.dims[dim] for dim in sorted(collapsed)]
     result: list[Dim] = []
     for index in range(len(shape)):
         if index not in numbers.offset_dims:
             result.append(next(rows))
             continue
         dim = next(windows)
-        is_whole = sizes[dim] == x.shape[dim]
-        result.append(x.dims[dim] if is_whole else part(x.dims[dim], sizes[dim]))
-    looked_up = [x.dims[dim] for dim in sorted(collapsed)]
+        if sizes[dim] == x.shape[dim]:
+            result.append(x.dims[dim])
+        elif sizes[dim] == 1:
+            looked_up.append(x.dims[dim])
+            result.append(())
+        else:
+            how = "slices take parts of it"
+            block([x.dims[dim]], how)
+            result += fresh_dims((sizes[dim],), how)
     if not indices.of_inputs:  # as positions are: each example reads the same rows
         block(looked_up, "it is looked up at fixed places")
     flow.look_up(x, looked_up, int(np.prod(shape)))

@@ -11,21 +11,22 @@ What cannot be sharded without sending more stays whole, and `explain` says why.
 """
 
 import functools
-import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
+from meshlayout._batches import BATCH_AXES
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import Factor, leaves_of
+from meshlayout.parallel.factors import Factor, FactoredArray, leaves_of
 from meshlayout.parallel.flow import Contraction, Flow, GradientSum
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
 from meshlayout.parallel.operations import STACKED
@@ -66,7 +67,7 @@ def tensor_parallel(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called so.
+        LayoutMapError: If the model cannot be called so, or the axis shards batches.
 
     Example:
         >>> import meshlayout as ml
@@ -81,23 +82,31 @@ def tensor_parallel(
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> inputs = jax.ShapeDtypeStruct((16, 8), "float32")
         >>> layouts = tensor_parallel(mesh, lambda: MLP(nnx.Rngs(0)), inputs)
-        >>> layouts["first/kernel"].layout
+        >>> shapes = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
+        >>> layouts.resolve(shapes)["first/kernel"].layout
         Layout([unsharded, model], Mesh(batch=2, model=4))
-        >>> layouts["second/kernel"].note
-        'rows for the columns of first/kernel; an all-reduce adds up the products'
+        >>> layouts.resolve(shapes)["second/kernel"].note
+        'rows; an all-reduce adds up the products'
     """
     mesh = as_mesh(mesh)
-    num_shards = check_axis(mesh, axis, "tensor_parallel")
-    params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
-    candidates = Candidates.of(params, flow, num_shards)
+    where = "tensor_parallel"
+    num_shards = check_axis(mesh, axis, where)
+    if axis in BATCH_AXES:
+        msg = (
+            f"{where}: axis {axis!r} shards the rows of batches, and matrices sharded "
+            "over it would gather all of them. Give an axis of another name, as of "
+            'create_mesh({"batch": 2, "model": 4}).'
+        )
+        raise LayoutMapError(msg)
+    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
     specs: dict[str, Layout | Rule] = {}
-    for index, param in enumerate(params):
-        dim, note = candidates.decision(index)
-        entries = [axis if d == dim else None for d in range(len(param.array.shape))]
-        layout = Layout(entries, mesh)
-        specs[param.path] = Rule(layout, note=note) if note else layout
-    rules = rules_for(specs)
-    return LayoutMap(mesh, rules)
+    for param, decision in zip(
+        params, _decisions(params, flow, num_shards), strict=True
+    ):
+        entries = [axis if d == decision.dim else None for d in range(param.rank)]
+        note = decision.note or None
+        specs[param.path] = Rule(Layout(entries, mesh), note=note, sends=decision.sends)
+    return LayoutMap(mesh, rules_for(specs))
 
 
 def check_axis(mesh: Mesh, axis: object, where: str) -> int:
@@ -122,139 +131,161 @@ class Candidate:
 
     Attributes:
         factor: The factor that all of them have as their major one.
+        above: The factor above it, if both are sharded together: heads that share keys
+            and values, where these do not divide. Otherwise 1.
+        num_shards: Into how many parts the factor is to divide.
         dims: The parameters that have it, and the dim of each.
         contractions: What sums over it, forward.
         gradient_sums: What sums over it, backward, by the array of the gradient.
-        reduced: Elements that other reductions over it would send.
+        reduced: Bytes that other reductions over it would send.
         refusal: Why it is not sharded, or nothing.
     """
 
     factor: Factor
+    num_shards: int
+    above: int = 1
     dims: dict[int, int] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     gradient_sums: dict[object, GradientSum] = field(default_factory=dict)
     reduced: int = 0
     refusal: str = ""
 
-    @property
-    def sent(self) -> int:
-        """Elements that all-reduces would send in one step, forward and backward."""
-        forward = sum(each.size * each.runs for each in self.contractions)
-        gradient_sums = self.gradient_sums.values()
-        backward = sum(each.of.size * each.runs for each in gradient_sums)
-        return forward + backward + self.reduced
+    def sent(self) -> dict[int, int]:
+        """Returns the bytes that all-reduces send in one step, by parameter.
 
-
-@dataclass(eq=False)
-class Candidates:
-    """The candidates of a model, and which of them are sharded.
-
-    Attributes:
-        params: The model's parameters.
-        by_factor: The candidates.
-        chosen: Those that are sharded, by parameter.
-        multiplied: The parameters that something is multiplied with, as bits.
-    """
-
-    params: Sequence[Parameter]
-    by_factor: dict[Factor, Candidate]
-    chosen: dict[int, Candidate]
-    multiplied: int
-
-    @classmethod
-    def of(
-        cls, params: Sequence[Parameter], flow: Flow, num_shards: int
-    ) -> "Candidates":
-        """Finds the candidates of a model, and chooses among them."""
-        candidates = _candidates(params, flow)
-        for candidate in candidates.values():
-            candidate.refusal = _refusal(candidate, num_shards)
-            multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
-            if not candidate.refusal and not multiplies:
-                candidate.refusal = "nothing in the program is multiplied with it"
-        rivals = _rivals(candidates, flow)
-        free = {f: each for f, each in candidates.items() if not each.refusal}
-        nbytes = {
-            factor: sum(params[index].nbytes for index in candidate.dims)
-            for factor, candidate in free.items()
-        }
-        # Bytes count, and less where more is sent for each: half where it is as much as
-        # on the average of all candidates, which does not depend on the batch.
-        mean = sum(each.sent for each in free.values()) / max(1, sum(nbytes.values()))
-        ratio = {f: free[f].sent / nbytes[f] / (mean or 1) for f in free}
-        for factor in free:
-            if ratio[factor] > 10:
-                free[factor].refusal = _NOT_WORTH
-        worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
-        # Whole experts are for `expert_parallel`, unless nothing else can be sharded.
-        worth |= {f: worth[f] / 1e6 for f in leaves_of(flow.experts) if f in worth}
-        chosen: dict[int, Candidate] = {}
-        for factor in _heaviest(worth, rivals):
-            chosen.update(dict.fromkeys(candidates[factor].dims, candidates[factor]))
-            for rival, reason in rivals[factor].items():
-                candidates[rival].refusal = candidates[rival].refusal or reason
-        return cls(params, candidates, chosen, flow.multiplied)
-
-    def decision(self, index: int) -> tuple[int | None, str]:
-        """Returns the dim along which a parameter is sharded, and why or why not.
-
-        Vectors that follow a matrix, and those that stay whole, have no reason.
+        Forward and backward; what several parameters cause counts for the first.
         """
-        candidate = self.chosen.get(index)
-        if candidate is not None:
-            is_factor = self.multiplied >> index & 1
-            note = self._pairing(candidate, index) if is_factor else ""
-            return candidate.dims[index], note
-        dims = [
-            (dim, self.by_factor[leaves_of(factors)[0]])
-            for dim, factors in enumerate(self.params[index].array.dims)
-            if factors
-        ]
-        refusals = [each.refusal for _, each in dims]
-        dims = [(dim, each) for dim, each in dims if each.refusal not in _OBVIOUS]
-        is_kernel = self.multiplied >> index & 1 or WINDOW in refusals
-        if len(dims) < (1 if is_kernel else 2):
-            return None, ""
-        array = self.params[index].array
-        reasons: list[str] = []
-        for dim, each in dims:
-            sizes = [leaf.size for leaf in leaves_of(array.dims[dim])]
-            parts = f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else ""
-            reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {each.refusal}")
-        return None, f"whole; {'; '.join(reasons)}"
+        sums = [*self.contractions, *self.gradient_sums.values()]
+        sent: dict[int, int] = defaultdict(int, {min(self.dims): self.reduced})
+        for each in sums:
+            causes = [index for index in self.dims if each.weights >> index & 1]
+            sent[min(causes or self.dims)] += each.nbytes
+        return sent
 
-    def _pairing(self, candidate: Candidate, index: int) -> str:
-        """Returns what a matrix is in the pair that is sharded."""
-        rows = lookups = 0
-        for contraction in candidate.contractions:
-            if contraction.operand.is_weight:
-                lookups |= contraction.weights
-            else:
-                rows |= contraction.weights
-        if lookups >> index & 1:
-            return "looked up in parts; an all-reduce joins what the devices find"
-        columns = self.multiplied & ~(rows | lookups)
-        is_row = rows >> index & 1
-        names = self._names(candidate, columns if is_row else rows)
-        if is_row:
-            of = f" for the columns of {names}" if names else ""
-            return f"rows{of}; an all-reduce adds up the products"
-        return (
-            f"columns, for the rows of {names}"
-            if names
-            else "columns; the results stay sharded"
-        )
 
-    def _names(self, candidate: Candidate, params: int) -> str:
-        """Returns the paths of some parameters, without what all have before them."""
-        indices = [index for index in candidate.dims if params >> index & 1]
-        matrices = [index for index in candidate.dims if self.multiplied >> index & 1]
-        keys = [self.params[index].path.split("/")[:-1] for index in matrices]
-        alike = [len(set(names)) == 1 for names in zip(*keys, strict=False)]
-        common = len(list(itertools.takewhile(bool, alike)))
-        paths = [self.params[index].path.split("/", common)[-1] for index in indices]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        return ", ".join(paths[:3]) + more
+# A candidate that sends this many times the mean per byte that it shards is refused.
+_NOT_WORTH_FROM = 10
+# Whole experts are for `expert_parallel`, unless nothing else can be sharded.
+_EXPERTS_WORTH = 1e-6
+# So many candidates that exclude each other are tried in all combinations.
+_MOST_COMBINED = 14
+
+_OBVIOUS = (STACKED, WINDOW)
+_STREAM = "features that pass between layers: each would send all that it makes"
+_OTHER_DIM = "a matrix with the same dim is sharded along another one"
+_NOT_WORTH = "it would send more than ten times as much per byte as the others"
+_ADDED = "its rows are added to those of a larger table, which is sharded"
+_GROUPED = (
+    "kernel of a grouped convolution: XLA may multiply its gradient by the size of an "
+    "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
+)
+
+
+class _Decision(NamedTuple):
+    """The dim along which a parameter is sharded, why or why not, and what it sends."""
+
+    dim: int | None
+    note: str
+    sends: int | None = None
+
+
+def _decisions(
+    params: Sequence[Parameter], flow: Flow, num_shards: int
+) -> Iterator[_Decision]:
+    """Finds the candidates of a model, chooses among them, and says why."""
+    candidates = _candidates(params, flow, num_shards)
+    for candidate in candidates.values():
+        multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
+        candidate.refusal = _refusal(candidate)
+        if not candidate.refusal and not multiplies:
+            candidate.refusal = "nothing in the program is multiplied with it"
+    chosen: dict[int, Candidate] = {}
+    for candidate in _chosen(params, flow, candidates):
+        chosen.update(dict.fromkeys(candidate.dims, candidate))
+    grouped = {
+        index: leaves_of(group)[:1]
+        for bits, group in flow.grouped
+        for index in range(len(params))
+        if bits >> index & 1
+    }
+    for index, param in enumerate(params):
+        is_factor = bool(flow.multiplied >> index & 1)
+        if index in chosen:
+            decision = _sharded(chosen[index], index, is_factor=is_factor)
+        else:
+            decision = _whole(param.array, candidates, is_factor=is_factor)
+        if index in grouped:
+            dim, note, sends = decision
+            majors = [leaves_of(factors)[:1] for factors in param.array.dims]
+            major = grouped[index]
+            if dim is None and major in majors and major[0].size % num_shards == 0:
+                dim, note = majors.index(major), "channels"
+            note = f"{note}; {_GROUPED}" if note else _GROUPED
+            decision = _Decision(dim, note, sends)
+        yield decision
+
+
+def _chosen(
+    params: Sequence[Parameter], flow: Flow, candidates: dict[Factor, Candidate]
+) -> Iterator[Candidate]:
+    """Yields the candidates that are sharded, and refuses those that they exclude."""
+    rivals = _rivals(candidates, flow)
+    free = {f: each for f, each in candidates.items() if not each.refusal}
+    nbytes = {
+        factor: sum(params[index].nbytes for index in candidate.dims)
+        for factor, candidate in free.items()
+    }
+    # Bytes count, and less where more is sent for each: half where it is as much as on
+    # the average of all candidates, which does not depend on the batch.
+    sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
+    mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
+    ratio = {factor: sent[factor] / nbytes[factor] / mean for factor in free}
+    for factor in free:
+        if ratio[factor] > _NOT_WORTH_FROM:
+            free[factor].refusal = _NOT_WORTH
+    worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
+    experts = leaves_of(flow.experts)
+    worth |= {f: worth[f] * _EXPERTS_WORTH for f in experts if f in worth}
+    for factor in _heaviest(worth, rivals):
+        yield candidates[factor]
+        for rival, reason in rivals[factor].items():
+            candidates[rival].refusal = candidates[rival].refusal or reason
+
+
+def _whole(
+    array: FactoredArray, candidates: dict[Factor, Candidate], *, is_factor: bool
+) -> _Decision:
+    """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
+    reasons: list[str] = []
+    for dim, factors in enumerate(array.dims):
+        leaves = leaves_of(factors)
+        refusal = candidates[leaves[0]].refusal if leaves else STACKED
+        if refusal not in _OBVIOUS:
+            sizes = " x ".join(str(leaf.size) for leaf in leaves)
+            parts = f" ({sizes})" if len(leaves) > 1 else ""
+            reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
+    if len(reasons) < (1 if is_factor else 2):
+        return _Decision(None, "")
+    own = [text for text in reasons if not text.endswith(_STREAM)]
+    return _Decision(None, f"whole; {'; '.join(own or reasons)}")
+
+
+def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Decision:
+    """Says what a parameter is in the set that is sharded."""
+    dim = candidate.dims[index]
+    if not is_factor:  # a vector that follows a matrix
+        return _Decision(dim, "")
+    sends = candidate.sent().get(index)
+    sums = [each for each in candidate.contractions if each.weights >> index & 1]
+    above = f", {candidate.above} x {candidate.factor.size} together"
+    heads = above if candidate.above > 1 else ""
+    if any(each.operand.weights for each in sums):
+        note = "looked up in parts; an all-reduce joins what the devices find"
+    elif sums:
+        note = f"rows{heads}; an all-reduce adds up the products"
+    else:
+        note = f"columns{heads}; the results stay sharded"
+    return _Decision(dim, note, sends)
 
 
 def _heaviest(
@@ -262,8 +293,8 @@ def _heaviest(
 ) -> list[Factor]:
     """Returns candidates that do not exclude each other, of the largest worth.
 
-    Exact for up to 14 that are tied together, as the layers of a deep MLP are in a
-    chain; of more, the most valuable come first.
+    Exact for some that are tied together, as the layers of a deep MLP are in a chain;
+    of more, the most valuable come first.
     """
     rest = list(worth)
     chosen: list[Factor] = []
@@ -275,7 +306,7 @@ def _heaviest(
                 group.add(factor)
                 todo += [rival for rival in rivals[factor] if rival in worth]
         tied = [factor for factor in rest if factor in group]
-        if len(tied) <= 14:
+        if len(tied) <= _MOST_COMBINED:
             chosen += _heaviest_of(tied, worth, rivals)[1]
         else:
             excluded = set[Factor]()
@@ -304,23 +335,26 @@ def _heaviest_of(
     return taken if taken[0] >= left[0] else left
 
 
-_OBVIOUS = (STACKED, WINDOW)
-_OTHER_DIM = "a matrix with the same dim is sharded along another one"
-_NOT_WORTH = "it would send more than ten times as much per byte as the others"
-_ADDED = "its rows are added to those of a larger table, which is sharded"
-
-
-def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candidate]:
+def _candidates(
+    params: Sequence[Parameter], flow: Flow, num_shards: int
+) -> dict[Factor, Candidate]:
     candidates: dict[Factor, Candidate] = {}
+    pairs: dict[Factor, Candidate] = {}
     for index, param in enumerate(params):
         for dim, factors in enumerate(param.array.dims):
             if not factors:
                 continue
-            major = leaves_of(factors)[0]
-            candidate = candidates.setdefault(major, Candidate(major))
+            major, *below = leaves_of(factors)
+            candidate = candidates.setdefault(major, Candidate(major, num_shards))
             if index in candidate.dims:
                 candidate.refusal = f"it is on two dims of {param.path}"
             candidate.dims[index] = dim
+            # Key heads that do not divide, and the queries' heads of each.
+            parts, rest = divmod(num_shards, major.size)
+            if below and parts > 1 and not rest and not major.blocked:
+                pair = Candidate(below[0], parts, major.size)
+                pairs.setdefault(below[0], pair).dims[index] = dim
+    candidates |= {f: pair for f, pair in pairs.items() if f not in candidates}
     for contraction in flow.contractions:
         for leaf in set(leaves_of(contraction.factors)) & candidates.keys():
             candidates[leaf].contractions.append(contraction)
@@ -328,20 +362,22 @@ def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candida
         for leaf in gradient_sum.factor.leaves:
             if leaf in candidates:
                 candidates[leaf].gradient_sums[gradient_sum.of] = gradient_sum
-    for factor, size in flow.reductions:
+    for factor, nbytes in flow.reductions:
         for leaf in factor.leaves:
             if leaf in candidates:
-                candidates[leaf].reduced += size
+                candidates[leaf].reduced += nbytes
     return candidates
 
 
-def _refusal(candidate: Candidate, num_shards: int) -> str:
+def _refusal(candidate: Candidate) -> str:
     """Returns why a candidate cannot be sharded at all, or nothing."""
-    size = candidate.factor.size
-    if candidate.factor.blocked or candidate.refusal:
-        return candidate.factor.blocked or candidate.refusal
-    if size % num_shards:
-        return f"{size} does not divide into {num_shards} shards"
+    factor, num_shards = candidate.factor, candidate.num_shards
+    is_pair = candidate.above > 1
+    blocked = factor.blocked_with_those_above if is_pair else factor.blocked
+    if blocked or candidate.refusal:
+        return blocked or candidate.refusal
+    if factor.size % num_shards:
+        return f"{factor.size} does not divide into {num_shards} shards"
     for contraction in candidate.contractions:
         is_small = contraction.size * num_shards <= contraction.operand.size
         if not contraction.weights and not is_small:
@@ -349,11 +385,9 @@ def _refusal(candidate: Candidate, num_shards: int) -> str:
     for gradient_sum in candidate.gradient_sums.values():
         of = gradient_sum.of
         is_small = of.size * num_shards <= gradient_sum.other_size
-        if of.of_inputs and not gradient_sum.by_weight and not is_small:
+        if of.of_inputs and not gradient_sum.weights and not is_small:
             return "the gradient of an activation that all shards read sums over it"
-    if _is_stream(candidate):
-        return "features that pass between layers: each would send all that it makes"
-    return ""
+    return _STREAM if _is_stream(candidate) else ""
 
 
 def _is_stream(candidate: Candidate) -> bool:

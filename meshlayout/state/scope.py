@@ -281,9 +281,8 @@ def _without_model(
 def _current_resolution(leaf: _paths.Leaf) -> Resolution:
     x = leaf.value
     layout = Layout.of(x)
-    size = layout.bytes_per_device(x.shape, x.dtype)
     why = "where it is"
-    return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
+    return Resolution(leaf.path, x.shape, x.dtype, layout, None, why)
 
 
 def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:

@@ -1,92 +1,76 @@
-"""Resuming a `fit` from the newest intact checkpoint: the state, the metrics, the data.
+"""Resuming a `fit` from the newest intact checkpoint: state, metrics, history, data.
 
 A step may add arrays to the state that training begins with (a moving average, a loss
 scale), and only the step knows the structure of its metrics. So the step is called once
-on the first batch, to see both; its result is thrown away, and the values come from the
+on a first batch, to see both; its result is thrown away, and the values come from the
 checkpoint, where the metrics of the epoch so far are a tree beside the state.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._annotations import Leaf
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
-from meshlayout.checkpoint.positions import Continues, move_to_position
+from meshlayout.checkpoint.positions import move_to_position
 from meshlayout.errors import CheckpointError
-from meshlayout.trainer.passes import Input
+from meshlayout.metrics import Metrics
+
+
+if TYPE_CHECKING:
+    from meshlayout.trainer.epochs import TrainerInput
+    from meshlayout.trainer.trainer import Trainer
 
 
 # The key of the values to resume from in the metadata of a checkpoint, and the name of
 # the metrics of the epoch so far, beside the state.
 KEY, METRICS = "resume", "epoch_metrics"
 
-Notes: TypeAlias = Mapping[str, Any]
-"""The values to resume from, as `notes_of` returned them before the save."""
 
-FirstStep: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The values that a run continues with.
-
-    Attributes:
-        step: The step of the checkpoint.
-        state: The state.
-        metrics: The metrics so far; None if there are none, and `Values` if no batch is
-            left that could show their structure.
-        notes: The other values that `notes_of` returned.
-    """
-
-    step: int
-    state: PyTree
-    metrics: PyTree
-    notes: Notes
-
-
-class Values(dict[str, Any]):
-    """Final values of metrics, by name, on the host."""
-
-    def to_host(self) -> dict[str, Any]:
-        """Returns the values by name."""
-        return dict(self)
-
-
-def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
+def notes_of(trainer: "Trainer", place: Mapping[str, Any], *, is_end: bool) -> Any:
     """Returns the metadata to resume from, for the key `KEY`.
 
     Args:
-        place: The position in the data, from `Input.place`.
-        metrics: The metrics so far; None if there are none.
-        **notes: Other values to keep.
+        trainer: The trainer.
+        place: The position in the data.
+        is_end: Whether an epoch ends there.
     """
-    notes |= {"place": place}
-    if metrics is not None:
-        notes["values"] = metrics.to_host() if hasattr(metrics, "to_host") else {}
-    return notes
+    position, history, source = trainer.position, trainer.history, trainer.input
+    return {
+        "place": place,
+        "is_end": is_end,
+        "stopped": trainer.stopped,
+        "batch_rows": 0 if source is None else source.placer.size,
+        "position": {
+            "step_in_epoch": position.step_in_epoch,
+            "steps_per_epoch": position.steps_per_epoch,
+            "examples_in_epoch": position.examples_in_epoch,
+        },
+        "history": {"epochs": history.epochs, "values": history.to_dict()},
+    }
 
 
-def resume(
+def resume_fit(
+    trainer: "Trainer",
+    source: "TrainerInput",
     checkpointer: Checkpointer,
-    state: PyTree,
-    batches: Input,
-    first_step: FirstStep,
-    look: Callable[[Notes], None],
-) -> Resumed | None:
-    """Resumes from the newest intact checkpoint, if there is one.
+    group_size: int,
+) -> Metrics | None:
+    """Restores a trainer from the newest intact checkpoint, if there is one.
 
     Args:
+        trainer: The trainer, at the beginning of a `fit`.
+        source: The training data.
         checkpointer: The checkpointer of the run's directory.
-        state: The state that training would begin with; `first_step` uses it up.
-        batches: The data, which is moved to its saved position.
-        first_step: Returns the state and the metrics after a batch; only their
-            structure is used.
-        look: Called with the notes of a checkpoint before its arrays are read.
+        group_size: The batches of a call of the train step.
+
+    Returns:
+        The metrics of the epoch so far; None if it is over, or there is no checkpoint.
 
     Raises:
         CheckpointError: If the newest checkpoint cannot be resumed from, or all are
@@ -96,36 +80,57 @@ def resume(
     Warns:
         CheckpointWarning: If a newer checkpoint is damaged.
     """
-    like, empty, is_known = state, None, False
-    del state  # `first_step` donates it: nothing else may hold it
+    abstract: list[Any] = []
 
-    def read(saved: SavedStep) -> Resumed:
-        nonlocal like, empty, is_known
+    def structures(notes: Mapping[str, Any]) -> list[Any]:
+        """Returns the state and the metrics after a step, without their values."""
+        if not abstract:  # else an older checkpoint is tried
+            # Padded as before, so that the same program computes the same bits.
+            source.placer.size = notes["batch_rows"]
+            batch = source.first_batch()
+            batches = batch if group_size == 1 else [batch] * group_size
+            result = trainer.train_step(trainer.state, batches, None)
+            abstract.extend(jax.tree.map(_abstract, result))
+        return abstract
+
+    def read(saved: SavedStep) -> tuple[SavedStep, Any, Metrics | None]:
         notes = _notes(saved)
-        look(notes)
-
-        def put(iterator: Continues) -> None:
-            move_to_position(iterator, saved.facts["data"])
-
-        batches.take_up(notes["place"], put)
-        batch = batches.look()
-        # Called once, even if this checkpoint is damaged and an older one is tried.
-        if batch is not None and not is_known:
-            like, empty = jax.tree.map(_abstract, first_step(like, batch))
-            is_known = True
-        state = saved.load(Request(like=like))
-        batches.catch_up(notes["place"])
-        metrics = empty if "values" in notes else None
+        state, metrics = structures(notes)
+        if notes["is_end"]:
+            return saved, saved.load(Request(like=state)), None
+        # A metric without arrays is what the first step returned.
         if METRICS in saved.facts["items"]:
-            metrics = Values(notes["values"])
-            if is_known:
-                metrics = saved.load(Request(like=empty), METRICS)
-        return Resumed(saved.number, state, metrics, notes)
+            metrics = saved.load(Request(like=metrics), METRICS)
+        return saved, saved.load(Request(like=state)), metrics
 
-    return checkpointer.newest(lambda step: checkpointer.read(step, read))
+    try:
+        found = checkpointer.newest(lambda step: checkpointer.read(step, read))
+    except Exception as error:
+        if abstract:
+            error.add_note("The trainer's state is used up: make a new Trainer.")
+        raise
+    if found is None:
+        return None
+    saved, trainer.state, metrics = found
+    notes, data = _notes(saved), saved.facts["data"]
+    move = None if data is None else functools.partial(move_to_position, positions=data)
+    source.resume(notes["place"], move, is_end=notes["is_end"])
+    trainer.history._restore(**notes["history"])
+    position, num_epochs = trainer.position, len(trainer.history.epochs)
+    last_epoch = position.last_epoch - position.epoch
+    trainer.position = replace(
+        position,
+        epoch=num_epochs,
+        last_epoch=last_epoch,
+        step=saved.number,
+        **notes["position"],
+    )
+    if notes["is_end"]:
+        trainer.stopped = trainer.history.stopped = notes["stopped"]
+    return metrics
 
 
-def _notes(saved: SavedStep) -> Notes:
+def _notes(saved: SavedStep) -> Mapping[str, Any]:
     """Returns the values that `notes_of` returned before a step was saved."""
     metadata = saved.facts["metadata"]
     notes = metadata.get(KEY) if isinstance(metadata, Mapping) else None

@@ -1,14 +1,17 @@
 """The steps that a trainer makes from a loss function, and their options."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
+import jax
 from flax import nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout._batches import WeightsKey
+from meshlayout.errors import LossError, MeshLayoutError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
@@ -35,31 +38,19 @@ class StepOptions(TypedDict, total=False):
     on_recompile: OnRecompile
 
 
+PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
+
+
 class TrainerSteps:
     """A trainer's train, eval and predict steps; each compiles at its first call.
 
-    Args:
-        loss_fn: As for `Trainer`.
-        predict_fn: As for `Trainer`.
-        metrics: As for `Trainer`.
-        layouts: As for `Trainer`.
-        options: The options of the steps.
-
-    Attributes:
-        group_size: How many batches a call of the train step takes.
-        weights: Where a batch carries its weights.
-        evaluate: The eval step; None without a loss function.
-        predict: The predict step; None without a function to make it from.
-
-    Raises:
-        MeshLayoutError: If an option does not exist, or needs a loss function.
-        StepError: If an option of the steps is wrong.
+    A call of the train step takes `group_size` batches, whose weights are at `weights`.
     """
 
     def __init__(
         self,
         loss_fn: Callable[..., Any] | None,
-        predict_fn: Callable[[Any, Batch], PyTree] | None,
+        predict_fn: PredictFn | None,
         metrics: Mapping[str, Any] | None,
         layouts: LayoutMap | None,
         options: StepOptions,
@@ -68,103 +59,115 @@ class TrainerSteps:
             check_function("predict_fn", "Trainer", predict_fn)
         if loss_fn is not None:
             check_function("loss_fn", "Trainer", loss_fn)
-        else:
-            _refuse_needless(metrics, options)
+        self._check_options(options, is_used=loss_fn is not None, metrics=metrics)
+        self.loss_fn, self._predict_fn = loss_fn, predict_fn
         self.weights = options.get("weights", "weight")
-        self.group_size = _checks.count(
-            "steps_per_call", options.get("steps_per_call", 1), where="Trainer"
-        )
-        self._many = self._one = self.evaluate = self.predict = None
+        count = options.get("steps_per_call", 1)
+        self.group_size = _checks.count("steps_per_call", count, where="Trainer")
+        # The structure of the batches that the loss function got, without weights.
+        self._structure: Any = None
         # Evaluating with a different batch size is legitimate, so it does not warn.
         quiet: StepOptions = {"on_recompile": "ignore", **options}
+        shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
         if loss_fn is not None:
-            shared = {"metrics": metrics, "layouts": layouts}
-            self._many = make_train_step(loss_fn, **shared, **options)
             # Batches left over at the end of an epoch are too few for `_many`.
             single: StepOptions = {**options, "steps_per_call": 1}
             self._one = make_train_step(loss_fn, **shared, **single)
-            eval_options = _options_for(make_eval_step, quiet)
-            self.evaluate = make_eval_step(loss_fn, **shared, **eval_options)
-        if predict_fn is None and loss_fn is not None:
-            predict_fn = _outputs_of(loss_fn)
-        if predict_fn is not None:
-            predict_options = _options_for(make_predict_step, quiet)
-            self.predict = make_predict_step(
-                predict_fn, layouts=layouts, **predict_options
-            )
+            if self.group_size > 1:
+                self._many = make_train_step(loss_fn, **shared, **options)
+            taken = _options_of(make_eval_step, quiet)
+            self._eval = make_eval_step(loss_fn, **shared, **taken)
+
+        @functools.lru_cache(maxsize=4)  # the last function given may be a new one
+        def predict_step(function: PredictFn | None, structure: Any) -> Any:
+            function = function or functools.partial(self._predict, structure)
+            taken = _options_of(make_predict_step, quiet)
+            return make_predict_step(function, layouts=layouts, **taken)
+
+        self._predict_step = predict_step
 
     def train(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
-    ) -> tuple[PyTree, Metrics] | None:
-        """Runs a train step; returns None without a loss function."""
-        if self._many is None or self._one is None:
-            return None
+    ) -> tuple[PyTree, Metrics]:
+        """Runs a train step, or those of a list of batches."""
         # A batch may itself be a list, of arrays.
-        if self.group_size == 1 or not isinstance(batch, list):
-            return self._one(state, batch, metrics)
-        if len(batch) == 1:
-            return self._one(state, batch[0], metrics)
-        return self._many(state, batch, metrics)
+        batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
+        self._see("train_step", *batches[:1])
+        if len(batches) == 1:
+            return self._one(state, batches[0], metrics)
+        return self._many(state, batches, metrics)
 
+    def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
+        """Measures a batch."""
+        self._see("eval_step", batch)
+        return self._eval(state, batch, metrics)
 
-def check_options(names: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raises MeshLayoutError for options that do not exist.
+    def predict(
+        self, state: PyTree, batch: Batch, predict_fn: PredictFn | None = None
+    ) -> PyTree:
+        """Returns predictions for a batch."""
+        function = predict_fn or self._predict_fn
+        if function is None:
+            self._see("predict_step")
+        structure = self._structure if function is None else None
+        return self._predict_step(function, structure)(state, batch)
 
-    Args:
-        names: The options that were given.
-        arguments: The parameters of `Trainer`, whose names a typo may mean.
-    """
-    known = [*StepOptions.__annotations__]
-    for name in names:
-        if name not in known:
-            near = did_you_mean(name, [*arguments, *known])
+    def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
+        """Returns whether the loss can leave out examples by a batch's weights.
+
+        A loss function that returns a mean cannot. This traces the step, as its first
+        call would, and runs nothing.
+        """
+        try:
+            (self._one if train else self._eval).trace(state, batch)
+        except LossError:
+            return False
+        return True
+
+    def _see(self, step: str, *batches: Batch) -> None:
+        """Checks that there is a loss function, and remembers what its batches are."""
+        if self.loss_fn is None:
             msg = (
-                f"Trainer has no option {name!r}.{near} The options of its steps are "
-                f"{', '.join(known)}."
+                f"the trainer has no loss function to make {step} from: give loss_fn, "
+                f"or override {step} in a subclass."
             )
             raise MeshLayoutError(msg)
+        if self._structure is None and batches:
+            self._structure = jax.tree.structure(_without(batches[0], self.weights))
 
-
-def _refuse_needless(
-    metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> None:
-    """Raises MeshLayoutError for options that only steps made here would use."""
-    names = [name for name in options if name not in ("weights", "steps_per_call")]
-    names += [] if metrics is None else ["metrics"]
-    if names:
-        msg = (
-            f"Trainer got no loss function, but {', '.join(names)} for the steps that "
-            "are made from one. Give loss_fn, or leave these to your own steps."
-        )
-        raise MeshLayoutError(msg)
-
-
-def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
-    """Returns the options that a `make_*_step` function accepts."""
-    parameters = inspect.signature(make).parameters
-    return {name: value for name, value in options.items() if name in parameters}
-
-
-def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
-    """Returns a function of a model and a batch that returns the loss's outputs."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    parameters = inspect.signature(loss_fn).parameters
-
-    def outputs(model: Any, batch: Batch) -> PyTree:
-        extras: dict[str, Any] = {"train": False} if "train" in parameters else {}
-        if "rngs" in parameters:
-            # Never drawn from in evaluation mode, but the function may pass it on.
-            extras["rngs"] = nnx.Rngs(0)
-        try:
-            result = loss_fn(model, batch, **extras)
-        except KeyError as problem:
-            # Labels, most likely: Keras predicts without.
-            problem.add_note(
-                f"predict calls {name} for its outputs, and what it reads of a batch "
-                "has to be there. Without labels, use Trainer(state, predict_fn=...), "
-                "a function of the model and a batch."
+    def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
+        """Returns the loss function's outputs; the model's for data without labels."""
+        inputs = _without(batch, self.weights)
+        leaves = jax.tree.leaves(inputs)
+        if structure is None or len(leaves) >= structure.num_leaves:
+            # A single array where a tuple or a dict of one was trained on.
+            is_one = structure is not None and len(leaves) == 1
+            return self._outputs(
+                model, structure.unflatten(leaves) if is_one else batch
             )
-            raise
+        note = (
+            "predict calls the model itself, as its data has fewer arrays than the "
+            "batches of the loss function. Call it in another way by predict_fn=, a "
+            "function of the model and a batch."
+        )
+        with _checks.noted(note):
+            return model(leaves[0] if len(leaves) == 1 else inputs)
+
+    def _outputs(self, model: Any, batch: Batch) -> PyTree:
+        """Returns the outputs of the loss function."""
+        loss_fn: Any = self.loss_fn
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        names = inspect.signature(loss_fn).parameters
+        # Random numbers are never drawn in evaluation mode, but may be passed on.
+        extras = {"train": False, "rngs": nnx.Rngs(0)}
+        note = (
+            f"predict calls {name} for its outputs, and what it reads of a batch has "
+            "to be there. Without labels, give predict_fn=, a function of the model "
+            "and a batch."
+        )
+        with _checks.noted(note):
+            given = {key: value for key, value in extras.items() if key in names}
+            result = loss_fn(model, batch, **given)
         if not isinstance(result, tuple) or not result[1]:
             msg = (
                 f"predict: {name} returns losses but no outputs. Return a pair of "
@@ -174,4 +177,36 @@ def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
             raise MeshLayoutError(msg)
         return result[1]
 
-    return outputs
+    def _check_options(
+        self, options: Mapping[str, Any], *, is_used: bool, metrics: Any
+    ) -> None:
+        known = [*StepOptions.__annotations__]
+        for name in options:
+            if name not in known:
+                names = [*known, "loss_fn", "metrics", "layouts", "predict_fn", "pad"]
+                near = did_you_mean(name, [*names, "data_layout"])
+                msg = f"Trainer has no option {name!r}.{near} The options of its steps"
+                raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
+        needless = [x for x in options if x not in ("weights", "steps_per_call")]
+        needless += [] if metrics is None else ["metrics"]
+        if needless and not is_used:
+            msg = (
+                f"Trainer got no loss function, but {', '.join(needless)} for the "
+                "steps that are made from one. Give loss_fn, or leave these to your "
+                "own steps."
+            )
+            raise MeshLayoutError(msg)
+
+
+def _without(batch: Batch, key: WeightsKey) -> Any:
+    """Returns the entries of a batch other than its weights."""
+    if isinstance(batch, Mapping):
+        return {name: leaf for name, leaf in batch.items() if name != key}
+    has_weights = isinstance(batch, (tuple, list)) and key in (-1, len(batch) - 1)
+    return batch[:-1] if has_weights else batch
+
+
+def _options_of(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
+    """Returns the options that a `make_*_step` function takes."""
+    parameters = inspect.signature(make).parameters
+    return {name: value for name, value in options.items() if name in parameters}

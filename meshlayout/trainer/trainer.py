@@ -5,7 +5,10 @@ here, once. `FitLoop` runs the epochs, `TrainerInput` reads the data, `BatchPlac
 batches on the mesh, and `TrainerSteps` makes the steps from a loss function.
 """
 
-import inspect
+import contextlib
+import functools
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -15,25 +18,35 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import batch_layout, num_examples, num_row_shards
+from meshlayout._batches import (
+    batch_layout,
+    get_weights,
+    num_examples,
+    num_row_shards,
+)
 from meshlayout._tracebacks import user_call
-from meshlayout.data import DistributedDataset
-from meshlayout.data.adapters.arrays import is_columns
+from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import MeshLayoutError
+from meshlayout.errors import DataError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
+from meshlayout.step.placement import check_batch
+from meshlayout.trainer.batches import (
+    BatchPlacer,
+    PlacedBatch,
+    dataset_of_rows,
+    split_rows,
+)
 from meshlayout.trainer.callbacks import Callback
-from meshlayout.trainer.epochs import Restarted, TrainerInput, TrainingPosition
-from meshlayout.trainer.fit_loop import FitLoop, evaluate
+from meshlayout.trainer.epochs import Data, TrainerInput, TrainingPosition
 from meshlayout.trainer.history import History
-from meshlayout.trainer.passes import Data
-from meshlayout.trainer.steps import StepOptions, TrainerSteps, check_options
-from meshlayout.trainer.tables import batches_from
+from meshlayout.trainer.loop import FitLoop, evaluate
+from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps
+
+
+_log = logging.getLogger("meshlayout")
 
 
 class Trainer:
@@ -46,32 +59,31 @@ class Trainer:
     same signatures; if it defines all that it uses, the state may be any tree of
     arrays.
 
-    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are
-    already on devices are used unchanged. Batches of NumPy arrays are sharded over the
-    mesh, and a short batch is padded to the size of the first, so that one program
-    serves all. To mark the padding, with weight 0, batches get weights: in a dict under
-    the key `weight` (or another one, `weights=`), in a tuple at the end if `weights` is
-    that index. A list of batches that need no padding gets no weights. If nothing can
-    mark padding (the loss function returns a mean, or a tuple has no place for
-    weights), a short batch keeps its size, for which a second program is compiled.
+    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
+    devices are used unchanged. Others are sharded over the mesh, and a short batch is
+    padded to the size of the first, so that one program serves all. To mark the
+    padding, with weight 0, batches get weights: in a dict under the key `weight` (or
+    another one, `weights=`), in a tuple at the end if `weights` is that index; not in a
+    list of batches that need no padding. If nothing can leave padding out (the loss
+    function returns a mean, or a tuple has no place for weights), a short batch keeps
+    its size, for which a second program is compiled.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
             up; `trainer.state` is always the newest state.
-        loss_fn: As for `make_train_step`. A subclass that overrides the steps needs
-            none.
+        loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name; in training and validation.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
-            `predict`; by default the outputs of the loss function.
-        data_layout: The layout of all arrays of a batch, or its entries, such as
-            `("batch", ...)`. By default the first dim is sharded over the mesh axes
-            called `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`.
+            `predict`.
+        data_layout: The layout of all arrays of a batch. By default the first dim is
+            sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
+            `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
             `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
-            the train step takes a list of n batches ("auto": 8); batches left over at
-            the end of an epoch come one by one, each in a list of its own.
+            the train step takes a list of n batches, up to those of a whole epoch;
+            batches left over at its end come one by one, each in a list of its own.
 
     Attributes:
         state: The state after the last finished step.
@@ -80,12 +92,7 @@ class Trainer:
         stopped: Why training stops before its last epoch; empty if it does not.
         steps_in_call: The number of steps in the last call of the train step.
         validation_steps: The number of batches in a validation; None if not known.
-        input: The data of the running `fit` and the position in it, for callbacks that
-            save it.
-
-    Raises:
-        MeshLayoutError: If an option does not exist, or needs a loss function.
-        StepError: If an option of the steps is wrong.
+        input: The data of the running `fit`, for callbacks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,16 +104,14 @@ class Trainer:
         ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
         ... )
         >>> def loss_fn(model, batch):
-        ...     return jnp.square(model(batch["x"]) - batch["y"])
+        ...     x, y = batch
+        ...     return jnp.square(model(x) - y)
         >>> x = np.random.default_rng(0).normal(size=(20, 2)).astype("float32")
-        >>> data = {"x": x, "y": x @ np.array([[2.0], [3.0]], "float32")}
-        >>> def batches():
-        ...     for i in range(0, 20, 8):
-        ...         yield {name: rows[i : i + 8] for name, rows in data.items()}
+        >>> y = x @ np.array([[2.0], [3.0]], "float32")
         >>> trainer = Trainer(state, loss_fn)
-        >>> history = trainer.fit(batches, epochs=30, progress=False)
-        >>> history["loss"][-1] < 0.01
-        True
+        >>> history = trainer.fit(x, y, epochs=30, batch_size=8, progress=False)
+        >>> history["loss"][-1] < 0.01, trainer.predict(x, batch_size=8).shape
+        (True, (20, 1))
     """
 
     def __init__(
@@ -116,14 +121,14 @@ class Trainer:
         *,
         metrics: Mapping[str, Any] | None = None,
         layouts: LayoutMap | None = None,
-        predict_fn: Callable[[Any, Batch], PyTree] | None = None,
-        data_layout: Layout | Sequence[Any] | None = None,
+        predict_fn: PredictFn | None = None,
+        data_layout: Layout | None = None,
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        check_options(options, inspect.signature(Trainer).parameters)
-        pad = _checks.flag("pad", pad, where="Trainer")
+        self._pad = _checks.flag("pad", pad, where="Trainer")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
+        self._data_layout = None if data_layout is None else Layout.of(data_layout)
         self.state = state
         self.history = History()
         self.position = TrainingPosition()
@@ -132,65 +137,31 @@ class Trainer:
         self.input: TrainerInput | None = None
         self.validation_steps: int | None = None
         self._is_fitting = False
-        self._has_loss = loss_fn is not None
-        self._data_layout, self._pad = data_layout, pad
-        # Whether a dataset was padded, and whether the loss function turned out to
-        # return a mean, which cannot leave padding out.
-        self._has_padded = self._takes_no_weights = False
+        self._told: set[str] = set()
 
-    # The steps.
+    # The steps, which may be overridden.
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
-        """Runs one step; may be overridden.
+        """Runs one step; returns the next state, and the metrics including this step.
 
         Args:
             state: The state, which may be used up.
             batch: A global batch; with `steps_per_call`, a list of batches, or of a
                 single one that is left over.
             metrics: The metrics of the epoch so far; None at its beginning.
-
-        Returns:
-            The next state, and the metrics including this step.
-
-        Raises:
-            MeshLayoutError: If there is no loss function.
         """
-        result = self._steps.train(state, batch, metrics)
-        if result is None:
-            raise self._missing("train_step")
-        return result
+        return self._steps.train(state, batch, metrics)
 
     def eval_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> Metrics:
-        """Measures one batch; may be overridden.
-
-        Args:
-            state: The state, which is not used up.
-            batch: A global batch.
-            metrics: The metrics of the batches so far; None at the beginning.
-
-        Raises:
-            MeshLayoutError: If there is no loss function.
-        """
-        if self._steps.evaluate is None:
-            raise self._missing("eval_step")
+        """Measures one batch, as `train_step`; the state is not used up."""
         return self._steps.evaluate(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
-        """Returns the model's predictions for one batch; may be overridden.
-
-        Args:
-            state: The state, which is not used up.
-            batch: A global batch.
-
-        Raises:
-            MeshLayoutError: If there is neither a `predict_fn` nor a loss function.
-        """
-        if self._steps.predict is None:
-            raise self._missing("predict_step")
+        """Returns the model's predictions for one batch; the state is not used up."""
         return self._steps.predict(state, batch)
 
     # The loops.
@@ -206,8 +177,10 @@ class Trainer:
         shuffle: int | None = 0,
         steps_per_epoch: int | None = None,
         validation_data: Data | PyTree | None = None,
+        validation_split: float | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
+        verbose: int | None = None,
         resume: bool = False,
     ) -> History:
         """Trains for a number of epochs, or resumes an interrupted run.
@@ -241,8 +214,11 @@ class Trainer:
                 continues where this one stopped; at the end of a pass a new one begins.
             validation_data: Batches or arrays to evaluate after each epoch; the names
                 of their values begin with `val_`.
+            validation_split: The share of arrays to hold out as validation data: their
+                last rows, before they are shuffled.
             callbacks: Instances of `ml.callbacks.Callback`, called in this order.
             progress: Whether to show progress, if no callback is a `Progress`.
+            verbose: Keras' name for `progress`; 0 shows none.
             resume: Whether to resume from the newest checkpoint of the first
                 `Checkpoint`, if there is one. Without `resume`, its directory must not
                 hold steps later than the one that training begins at: they would be
@@ -252,12 +228,9 @@ class Trainer:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
-            MeshLayoutError: If an argument is wrong, the data yields no batch, or a
-                batch differs from the first one; with `resume`, if no callback is a
-                `Checkpoint`.
+            MeshLayoutError: If an argument is wrong, or the data yields no batch.
             CheckpointError: If the checkpoint cannot be resumed from; a note says
-                whether the trainer's state is used up. Without `resume`, if a directory
-                holds later steps of another run.
+                whether the trainer's state is used up.
             Preempted: After SIGTERM; it ends the process.
         """
         if self._is_fitting:
@@ -269,41 +242,42 @@ class Trainer:
             raise MeshLayoutError(msg)
         # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
         num_epochs: Any = epochs
-        if isinstance(labels, (int, np.integer)):  # fit(batches, epochs)
+        if isinstance(labels, (int, np.integer)):
             if epochs != 1:
                 msg = f"fit: epochs is given twice, as {labels!r} and {epochs!r}."
                 raise MeshLayoutError(msg)
             labels, num_epochs = None, labels
         epochs = _checks.count("epochs", num_epochs, where="fit")
         if steps_per_epoch is not None:
-            steps_per_epoch = _checks.count(
-                "steps_per_epoch", steps_per_epoch, where="fit"
-            )
-        for name, value in (("progress", progress), ("resume", resume)):
-            _checks.flag(name, value, where="fit")
-        data = batches_from(
-            "fit",
-            "train",
-            train,
-            labels,
-            batch_size,
-            layout=self._layout(),
-            shuffle=checked_seed(shuffle, "fit"),
-        )
+            steps = _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
+            steps_per_epoch = steps
+        progress = _checks.flag("progress", progress, where="fit") and verbose != 0
+        _checks.flag("resume", resume, where="fit")
+        seed = checked_seed(shuffle, "fit")
+        if validation_split is not None:
+            columns = train if labels is None else (train, labels)
+            if validation_data is not None or not is_columns(columns):
+                msg = (
+                    "fit: validation_split= holds out rows of arrays. With batches, or "
+                    "validation data of your own, give validation_data= alone."
+                )
+                raise MeshLayoutError(msg)
+            rows = self._rows("fit", "train", train, labels, batch_size)
+            train, validation_data = split_rows(rows, validation_split)
+            labels = None
         source = self._input(
-            "fit",
-            "train",
-            data,
+            *("fit", "train", train, labels, batch_size, seed),
             steps_per_epoch=steps_per_epoch,
             num_epochs=epochs,
-            # Nobody knows what a subclass's own steps do with weights of 0.
-            weights=self._steps.weights if self._has_loss else None,
+            trains=True,
         )
+        validation, data = None, validation_data
+        if data is not None:
+            size = batch_size if isinstance(data, Rows) or is_columns(data) else None
+            given = ("fit: validation", "validation_data", data, None, size)
+            validation = self._input(*given, num_epochs=epochs)
         loop = FitLoop(
-            self,
-            source,
-            self._validation(validation_data, batch_size, epochs),
-            callbacks,
+            *(self, source, validation, callbacks),
             group_size=self._steps.group_size,
             progress=progress,
         )
@@ -314,7 +288,6 @@ class Trainer:
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.history._shown_in = None
         self.input, self._is_fitting = source, True
         try:
             loop.run(resume=resume)
@@ -339,48 +312,45 @@ class Trainer:
 
         Returns:
             The values by name, as floats; values with dims as NumPy arrays.
-
-        Raises:
-            MeshLayoutError: If the data is of another type, yields no batch, or a
-                batch differs from the first one.
         """
-        layout = self._layout()
-        data = batches_from("evaluate", "data", data, labels, batch_size, layout=layout)
-        return evaluate(self, self._input("evaluate", "data", data))
+        return evaluate(self, self._input("evaluate", "data", data, labels, batch_size))
 
     @user_call
-    def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
+    def predict(
+        self,
+        data: Data | PyTree,
+        *,
+        batch_size: int | None = None,
+        predict_fn: PredictFn | None = None,
+    ) -> PyTree:
         """Returns the model's predictions for all rows of a dataset, in order.
 
+        Data as `fit` and `evaluate` had it goes through the loss function, whose
+        outputs are returned. Data with fewer arrays, without labels, goes to the model.
         Padding that the trainer or `distribute_dataset` added is left out; rows to
         which you gave weight 0 yourself are not.
 
         Args:
             data: Batches or arrays, as for `fit`; one pass.
             batch_size: As for `fit`.
+            predict_fn: A function of the model, in evaluation mode, and a batch, to
+                call instead.
 
         Returns:
-            The results of `predict_fn`, or the outputs of the loss function: a tree of
-            NumPy arrays with one row per example.
-
-        Raises:
-            MeshLayoutError: If the data is of another type, yields no batch, or an
-                output does not have one row per example.
+            A tree of NumPy arrays with one row per example.
         """
-        layout = self._layout()
-        data = batches_from("predict", "data", data, None, batch_size, layout=layout)
-        source = self._input("predict", "data", data, needs_weights=False)
+        step = self.predict_step
+        if predict_fn is not None:
+            step = functools.partial(self._steps.predict, predict_fn=predict_fn)
+        source = self._input("predict", "data", data, None, batch_size, marks=False)
         predictions: list[PyTree] = []
-        pending: tuple[PlacedBatch, PyTree] | None = None
+        pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for group in source.groups():
             with source.located(group):
-                outputs = self.predict_step(self.state, group[0].batch)
-            # Read while the device computes the next batch.
-            if pending is not None:
-                predictions.append(source.placer.real_outputs(*pending))
-            pending = group[0], outputs
-        if pending is not None:
-            predictions.append(source.placer.real_outputs(*pending))
+                pending.append((group[0], step(self.state, group[0].batch)))
+            if len(pending) > 1:  # read while the device computes the next batch
+                predictions.append(source.placer.real_rows(*pending.popleft()))
+        predictions += [source.placer.real_rows(*last) for last in pending]
         try:
             return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
         except ValueError as error:
@@ -393,11 +363,7 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """Ends training after the current step or epoch; for callbacks.
 
-        Args:
-            reason: The reason, shown by `stopped`, the history and the progress.
-
-        Raises:
-            MeshLayoutError: If it is not a string, or is empty.
+        The reason is shown by `stopped`, the history and the progress.
         """
         if not isinstance(reason, str) or not reason:
             msg = (
@@ -407,81 +373,95 @@ class Trainer:
         self.stopped = self.stopped or reason
 
     def __repr__(self) -> str:
-        name = type(self).__name__
-        position, stopped = (
-            self.position,
-            f", stopped: {self.stopped}" * bool(self.stopped),
-        )
-        return (
-            f"{name}({len(self.history.epochs)} epochs, step {position.step}{stopped})"
-        )
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
+        epochs, step = len(self.history.epochs), self.position.step
+        return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
     # What the loops need.
 
-    def _missing(self, step: str) -> MeshLayoutError:
-        """Returns the error for a step with neither a loss function nor an override."""
-        msg = (
-            f"{type(self).__name__} has no loss function to make {step} from: give "
-            f"loss_fn, or override {step} in a subclass."
-        )
-        return MeshLayoutError(msg)
+    def _tell(self, sentence: str, topic: str = "") -> None:
+        """Logs a sentence, once; or only the first one about a topic."""
+        if (topic or sentence) not in self._told:
+            self._told.add(topic or sentence)
+            _log.warning("%s", sentence)
 
     def _layout(self) -> Layout | None:
         """Returns the layout of batches; None if the state is on no mesh."""
-        mesh, layout = _mesh_of(self.state), self._data_layout
-        if layout is None:
-            return None if mesh is None else batch_layout(mesh)
-        return layout if isinstance(layout, Layout) else Layout(layout, mesh)
+        if self._data_layout is not None:
+            return self._data_layout
+        for leaf in jax.tree.leaves(self.state):
+            if isinstance(_jax.sharding_of(leaf), NamedSharding):
+                return batch_layout(Layout.of(leaf).mesh)
+        return None
 
-    def _validation(
-        self, data: Data | PyTree | None, batch_size: int | None, epochs: int
-    ) -> TrainerInput | None:
-        if data is None:
-            return None
-        if not is_columns(data):
-            batch_size = None  # that of the training data
-        name, layout = "validation_data", self._layout()
-        source = batches_from("fit", name, data, None, batch_size, layout=layout)
-        if isinstance(source, DistributedDataset):
-            source = Restarted(source)  # every validation measures the same rows
-        where = "fit: validation"
-        return self._input(where, "validation_data", source, num_epochs=epochs)
+    def _rows(self, where: str, name: str, data: Any, labels: Any, size: Any) -> Rows:
+        """Returns arrays as rows, whose weights are not negative."""
+        columns, key = data if labels is None else (data, labels), self._steps.weights
+        arguments = name if labels is None else f"{name}, labels"
+        try:
+            rows = array_rows(columns)
+        except DataError as error:
+            msg = f"{where}: {arguments} cannot be cut into batches: {error}"
+            raise MeshLayoutError(msg) from None
+        if size is None:
+            msg = (
+                f"{where}: {name} is {_checks.shown(data)}, of arrays with "
+                f"{len(rows):,} rows. Give the size of a batch, {where}({arguments}, "
+                "batch_size=32), or an iterable of batches, which may be a list of one "
+                "batch."
+            )
+            raise MeshLayoutError(msg)
+        weights = get_weights(columns, key)
+        if weights is not None:
+            check_batch({key: np.asarray(weights)}, key)
+        return rows
 
     def _input(
         self,
         where: str,
         name: str,
         data: Any,
+        labels: Any,
+        batch_size: int | None,
+        shuffle: int | None = None,
         *,
-        needs_weights: bool = True,
+        marks: bool = True,
         **options: Any,
     ) -> TrainerInput:
         """Returns the data for a loop; see `TrainerInput` for the options."""
-        layout = self._layout()
-        # Once one batch carries weights, all do: otherwise the step compiles twice.
-        pad = self._has_padded or (self._pad and not _is_even(data, layout))
-        self._has_padded = pad = pad and not self._takes_no_weights
+        layout, trains = self._layout(), options.get("trains", False)
+        pads = self._pad and not _is_even(data, layout)
+        if batch_size is not None:
+            batch_size = _checks.count("batch_size", batch_size, where=where)
+        if batch_size is not None or labels is not None or is_columns(data):
+            is_rows = isinstance(data, Rows)
+            rows = (
+                data if is_rows else self._rows(where, name, data, labels, batch_size)
+            )
+            data = dataset_of_rows(rows, batch_size or 0, layout, shuffle)
+
+        def accepts(batch: Batch) -> bool:
+            self._pad = self._steps.take_weights(self.state, batch, train=trains)
+            return self._pad
+
+        step = "train_step" if trains else "eval_step"
+        # Nobody knows what a subclass's own steps do with weights.
+        is_own = getattr(type(self), step) is getattr(Trainer, step)
         placer = BatchPlacer(
-            layout, self._steps.weights, pad=pad, needs_weights=needs_weights
+            layout,
+            self._steps.weights,
+            pad=pads,
+            marks=marks,
+            accepts=accepts if is_own and self._steps.loss_fn else None,
+            tell=self._tell,
         )
         return TrainerInput(where, name, data, placer, **options)
 
 
-def _mesh_of(state: PyTree) -> Mesh | None:
-    """Returns the mesh of a state, or None if it is not on one."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(_jax.sharding_of(leaf), NamedSharding):
-            return Layout.of(leaf).mesh
-    return None
-
-
 def _is_even(data: Any, layout: Layout | None) -> bool:
     """Returns whether data is known to need no padding: a list of equal batches."""
-    if not isinstance(data, (list, tuple)):
-        return False
-    try:
-        sizes = {num_examples(batch) for batch in data}
-    except MeshLayoutError:  # raised again, with the batch's number, when it is placed
-        return False
     shards = 1 if layout is None else num_row_shards(layout)
-    return len(sizes) == 1 and sizes.pop() % shards == 0
+    with contextlib.suppress(MeshLayoutError):  # raised again, with the batch's number
+        sizes = {num_examples(x) for x in data} if isinstance(data, list) else set()
+        return len(sizes) == 1 and sizes.pop() % shards == 0
+    return False

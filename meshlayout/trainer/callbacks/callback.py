@@ -84,7 +84,6 @@ def is_due(trainer: "Trainer", every: int) -> bool:
     With `steps_per_call`, that need not be its last step.
     """
     step = trainer.position.step
-    # Whether a multiple lies between the call before and this one.
     return step // every > (step - trainer.steps_in_call) // every
 
 
@@ -96,12 +95,8 @@ class AsyncMetrics:
     """A queue of metrics, each of which is read once the device has computed it.
 
     Values are computed from this process's copy, so that processes may read at
-    different times.
-
-    Args:
-        in_step: Whether all processes must read the same values after the same step,
-            because something is decided by them. On several processes, values are then
-            read a fixed number of calls later, ready or not.
+    different times. With `in_step`, because something is decided by them, all processes
+    read the same values after the same step: a fixed number of calls later.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:
@@ -127,17 +122,13 @@ class AsyncMetrics:
     def _is_due(self) -> bool:
         if self._in_step and _jax.process_count() > 1:
             return len(self._pending) > _CALLS_LATER
-        return _is_ready(self._pending[0][1])
+        # A value that is not a JAX array is always ready.
+        leaves = jax.tree.leaves(self._pending[0][1])
+        return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
 
     def clear(self) -> None:
         """Empties the queue."""
         self._pending.clear()
-
-
-def _is_ready(values: dict[str, Any]) -> bool:
-    # A value that is not a JAX array is always ready.
-    leaves = jax.tree.leaves(values)
-    return all(getattr(leaf, "is_ready", lambda: True)() for leaf in leaves)
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from meshlayout import _checks
+from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.errors import MeshLayoutError
+from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
 from meshlayout.trainer.resume import KEY, METRICS, notes_of
@@ -39,12 +40,9 @@ class Checkpoint(Callback):
 
     Attributes:
         checkpointer: The checkpointer.
-
-    Raises:
-        MeshLayoutError: If `checkpointer` is not a checkpointer, or `every` neither
-            `"epoch"` nor a positive integer.
     """
 
+    @user_call
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
@@ -61,14 +59,27 @@ class Checkpoint(Callback):
         self.checkpointer, self._every = checkpointer, every
         best = getattr(checkpointer, "best", None)
         self._best: str | None = best[0] if best else None  # the name of a metric
-        # The step of the last save, and whether it was inside an epoch.
+        # The step of the last save, and whether an epoch ended there.
         self._saved_at: tuple[int, bool] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Has the trainer record positions in the data."""
-        self._saved_at = None
-        if trainer.input is not None:
-            trainer.input.is_saved = True
+        """Raises CheckpointError if a new run would mix its steps with another's."""
+        self._saved_at, first = None, trainer.position.step
+        if trainer.input is not None and trainer.input.is_resumed:
+            return
+        self.checkpointer.wait()
+        later = [step for step in self.checkpointer.all_steps() if step > first]
+        if later:
+            has = f"step {later[0]}"
+            if len(later) > 1:
+                has = f"{len(later)} steps up to {later[-1]}"
+            msg = (
+                f"fit begins at step {first}, but {self.checkpointer.directory} holds "
+                f"{has} of another run: resume=True would later resume from step "
+                f"{later[-1]}, not from this run. Give resume=True to resume from "
+                "there now, or save to another directory."
+            )
+            raise CheckpointError(msg)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
@@ -79,16 +90,14 @@ class Checkpoint(Callback):
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
         """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
-        if self._best is not None:
-            self._save(trainer, None, force=True)
-        elif self._every == "epoch":
-            self._save(trainer, None)
+        if self._best is not None or self._every == "epoch":
+            self._save(trainer, None, force=self._best is not None)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Saves the end and waits for it, so that a failure is raised here."""
         position = trainer.position
         if position.step_in_fit and (self._saved_at or (None,))[0] != position.step:
-            self.save_now(trainer, None)
+            self._save(trainer, None, force=True)
         self.checkpointer.wait()
 
     def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
@@ -103,42 +112,28 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
 
     def _save(
-        self,
-        trainer: "Trainer",
-        metrics: Metrics | None,
-        *,
-        force: bool = False,
+        self, trainer: "Trainer", metrics: Metrics | None, *, force: bool = False
     ) -> None:
-        position, history, source = trainer.position, trainer.history, trainer.input
-        assert source is not None
-        place, data = source.place()
+        step, history, source = trainer.position.step, trainer.history, trainer.input
+        used = None if source is None else source.used
+        assert used is not None
+        assert used.place is not None
+        place, data = used.place
+        is_end = metrics is None
         # A value that this epoch lacks is NaN in the history, which is never the best.
-        logs = {name: history[name][-1] for name in history} if metrics is None else {}
+        logs = {name: history[name][-1] for name in history} if is_end else {}
         measured = scalars(logs)
-        if metrics is None and self._best is not None and trainer.stopped:
+        if is_end and self._best is not None and trainer.stopped:
             # Stopped in its first epoch, without validation: no history has the name.
             measured.setdefault(self._best, math.nan)
 
         def metadata() -> dict[str, Any]:
-            notes = notes_of(
-                place,
-                metrics,
-                is_end=metrics is None,
-                stopped=trainer.stopped,
-                batch_rows=source.placer.size,
-                pads=source.placer.pad,
-                position={
-                    "step_in_epoch": position.step_in_epoch,
-                    "steps_per_epoch": position.steps_per_epoch,
-                    "examples_in_epoch": position.examples_in_epoch,
-                },
-                history={"epochs": history.epochs, "values": history.to_dict()},
-            )
-            ends = {"logs": logs} if metrics is None else {}
-            return {"epoch": position.epoch, KEY: notes, **ends}
+            notes = notes_of(trainer, place, is_end=is_end)
+            ends = {"logs": logs} if is_end else {}
+            return {"epoch": trainer.position.epoch, KEY: notes, **ends}
 
         if self.checkpointer.save(
-            position.step,
+            step,
             trainer.state,
             data=data,
             metadata=metadata,
@@ -146,4 +141,4 @@ class Checkpoint(Callback):
             force=force,
             _beside={METRICS: metrics} if jax.tree.leaves(metrics) else None,
         ):
-            self._saved_at = position.step, metrics is None
+            self._saved_at = step, is_end

@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from meshlayout import _checks, _optional
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import (
@@ -41,29 +42,26 @@ class Log(Callback):
         every: Also writes the values of the epoch so far, after every so many steps,
             once the device has computed them: not for CSV, and for TensorBoard under
             names that begin with `steps/`.
-
-    Raises:
-        MeshLayoutError: If an argument is wrong, tensorboardX is not installed, or
-            nothing can be written to the path; and at the end of an epoch, if it has a
-            value without a column.
     """
 
+    @user_call
     def __init__(
         self, path: str | os.PathLike[str], *, every: int | None = None
     ) -> None:
         if not isinstance(path, (str, os.PathLike)) or not str(path):
             msg = f"Log: path must be a path, got {_checks.shown(path)}."
             raise MeshLayoutError(msg)
-        self._path, self._every = Path(path), every
-        self._kind = _KINDS.get(self._path.suffix, _EventFiles)
+        self._path, self._kind = Path(path), Path(path).suffix
         if every is not None:
-            self._every = _checks.count("every", every, where="Log")
-            if self._kind is _CSVFile:
+            every = _checks.count("every", every, where="Log")
+            if self._kind == ".csv":
                 msg = "Log: every= is for JSON lines (log.jsonl) and TensorBoard."
                 raise MeshLayoutError(msg)
-        if self._kind is _EventFiles:
-            _EventFiles.require_package()
-        self._pending = AsyncMetrics()
+        self._tensorboard: Any = None
+        if self._kind not in (".csv", ".jsonl"):
+            options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
+            self._tensorboard = _optional.require("tensorboardX", **options)
+        self._every, self._pending = every, AsyncMetrics()
         self._has_begun = False
         self._file: Any = None  # while it is open
 
@@ -72,9 +70,13 @@ class Log(Callback):
         if jax.process_index() != 0:
             return
         is_resumed = trainer.input is not None and trainer.input.is_resumed
+        mode = "a+" if self._has_begun or is_resumed else "w+"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._kind(self._path, append=self._has_begun or is_resumed)
+            if self._tensorboard is not None:  # a new file, beside those of other runs
+                self._file = self._tensorboard.SummaryWriter(str(self._path))
+            else:
+                self._file = self._path.open(mode, encoding="utf-8", newline="")
         except OSError as error:
             msg = f"Log: cannot write {str(self._path)!r}: {error}."
             raise MeshLayoutError(msg) from error
@@ -93,11 +95,36 @@ class Log(Callback):
         """Writes the epoch's values."""
         if self._file is not None:
             self._write_steps(wait=True)
-            self._file.write(epoch, trainer.position.step, logs, is_epoch=True)
+            self._write(epoch, trainer.position.step, logs)
+            self._file.flush()
 
     def _write_steps(self, *, wait: bool) -> None:
         for position, values in self._pending.read(wait=wait):
-            self._file.write(position.epoch, position.step, values, is_epoch=False)
+            self._write(position.epoch, position.step, values, prefix="steps/")
+
+    def _write(
+        self, epoch: int, step: int, values: Mapping[str, Any], prefix: str = ""
+    ) -> None:
+        numbers = {"epoch": epoch, "step": step}
+        if self._kind == ".jsonl":
+            lists = {
+                name: _finite(np.asarray(x).tolist()) for name, x in values.items()
+            }
+            self._file.write(json.dumps({**numbers, **lists}) + "\n")
+        elif self._kind == ".csv":
+            self._file.seek(0)
+            # The columns of an existing file count, not those of this run.
+            columns = next(csv.reader(self._file), None)
+            row = {**numbers, **scalars(values)}
+            self._file.seek(0, os.SEEK_END)
+            writer = csv.DictWriter(self._file, columns or [*row])
+            if columns is None:
+                writer.writeheader()
+            with _checks.noted(f"in writing {str(self._path)!r}"):
+                writer.writerow(row)
+        else:
+            for name, value in scalars(values).items():
+                self._file.add_scalar(prefix + name, value, step)
 
     def close(self) -> None:
         """Closes the file."""
@@ -107,82 +134,8 @@ class Log(Callback):
         self._file = None
 
 
-class _CSVFile:
-    def __init__(self, path: Path, *, append: bool) -> None:
-        self._path = path
-        self._file: TextIO = path.open("a+" if append else "w+", newline="")
-        self._file.seek(0)
-        # The columns of an existing file count, not those of this run.
-        self._columns = next(csv.reader(self._file), [])
-        self._file.seek(0, os.SEEK_END)
-
-    def write(
-        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
-    ) -> None:
-        row = {"epoch": epoch, "step": step, **scalars(values)}
-        writer = csv.writer(self._file)
-        if not self._columns:
-            self._columns = list(row)
-            writer.writerow(self._columns)
-        extra = [name for name in row if name not in self._columns]
-        if extra:
-            msg = (
-                f"Log: {', '.join(map(repr, extra))} is not a column of "
-                f"{str(self._path)!r}, which has {', '.join(map(repr, self._columns))}."
-                " Write to another file, or to one of JSON lines, which may differ."
-            )
-            raise MeshLayoutError(msg)
-        writer.writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _JSONLines:
-    def __init__(self, path: Path, *, append: bool) -> None:
-        self._file: TextIO = path.open("a" if append else "w", encoding="utf-8")
-
-    def write(
-        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
-    ) -> None:
-        plain = {name: _finite(np.asarray(x).tolist()) for name, x in values.items()}
-        row = {"epoch": epoch, "step": step, **plain}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def _finite(value: Any) -> Any:
     """Returns a number or lists of them, with None where JSON has no number."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return value if math.isfinite(value) else None
-
-
-class _EventFiles:
-    @staticmethod
-    def require_package() -> Any:
-        return _optional.require(
-            "tensorboardX", extra="tensorboard", purpose="Log for TensorBoard"
-        )
-
-    def __init__(self, path: Path, *, append: bool) -> None:
-        # A new file in the directory, in which those of earlier runs stay.
-        self._writer = self.require_package().SummaryWriter(str(path))
-
-    def write(
-        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
-    ) -> None:
-        for name, value in scalars(values).items():
-            self._writer.add_scalar(name if is_epoch else f"steps/{name}", value, step)
-        if is_epoch:
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-_KINDS: dict[str, Any] = {".csv": _CSVFile, ".jsonl": _JSONLines}

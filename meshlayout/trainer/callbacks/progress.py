@@ -1,29 +1,30 @@
 """`Progress`: a line per epoch, and a bar in terminals and notebooks.
 
-A display knows how to show a bar and add a line, in a terminal, a notebook or a log;
-`Progress` decides what they say. No value is waited for: the bar shows those that the
-device has computed.
+A display shows lines and, below them, a bar; `Progress` decides what they say. No value
+is waited for: the bar shows those that the device has computed.
 """
 
 import html
-import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
+from rich.table import Column
 
 from meshlayout._checks import shown
-from meshlayout._render.consoles import console_on, is_notebook, running_cell
+from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, scalars
 from meshlayout.trainer.epochs import TrainingPosition
-from meshlayout.trainer.history import decimals_of, number_text
+from meshlayout.trainer.history import value_text
 
 
 if TYPE_CHECKING:
@@ -33,89 +34,57 @@ if TYPE_CHECKING:
 # Seconds between two updates of the bar; each computes metrics on the device.
 _INTERVAL_S = 0.2
 
-# Terminal columns of a bar, and of one where there is little room.
-_BAR_WIDTH, _SHORT_BAR_WIDTH = 20, 5
 
-
-class _Bar(NamedTuple):
-    """A bar: its texts, and how full it is; `total` is None if it is not known."""
-
-    title: str
-    done: int
-    total: int | None
-    text: str
-
-
-class _Display:
-    """A log: lines without a bar."""
-
-    has_bar = False
+class _TextDisplay:
+    """Lines in a log; in a terminal with a bar below them, which disappears."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.has_bar = console.is_terminal and not console.is_dumb_terminal
+        self.width = console.width if self.has_bar else sys.maxsize
+        text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        # Without markup, brackets in a user's text are brackets.
+        self._bars = Bars(
+            TextColumn("{task.fields[title]}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20 if self.width >= 80 else 5),
+            TextColumn("{task.fields[text]}", markup=False, table_column=text),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=not self.has_bar,
+        )
+        self._task = self._bars.add_task("", total=None, title="", text="")
+        self._bars.start()
 
-    def show(self, bar: _Bar) -> None:
-        """Moves the bar, if there is one."""
+    def show(self, title: str, done: int, total: int | None, text: str) -> None:
+        facts: dict[str, Any] = {"title": title, "text": text}
+        self._bars.update(self._task, total=total, completed=done, **facts)
 
     def add_line(self, line: str) -> None:
-        """Writes a line and flushes it, so that a followed log is up to date."""
         self._console.print(
             line, soft_wrap=True, markup=False, highlight=False, emoji=False
         )
-        self._console.file.flush()
-
-    def close(self) -> None:
-        """Removes the bar."""
-
-
-class _TerminalDisplay(_Display):
-    """A bar at the bottom of a terminal, and the lines above it."""
-
-    has_bar = True
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        # Transient: the bar disappears, and the lines stay. Markup is off for text of
-        # the user, in which brackets are brackets.
-        self._bar_width = _BAR_WIDTH if console.width >= 80 else _SHORT_BAR_WIDTH
-        bar = BarColumn(bar_width=self._bar_width)
-        columns = TextColumn("{task.description}"), bar
-        text = TextColumn("{task.fields[text]}", markup=False)
-        self._bars = Bars(*columns, text, console=console, transient=True)
-        self._task = self._bars.add_task("", total=None, text="")
-        self._bars.start()
-
-    def show(self, bar: _Bar) -> None:
-        # Cut here: rich would take the room from the title and the bar, too.
-        room = self._console.width - len(bar.title) - self._bar_width - 2
-        text = bar.text if len(bar.text) <= room else f"{bar.text[: room - 1]}…"
-        self._bars.update(
-            self._task,
-            description=bar.title,
-            total=bar.total,
-            completed=bar.done,
-            text=text,
-        )
+        self._console.file.flush()  # so that a followed log is up to date
 
     def close(self) -> None:
         self._bars.stop()
 
 
-class _NotebookDisplay(_Display):
-    """A single output of a notebook cell: the lines, and the bar below them."""
+class _NotebookDisplay:
+    """A single output of a cell, replaced again and again: lines and a bar."""
 
-    has_bar = True
+    has_bar, width = True, sys.maxsize
 
-    def __init__(self, ipython_display: Any) -> None:
-        self._html = ipython_display.HTML
-        self._lines: list[str] = []
-        # One output that is replaced: printed lines would pile up below the bar.
-        self._handle = ipython_display.display(self._html(""), display_id=True)
+    def __init__(self) -> None:
+        # Imported by every notebook; importing it here would be for all programs.
+        display = sys.modules["IPython.display"]
+        self._html, self._lines = display.HTML, []
+        self._handle = display.display(self._html(""), display_id=True)
 
-    def show(self, bar: _Bar) -> None:
-        total = f' value="{bar.done}" max="{bar.total}"' if bar.total else ""
-        text = html.escape(f"{bar.title}  {bar.text}")
-        self._update(f"<div><progress{total}></progress> {text}</div>")
+    def show(self, title: str, done: int, total: int | None, text: str) -> None:
+        value = f' value="{done}" max="{total}"' if total else ""
+        words = html.escape(f"{title}  {text}")
+        self._update(f"<div><progress{value}></progress> {words}</div>")
 
     def add_line(self, line: str) -> None:
         self._lines.append(line)
@@ -129,78 +98,43 @@ class _NotebookDisplay(_Display):
         self._handle.update(self._html(html_block(*lines, *bar)))
 
 
-class _Columns:
-    """Cells that line up with those of the lines before: each as wide as the widest."""
-
-    def __init__(self) -> None:
-        self._widths: dict[str, int] = {}
-        self._decimals: dict[str, int] = {}
-
-    def values(self, values: Mapping[str, float]) -> str:
-        """Returns names and numbers, each with the decimals of its first number."""
-        return "  ".join(
-            f"{name} {self.cell(name, self._number(name, value))}"
-            for name, value in values.items()
-        )
-
-    def cell(self, name: str, text: str) -> str:
-        """Returns a text, right-aligned in its column."""
-        width = self._widths[name] = max(self._widths.get(name, 0), len(text))
-        return text.rjust(width)
-
-    def _number(self, name: str, value: float) -> str:
-        if math.isfinite(value):
-            self._decimals.setdefault(name, decimals_of(value))
-        return number_text(value, self._decimals.get(name, 4))
-
-
-def _display_on(console: Console | None) -> _Display:
-    if console is None:
-        if is_notebook():
-            # Imported by every notebook; importing it here would be for all programs.
-            return _NotebookDisplay(sys.modules["IPython.display"])
-        console = console_on(sys.stdout)
-    has_bar = console.is_terminal and not console.is_dumb_terminal
-    return _TerminalDisplay(console) if has_bar else _Display(console)
-
-
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
     Each epoch gets a line: its values, its duration in seconds, the examples per second
-    without validation, and the remaining time. Terminals and notebooks also show a bar
-    while an epoch runs. The bar has the newest values that the device has computed, and
-    waits for none; during validation it shows the number of batches so far.
+    without validation, and the remaining time, as far as they fit the terminal.
+    Terminals and notebooks also show a bar while an epoch runs. The bar has the newest
+    values that the device has computed, and never waits for any.
 
     Args:
-        console: A `rich` console to write to; by default standard output, or the cell
-            of a notebook.
+        console: A `rich` console; by default one on standard output, or the cell of a
+            notebook.
     """
 
+    @user_call
     def __init__(self, console: Console | None = None) -> None:
         if console is not None and not isinstance(console, Console):
             msg = f"Progress: console must be a rich Console, got {shown(console)}."
             raise MeshLayoutError(msg)
-        self._console = console
-        self._display: _Display | None = None
-        self._pending = AsyncMetrics()
+        self._console, self._pending = console, AsyncMetrics()
+        self._display: _TextDisplay | _NotebookDisplay | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
-        self._columns = _Columns()
-        if jax.process_index() == 0:
-            self._display = _display_on(self._console)
-        if self._display is not None and self._console is None:
-            trainer.history._shown_in = running_cell()
+        if jax.process_index() == 0 and self._console is None and is_notebook():
+            self._display = _NotebookDisplay()
+        elif jax.process_index() == 0:
+            self._display = _TextDisplay(self._console or console_on(sys.stdout))
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
         """Starts a bar."""
         self._pending.clear()
-        self._epoch_start_s = time.perf_counter()
-        self._trained_s = 0.0
-        self._show_step(trainer.position, {}, "")
+        self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
+        # Those before a run that is resumed are not of this epoch's time.
+        self._examples_before = trainer.position.examples_in_epoch
+        self._show_step(trainer.position)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
@@ -210,17 +144,20 @@ class Progress(Callback):
         if not self._pending and self._is_time_to_look():
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
-            self._show_step(position, values, self._pace_text(position))
+            texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
+            seconds = time.perf_counter() - self._epoch_start_s
+            texts.append(f"  {self._rate_text(position, seconds)}")
+            self._show_step(position, "".join(texts))
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self._show_validation(trainer, 0)
+        self._show(trainer.position, 0, trainer.validation_steps, "validating  ")
 
     def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
         """Moves the bar, now and then."""
         if self._is_time_to_look():
-            self._show_validation(trainer, step)
+            self._show(trainer.position, step, trainer.validation_steps, "validating  ")
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -228,18 +165,23 @@ class Progress(Callback):
         """Writes the epoch's line."""
         if self._display is None:
             return
-        position, now_s = trainer.position, time.perf_counter()
-        epoch_s = now_s - self._epoch_start_s
+        position, width = trainer.position, self._display.width
+        epoch_s = time.perf_counter() - self._epoch_start_s
         # Without validation there is no `_trained_s`: the epoch was all training.
-        rate = _rate_text(position, self._trained_s or epoch_s)
-        cell = self._columns.cell
-        facts = [cell("(seconds)", f"{epoch_s:.1f} s"), cell("(rate)", rate)]
-        left = position.last_epoch - epoch
-        if left and not trainer.stopped:
-            done = epoch - self._first_epoch + 1
-            facts.append(_left_text((now_s - self._start_s) / done * left))
-        values = self._columns.values(scalars(logs))
-        self._display.add_line(f"{_title(position)}  {values}  ({', '.join(facts)})")
+        rate = self._rate_text(position, self._trained_s or epoch_s)
+        num_left = 0 if trainer.stopped else position.last_epoch - epoch
+        fit_s = time.perf_counter() - self._start_s
+        left_s = round(fit_s / (epoch - self._first_epoch + 1) * num_left)
+        left = f"{timedelta(seconds=left_s)} left" if num_left else ""
+        facts = [f"{epoch_s:.1f} s", left, rate]
+        texts = [f"{name} {value_text(x):>8}" for name, x in scalars(logs).items()]
+        line = "  ".join([_title(position), *texts])
+        while any(facts) and len(line) + sum(map(len, facts)) + 8 > width:
+            facts.pop()
+        said = ", ".join(filter(None, facts))
+        line = f"{line}  ({said})" if said else line
+        fits = len(line) <= width
+        self._display.add_line(line if fits else f"{line[: width - 1]}…")
         if trainer.stopped:
             self._display.add_line(f"stopped: {trainer.stopped}")
 
@@ -253,63 +195,30 @@ class Progress(Callback):
         """Returns whether the bar is due for an update; then restarts its clock."""
         now_s = time.perf_counter()
         is_time = now_s - self._looked_s >= _INTERVAL_S
-        if is_time:
-            self._looked_s = now_s
+        self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show_step(
-        self, position: TrainingPosition, values: Mapping[str, float], pace: str
-    ) -> None:
-        text = (f"{name} {number_text(x, 4)}" for name, x in values.items())
-        facts = "  ".join(text), pace
-        self._show(position, position.step_in_epoch, position.steps_per_epoch, facts)
-
-    def _show_validation(self, trainer: "Trainer", step: int) -> None:
-        total = trainer.validation_steps
-        self._show(trainer.position, step, total, doing="validating")
+    def _show_step(self, position: TrainingPosition, facts: str = "") -> None:
+        done, total = position.step_in_epoch, position.steps_per_epoch
+        self._show(position, done, total, facts=facts)
 
     def _show(
         self,
         position: TrainingPosition,
         done: int,
         total: int | None,
-        facts: tuple[str, ...] = (),
-        *,
         doing: str = "",
+        facts: str = "",
     ) -> None:
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = "  ".join(filter(None, [doing, count, *facts]))
-            self._display.show(_Bar(_title(position), done, total, text))
+            self._display.show(_title(position), done, total, f"{doing}{count}{facts}")
 
-    def _pace_text(self, position: TrainingPosition) -> str:
-        """Returns the speed, and the time left if the number of steps is known."""
-        now_s = time.perf_counter()
-        pace = _rate_text(position, now_s - self._epoch_start_s)
-        if position.steps_per_epoch is None:
-            return pace
-        left_epochs = position.last_epoch - position.epoch + 1
-        left = left_epochs * position.steps_per_epoch - position.step_in_epoch
-        # From the whole fit, with validation and saves, not from the last steps.
-        each_s = (now_s - self._start_s) / max(1, position.step_in_fit)
-        return f"{pace}, {_left_text(each_s * max(0, left))}"
+    def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
+        count = position.examples_in_epoch - self._examples_before
+        return f"{count / max(seconds, 1e-9):,.0f} examples/s" if count else ""
 
 
 def _title(position: TrainingPosition) -> str:
     width = len(str(position.last_epoch))
     return f"epoch {position.epoch:>{width}}/{position.last_epoch}"
-
-
-def _rate_text(position: TrainingPosition, seconds: float) -> str:
-    rate = position.examples_in_epoch / max(seconds, 1e-9)
-    # As wide as a hundred thousand: rates of epochs have different numbers of digits.
-    text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    return f"{text:>7} examples/s"
-
-
-def _left_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02} left"
-    return f"{minutes}:{rest:02} left"

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import (
     CheckpointWarning,
     MeshLayoutError,
@@ -25,37 +26,19 @@ if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-def _check_name(where: str, monitor: Any) -> str:
-    """Returns the name of a value, or raises MeshLayoutError if it cannot be one."""
-    if not isinstance(monitor, str) or not monitor:
-        msg = (
-            f"{where}: monitor must be the name of a value, such as 'val_loss', got "
-            f"{_checks.shown(monitor)}."
-        )
-        raise MeshLayoutError(msg)
-    return monitor
-
-
-def _check_measured(where: str, name: str, values: Mapping[str, Any]) -> None:
-    """Raises MeshLayoutError if no value has that name."""
+def _measured(where: str, name: str, values: Mapping[str, Any]) -> float:
+    """Returns a value that a callback watches, which must be a single number."""
     if name not in values:
         msg = (
             f"{where}: no value is named {name!r}, only "
             f"{', '.join(map(repr, values))}.{did_you_mean(name, values)}"
         )
         raise MeshLayoutError(msg)
-
-
-def _measured(where: str, name: str, logs: Mapping[str, Any]) -> float:
-    """Returns an epoch's value, or raises MeshLayoutError if it is not a number."""
-    _check_measured(where, name, logs)
-    if np.ndim(logs[name]):
-        msg = (
-            f"{where}: {name!r} is {_checks.shown(logs[name])}; monitor a value that "
-            "is a single number."
-        )
+    if np.ndim(values[name]):
+        shown = _checks.shown(values[name])
+        msg = f"{where}: {name!r} is {shown}; monitor a value that is a single number."
         raise MeshLayoutError(msg)
-    return float(logs[name])
+    return float(values[name])
 
 
 class EarlyStopping(Callback):
@@ -72,12 +55,9 @@ class EarlyStopping(Callback):
         restore_best: Whether to restore the parameters of the best epoch at the end of
             training, stopped or not, with the other arrays of the model and the moving
             average. They are copied on the devices at each better epoch.
-
-    Raises:
-        MeshLayoutError: If an option is wrong; at the end of an epoch, if it has no
-            value of that name.
     """
 
+    @user_call
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -92,28 +72,24 @@ class EarlyStopping(Callback):
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
         _checks.choice("mode", mode, ("min", "max"), where=name)
         self._restore_best = _checks.flag("restore_best", restore_best, where=name)
-        self._monitor = _check_name(name, monitor)
-        self._sign = 1 if mode == "min" else -1
-        self._forget()
-
-    def _forget(self) -> None:
-        self._best, self._best_epoch, self._bad_epochs = math.inf, 0, 0
+        self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._weights: Any = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Resets the best value, except in a run that is resumed."""
-        self._forget()
+        self._best, self._best_epoch, self._bad_epochs = math.inf, 0, 0
+        self._weights = None
         if trainer.input is None or not trainer.input.is_resumed:
             return
         # As if this callback had seen the epochs of the interrupted run.
         values = trainer.history.to_dict().get(self._monitor, [])
         for epoch, value in zip(trainer.history.epochs, values, strict=False):
-            self._is_better(epoch, float(value))
+            self._is_better(epoch, value)
         if self._restore_best and self._best_epoch:
             msg = (
-                "EarlyStopping: the parameters of the best epoch so far, "
-                f"{self._best_epoch}, are not in the checkpoint that training resumes "
-                "from; only those of a better epoch can be restored at the end. "
+                f"EarlyStopping: the parameters of epoch {self._best_epoch}, the best "
+                "so far, are not in the checkpoint that training resumes from; only "
+                "those of a better epoch can be restored at the end. "
                 "Checkpointer(best=...) keeps the best ones in a step of their own."
             )
             warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
@@ -159,16 +135,14 @@ def _is_state(node: Any) -> bool:
 
 
 def _weights(part: PyTree) -> PyTree:
-    """Returns copies of the weights of a train state; of any other leaf, a copy.
+    """Returns copies of what a model computes with; of any other leaf, a copy.
 
-    The optimizer's state and the step number are not among them: they say how far
-    training is, not what the model computes.
+    The optimizer's state and the step number say how far training is.
     """
     if not _is_state(part):
         return part.copy()
     ema = {name: x for name, x in part.extra.items() if name == "ema"}
-    weights = part.params, part.model_state, ema
-    return jax.tree.map(lambda x: x.copy(), weights)
+    return jax.tree.map(lambda x: x.copy(), (part.params, part.model_state, ema))
 
 
 def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
@@ -191,10 +165,10 @@ class StopOnNaN(Callback):
         every: Steps between two checks.
     """
 
+    @user_call
     def __init__(self, monitor: str = "loss", *, every: int = 1) -> None:
         self._every = _checks.count("every", every, where="StopOnNaN")
-        self._monitor = _check_name("StopOnNaN", monitor)
-        self._pending = AsyncMetrics(in_step=True)
+        self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
         """Drops the values of an earlier epoch."""
@@ -203,11 +177,11 @@ class StopOnNaN(Callback):
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Checks the values that are ready."""
         if is_due(trainer, self._every):
-            _check_measured(type(self).__name__, self._monitor, metrics)
-            only = {self._monitor: metrics.metric(self._monitor)}
-            self._pending.add(trainer.position, Metrics(only))
+            known = [self._monitor] if self._monitor in metrics else []
+            watched = Metrics({name: metrics.metric(name) for name in known})
+            self._pending.add(trainer.position, watched)
         for position, values in self._pending.read():
-            # A name that is not a scalar is refused at the end of the epoch, not here.
+            # Another name, or one with dims, is refused at the end of the epoch.
             self._look(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(
@@ -215,7 +189,7 @@ class StopOnNaN(Callback):
     ) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
-            value = _measured(type(self).__name__, self._monitor, logs)
+            value = _measured("StopOnNaN", self._monitor, logs)
             self._look(trainer, trainer.position.step, value)
 
     def _look(self, trainer: "Trainer", step: int, value: float) -> None:

@@ -1,0 +1,248 @@
+"""The loops of a trainer around the steps, which a user may override.
+
+The host only dispatches work: nothing here waits for the device except the end of an
+epoch, and an evaluation that would run too far ahead of it.
+"""
+
+import contextlib
+import math
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
+from meshlayout.cluster.preemption import Preempted, Preemption
+from meshlayout.errors import MeshLayoutError, RecompileWarning
+from meshlayout.metrics import Metrics
+from meshlayout.trainer.batches import PlacedBatch
+from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
+from meshlayout.trainer.epochs import TrainerInput
+from meshlayout.trainer.resume import resume_fit
+
+
+if TYPE_CHECKING:
+    from meshlayout.trainer.trainer import Trainer
+
+
+# How many batches an evaluation may run ahead of the devices. More would gain nothing,
+# fill them with batches, and move the progress bar to its end at once.
+_MAX_PENDING = 2
+
+
+class FitLoop:
+    """One call of `Trainer.fit`: its epochs, callbacks, validation and saving.
+
+    It updates the trainer's state, position and history. A call of the train step takes
+    `group_size` batches.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        source: TrainerInput,
+        validation: TrainerInput | None,
+        callbacks: Any,
+        *,
+        group_size: int,
+        progress: bool,
+    ) -> None:
+        self._trainer, self._source, self._validation = trainer, source, validation
+        self._group_size = group_size
+        is_list = isinstance(callbacks, Iterable)
+        for callback in callbacks if is_list else [callbacks]:
+            if not is_list or not isinstance(callback, Callback):
+                msg = (
+                    "fit: callbacks must be a list of instances of ml.callbacks."
+                    f"Callback, and has {_checks.shown(callback)}."
+                )
+                raise MeshLayoutError(msg)
+        shows = progress and not any(isinstance(x, Progress) for x in callbacks)
+        ordered = [Progress(), *callbacks] if shows else callbacks
+        # Those that save come last: what others do, such as stopping, is saved.
+        self._callbacks = sorted(ordered, key=lambda x: isinstance(x, Checkpoint))
+        self._checkpoints = [x for x in self._callbacks if isinstance(x, Checkpoint)]
+        source.is_saved = bool(self._checkpoints)
+        self._preemption = Preemption()
+        self._metrics: Metrics | None = None  # of the epoch so far
+
+    def run(self, *, resume: bool) -> None:
+        """Trains; with `resume`, from the newest checkpoint."""
+        trainer = self._trainer
+        if resume and not self._checkpoints:
+            msg = (
+                "fit(resume=True) needs a Checkpoint among the callbacks, from whose "
+                "directory it resumes. Add ml.callbacks.Checkpoint(checkpointer)."
+            )
+            raise MeshLayoutError(msg)
+        if resume:
+            checkpointer, size = self._checkpoints[0].checkpointer, self._group_size
+            self._metrics = resume_fit(trainer, self._source, checkpointer, size)
+        with contextlib.ExitStack() as closing:
+            if self._checkpoints:
+                closing.enter_context(self._preemption)
+            for callback in self._callbacks:
+                closing.callback(callback.close)
+            self._notify("on_fit_start")
+            while trainer.position.epoch < trainer.position.last_epoch:
+                if trainer.stopped:
+                    break
+                self._train_epoch()
+                self._end_epoch()
+                self._end_if_preempted()
+            self._notify("on_fit_end")
+
+    def _notify(self, moment: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            position, kind = self._trainer.position, type(callback).__name__
+            where = f"at step {position.step}, epoch {position.epoch}"
+            with _checks.noted(f"in {kind}.{moment}, {where}"):
+                getattr(callback, moment)(self._trainer, *args)
+
+    def _train_epoch(self) -> None:
+        """Trains for an epoch, or for the rest of a resumed one."""
+        trainer = self._trainer
+        epoch = len(trainer.history.epochs) + 1
+        trainer.position = replace(trainer.position, epoch=epoch)
+        if self._metrics is None:  # else restored, with the position in the epoch
+            trainer.position = replace(
+                trainer.position, step_in_epoch=0, examples_in_epoch=0
+            )
+        self._notify("on_epoch_start", epoch)
+        text = f" of epoch {epoch}"
+        for group in self._source.groups(self._group_size, text=text):
+            with self._source.located(group, text):
+                self._train(group)
+            self._notify("on_step_end", trainer.position.step, self._metrics)
+            self._end_if_preempted()
+            if trainer.stopped:
+                break
+
+    def _train(self, group: list[PlacedBatch]) -> None:
+        """Calls the train step on a group of batches."""
+        trainer, position, count = self._trainer, self._trainer.position, len(group)
+        batches = [placed.batch for placed in group]
+        batch = batches if self._group_size > 1 else batches[0]
+        # The call donates the state: until the result is assigned, Ctrl-C must wait.
+        with _interrupts_later(), contextlib.ExitStack() as quiet:
+            if group[0].is_odd:  # it cannot be padded: advice to do so would not help
+                quiet.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", RecompileWarning)
+            result = trainer.train_step(trainer.state, batch, self._metrics)
+            _check_metrics(trainer, "train_step", result)
+            trainer.state, self._metrics = result
+            trainer.steps_in_call, self._source.used = count, group[-1]
+            examples = sum(placed.num_examples for placed in group)
+            trainer.position = replace(
+                position,
+                step=position.step + count,
+                step_in_fit=position.step_in_fit + count,
+                step_in_epoch=position.step_in_epoch + count,
+                examples_in_epoch=position.examples_in_epoch + examples,
+            )
+
+    def _end_if_preempted(self) -> None:
+        """Saves and raises Preempted after SIGTERM; called after each step."""
+        if self._checkpoints and self._preemption.is_due():
+            for callback in self._checkpoints:
+                callback.save_now(self._trainer, self._metrics)
+            raise Preempted(self._trainer.position.step)
+
+    def _end_epoch(self) -> None:
+        """Reads the epoch's metrics and validates; drops an epoch without steps."""
+        trainer, position = self._trainer, self._trainer.position
+        metrics, self._metrics = self._metrics, None
+        if self._source.is_over:
+            trainer.stop(f"the training data ended at step {position.step}")
+        if metrics is None:  # the data ended exactly with the epoch before
+            trainer.position = replace(position, epoch=position.epoch - 1)
+            trainer.history.stopped = trainer.stopped
+            return
+        logs = metrics.to_host()
+        if self._validation is not None and not trainer.stopped:
+            trainer.validation_steps = self._validation.num_steps
+            self._notify("on_validation_start")
+            values = evaluate(trainer, self._validation, self._notify)
+            logs.update({f"val_{name}": value for name, value in values.items()})
+        if position.steps_per_epoch is None and not trainer.stopped:
+            # Unknown until a whole pass is over; for the progress of the next epochs.
+            steps = position.step_in_epoch
+            trainer.position = replace(position, steps_per_epoch=steps)
+        trainer.history.add(position.epoch, logs)
+        is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
+        if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
+            trainer._tell(
+                f"the loss of epoch {position.epoch} is NaN, and training continues. "
+                "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
+                "leaves such steps out, and jax.config.update('jax_debug_nans', True) "
+                "shows where NaN comes from.",
+                topic="NaN",
+            )
+        self._notify("on_epoch_end", position.epoch, logs)
+        trainer.history.stopped = trainer.stopped
+
+
+def evaluate(
+    trainer: "Trainer",
+    source: TrainerInput,
+    notify: Callable[..., None] = lambda *args: None,
+) -> dict[str, Any]:
+    """Returns the metrics of the eval step over a dataset, by name."""
+    metrics: Metrics | None = None
+    pending: deque[PyTree] = deque()
+    for number, group in enumerate(source.groups(), 1):
+        with source.located(group):
+            metrics = trainer.eval_step(trainer.state, group[0].batch, metrics)
+            _check_metrics(trainer, "eval_step", metrics)
+        pending.append(metrics)
+        if len(pending) > _MAX_PENDING:
+            for leaf in jax.tree.leaves(pending.popleft()):
+                # A user's eval step may donate the metrics that it gets.
+                if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                    leaf.block_until_ready()
+        notify("on_validation_step_end", number)
+    return {} if metrics is None else metrics.to_host()
+
+
+def _check_metrics(trainer: "Trainer", step: str, result: Any) -> None:
+    """Raises MeshLayoutError if an overridden step returns anything else."""
+    metrics, expected = result, "metrics"
+    if step == "train_step":
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        metrics, expected = result[1] if is_pair else None, "(state, metrics)"
+    if not isinstance(metrics, Metrics):
+        msg = (
+            f"{type(trainer).__name__}.{step} must return {expected}, with metrics of "
+            f"type ml.metrics.Metrics, got {_checks.shown(result)}."
+        )
+        raise MeshLayoutError(msg)
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Raises Ctrl-C at its end; the third one at once, as the step seems to hang."""
+    handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and callable(handler)):
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        caught.append(frame)
+        if len(caught) > 2:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if 0 < len(caught) < 3:
+            handler(signal.SIGINT, caught[0])
