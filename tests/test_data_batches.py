@@ -208,7 +208,7 @@ def test_weights_are_0_for_padding(name, caplog):
     source, key, expected = WEIGHTED[name]
     _, last = batches(source, weights=key)
     # A column that is taken for weights because of its name is told once.
-    says = "examples are weighted by the source's 'weight'"
+    says = "Examples are weighted by the source's 'weight'."
     assert caplog.messages.count(says) == (name[:3] == "own" and key == "weight")
     is_named = type(source) is Named
     assert type(last) is type(source)

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.data.agreement import Turns
 from meshlayout.data.by_row import HostBatch
@@ -83,11 +82,9 @@ class DataIterator:
         a state. Batches that were prefetched but not taken do not count.
 
         Example:
-            >>> import json, numpy as np
-            >>> from meshlayout import create_mesh
-            >>> from meshlayout.data import distribute_dataset
-            >>> mesh = create_mesh({"batch": 8})
-            >>> data = distribute_dataset(np.arange(32), mesh, global_batch_size=8)
+            >>> import json, numpy as np, meshlayout as ml
+            >>> mesh = ml.create_mesh({"batch": 8})
+            >>> data = ml.distribute_dataset(np.arange(32), mesh, global_batch_size=8)
             >>> it = iter(data)
             >>> _ = next(it)
             >>> state = json.loads(json.dumps(it.get_state()))
@@ -110,7 +107,6 @@ class DataIterator:
         Raises:
             DataError: If the state is of another dataset, or the source cannot seek.
         """
-        skip = _checks.flag("skip", skip, error=DataError)
         position = from_state(self._plan.identity, state)
         can_seek = position.row == 0 or position.source is not None
         if self._plan.is_stream and not can_seek and not skip:

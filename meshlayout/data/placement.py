@@ -5,7 +5,6 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -21,9 +20,6 @@ from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
 from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
-
-
-_log = logging.getLogger(__name__)
 
 
 LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | NamedSharding
@@ -243,8 +239,6 @@ def find_weights(
                 f"the source's {key!r} is taken for the weights, one number per "
                 f"example, and is {kind}. Give weights= another name."
             )
-        if key == "weight":  # the default, which the user may not know of
-            _log.warning("examples are weighted by the source's 'weight'")
         return spec, index
     has_place = _batches.takes_weights(numbered, key)
     # The default key was not chosen by the user, and weights may not be needed.

@@ -199,19 +199,20 @@ class DataPlan:
                 rows, spec, key = (rows,), replace(spec, treedef=treedef), 1
             # Nothing but padding needs weights that the source does not have.
             is_padded = self.options.remainder == "pad"
-            spec, index = find_weights(rows, spec, key, add=is_padded)
+            found, index = find_weights(rows, spec, key, add=is_padded)
+            if found is spec and index is not None and key == "weight":  # by default
+                self.clock.warn("Examples are weighted by the source's 'weight'.")
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full
-            place = functools.partial(Placement, spec, index, layout)
+            place = functools.partial(Placement, found, index, layout)
             self._placement = functools.lru_cache(4)(place)
         self.has_weights = index is not None
         batch_spec = self._placement(size).element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
         length = self._num_rows, self.size
-        lengths = agreement.exchange(facts, length).values() if agreement else [length]
-        self._lengths: Any = list(lengths)
-        self._set_lengths(self._lengths)
+        lengths = agreement.exchange(facts, length) if agreement else {0: length}
+        self._set_lengths([*lengths.values()])
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -268,7 +269,7 @@ class DataPlan:
         """
         remainder, epochs = self.options.remainder, self.options.epochs
         # Batches of an epoch, if known and unless epochs run together.
-        self._num_batches: int | None = None
+        self._lengths, self._num_batches = lengths, None
         self.num_steps: int | None = None
         counts = [(num_rows, size) for num_rows, size in lengths if num_rows]
         if len(counts) < len(lengths):

@@ -50,9 +50,8 @@ def from_state(identity: dict[str, JSON], state: object) -> Position:
     """Returns the position in a dict made by `to_state`, for the same dataset."""
     here = to_state(identity, Position(0))
     if not isinstance(state, dict) or state.keys() != here.keys():
-        shown = f"got {_checks.shown(state)}"
-        msg = f"the state must be that of a data iterator's get_state(), {shown}."
-        raise DataError(msg)
+        msg = "the state must be that of a data iterator's get_state(), got "
+        raise DataError(f"{msg}{_checks.shown(state)}.")
     for name in here:
         if name not in Position._fields and state[name] != here[name]:
             what = name.removeprefix("of_")
