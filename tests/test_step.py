@@ -346,7 +346,7 @@ def test_another_active_map_makes_another_program_and_says_so(mesh):
     step = ml.compile_step(traces)
     state, _ = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
     with (
-        ml.LayoutMap(mesh, {"hidden": ("batch", "model")}).scope(),
+        ml.scope(ml.LayoutMap(mesh, {"hidden": ("batch", "model")})),
         pytest.warns(ml.errors.RecompileWarning, match="the active layout map"),
     ):
         step(state, jnp.ones((2, 4)))

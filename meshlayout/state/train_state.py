@@ -22,7 +22,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import (
+from meshlayout.state.creation import (
     StateDescription,
     T,
     check_builder,
