@@ -55,10 +55,20 @@ _SETTING = (
 
 @overload
 def compile_step(
-    step: None = None, **options: Any
+    step: None = None,
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
 ) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
 @overload
-def compile_step(step: Callable[P, R], **options: Any) -> "CompiledStep[P, R]": ...
+def compile_step(
+    step: Callable[P, R],
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "CompiledStep[P, R]": ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
