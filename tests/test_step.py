@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 
@@ -242,29 +243,6 @@ def test_a_state_in_another_layout_is_named_too(state, mesh):
     assert deleted(other) == [False] * 3
 
 
-BATCHES = {
-    "placed": lambda m: ml.arrays.ones((4, 8), m.layout("batch", None)),
-    "from NumPy": lambda m: np.ones((4, 8), np.float32),
-    "not placed": lambda m: jnp.ones((4, 8)),
-}
-
-
-@pytest.mark.parametrize("second", ["from NumPy", "not placed"])
-@pytest.mark.parametrize("first_is_placed", [True, False])
-def test_a_batch_with_another_layout_is_named(second, first_is_placed, state, mesh):
-    kinds = ["placed", second] if first_is_placed else [second, "placed"]
-    step = ml.compile_step(doubled, on_recompile="error")
-    state, _ = step(state, BATCHES[kinds[0]](mesh))
-    with pytest.raises(ml.errors.StepError) as caught:
-        step(state, BATCHES[kinds[1]](mesh))
-    lies = "('batch', None) on (batch=2, model=4)"
-    texts = [lies if kind == "placed" else "() on (batch=2, model=4)" for kind in kinds]
-    assert str(caught.value) == (
-        f"doubled recompiles: the layout of batch changed from {texts[0]} to {texts[1]}."
-    )
-    assert deleted(state) == [False] * 3
-
-
 def test_by_name_or_by_place_is_one_program(state):
     step = ml.compile_step(changing, static_argnames="train", on_recompile="error")
     state, _ = step(state, jnp.ones(8), True)
@@ -360,6 +338,19 @@ def test_the_given_map_is_in_force_inside(mesh):
     )
     _, hidden = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
     assert ml.Layout.of(hidden) == mesh.layout("batch", "model")
+
+
+def test_it_is_traced_with_its_own_mesh_as_the_ambient_one(mesh):
+    axes = []
+
+    @ml.compile_step
+    def step(state, batch):
+        axes.extend(jax.sharding.get_abstract_mesh().axis_names)
+        return state, jax.lax.with_sharding_constraint(batch * 2, P("batch"))
+
+    _, result = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
+    assert axes == ["batch", "model"]
+    assert ml.Layout.of(result) == mesh.layout("batch", None)
 
 
 # Inside and outside.

@@ -55,10 +55,20 @@ _SETTING = (
 
 @overload
 def compile_step(
-    step: None = None, **options: Any
+    step: None = None,
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
 ) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
 @overload
-def compile_step(step: Callable[P, R], **options: Any) -> "CompiledStep[P, R]": ...
+def compile_step(
+    step: Callable[P, R],
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "CompiledStep[P, R]": ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -169,7 +179,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=names)
         self._programs: dict[Any, _Program] = {}
         self._last: _Program | None = None
-        self._seen: list[_Seen] = []  # the calls that were traced
+        self._seen: list[_Seen] = []  # the last calls that were traced
         self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -240,8 +250,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
         if program.whole and self._donates:
-            put = functools.partial(_put_if_free, layout=program.whole)
-            args = (jax.tree.map(put, args[0]), *args[1:])
+            put = functools.partial(_jax.put, sharding=program.whole)
+            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
+            args = (state, *args[1:])
         leaves = jax.tree.leaves((args, kwargs))
         program.current = [getattr(leaf, "sharding", None) for leaf in leaves]
         return program, args
@@ -308,7 +319,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._donates:
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
-            self._seen.append(now)
+            self._seen = [*self._seen[-15:], now]
         return result
 
     @contextlib.contextmanager
@@ -427,10 +438,6 @@ def _state_def(treedef: Any) -> Any:
 
 def _is_deleted(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def _put_if_free(leaf: Leaf, layout: Any) -> Any:
-    return leaf if layout_of(leaf) else _jax.put(leaf, layout)
 
 
 def _placed(leaf: Leaf, layout: Any) -> Any:
