@@ -36,6 +36,7 @@ class _Call(NamedTuple):
     empty: Metrics | None
     program: ModelCode
     mesh: Any  # the sharding of the returned state's step number
+    extra: frozenset[str]  # the names of the state's extra arrays
     batch: list[Any]  # the shardings of the batch
 
     def is_like(self, state: TrainState, batch: Batch) -> bool:
@@ -44,6 +45,7 @@ class _Call(NamedTuple):
             return (
                 state.program is self.program
                 and state.step.sharding is self.mesh
+                and state.extra.keys() == self.extra
                 and [x.sharding for x in jax.tree.leaves(batch)] == self.batch
             )
         except (AttributeError, TypeError):  # NumPy arrays, tracers, another state
@@ -121,15 +123,26 @@ class StateStep(StepInspection):
                 return last.compiled(state, batch, metrics)
             compiled, args = self._call_of(state, batch, metrics)
             result = compiled(*args)
-            empty = self._empty.get((self._key(*args[:2]), state.program))
-            if self._repeats and empty and args[0] is state and args[1] is batch:
-                mesh = result[0].step.sharding
-                shardings = [x.sharding for x in jax.tree.leaves(batch)]
-                self._last = _Call(compiled, empty, state.program, mesh, shardings)
+            if self._repeats and args[0] is state and args[1] is batch:
+                self._last = self._repeatable(compiled, state, batch, result[0])
             return result
         except Exception as error:
             show_user_frames(error)
             raise
+
+    def _repeatable(
+        self,
+        compiled: CompiledStep[..., Any],
+        state: TrainState,
+        batch: Batch,
+        new: TrainState,
+    ) -> _Call | None:
+        empty = self._empty.get((self._key(state, batch), state.program))
+        rows = [getattr(x, "sharding", None) for x in jax.tree.leaves(batch)]
+        if empty is None or None in rows:  # inside another jit, or on the host
+            return None
+        extra = frozenset(state.extra)
+        return _Call(compiled, empty, state.program, new.step.sharding, extra, rows)
 
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None
