@@ -4,7 +4,6 @@ Nothing is donated, and of the state they take only what a forward pass needs: a
 of optimizer recompiles nothing, and its arrays are not transferred.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,7 +117,7 @@ class EvalStep(StateStep):
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         loss = self._loss
 
-        @functools.partial(jax.jit, inline=True)
+        @jax.jit
         def measure(state: TrainState, batch: Batch) -> Metrics:
             _, denominator = loss.denominators(batch)
             parts, (_, measured) = loss.parts(

@@ -161,7 +161,7 @@ def _scanned(
         return backward(model_state, treedef.unflatten(batch), part_key)
 
     # Traced once, for the shapes of the metrics and for the loop.
-    part = jax.jit(part, inline=True)
+    part = jax.jit(part)
 
     def add(carry: Any, xs: Any) -> tuple[Any, Any]:
         sums, before, metrics = carry

@@ -181,6 +181,7 @@ class TrainStep(StateStep):
         super().__init__(plan.loss.loss_fn, plan.loss.weights, layouts, on_recompile)
         self._plan = plan
         self._row_dim = int(plan.steps_per_call != 1)
+        self._repeats = plan.steps_per_call == plan.accumulate == 1
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -223,7 +224,7 @@ class TrainStep(StateStep):
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function = functools.partial(_one_step, self._plan, key[1])
-        one_step = jax.jit(function, inline=True)
+        one_step = jax.jit(function)
 
         def train_step(
             state: TrainState, batch: Batch, metrics: Metrics | None
