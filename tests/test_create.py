@@ -320,20 +320,6 @@ def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
     assert_same_bits(plan.create(), plan.create())
 
 
-def test_an_abstract_state_has_the_dtypes_of_the_state(mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4)
-    abstract = ml.describe(pytree, layouts).abstract
-    made = ml.create(pytree, layouts)
-    for one, other in zip(
-        jax.tree.leaves(abstract), jax.tree.leaves(made), strict=True
-    ):
-        if isinstance(other, jax.Array):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert one.sharding == other.sharding
-        else:
-            assert one == other
-
-
 # What a state shares with nothing else, and what it keeps.
 
 
@@ -430,22 +416,9 @@ def test_a_traced_value_has_the_attributes_that_jax_gives_it():
     assert vars(jax.core.Tracer).get("sharding") is before
 
 
-def test_the_builder_runs_once(mesh_2x4):
-    runs = []
-
-    def build():
-        runs.append(1)
-        return jnp.ones(8)
-
-    ml.create(build, ml.LayoutMap(mesh_2x4))
-    assert len(runs) == 1
-
-
 @pytest.mark.parametrize(
     "context",
     [
-        lambda mesh: jax.set_mesh(mesh.jax_mesh),
-        lambda mesh: jax.set_mesh(jax.make_mesh((8,), ("other",), (AxisType.Auto,))),
         lambda mesh: jax.default_device(jax.devices()[5]),
         lambda mesh: jax.debug_nans(True),
         lambda mesh: jax.default_matmul_precision("float32"),
@@ -472,18 +445,6 @@ def test_large_random_leaves_have_the_bits_of_the_whole(spec):
 
     layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), default=spec)
     assert_same_bits(ml.create(build, layouts), build())
-
-
-def test_what_was_made_is_what_flax_makes(mesh_2x4):
-    plain_model = Block(16, rngs=nnx.Rngs(0))
-    made = ml.create(lambda: Block(16, rngs=nnx.Rngs(0)), ml.LayoutMap(mesh_2x4))
-    assert nnx.graphdef(made) == nnx.graphdef(plain_model)
-    both = jax.tree.map(
-        lambda one, other: one.shape == other.shape,
-        nnx.state(made),
-        nnx.state(plain_model),
-    )
-    assert all(jax.tree.leaves(both))
 
 
 def test_64_bit_values_stay_so(mesh_2x4):
@@ -532,24 +493,9 @@ BAD_BUILDERS = [
         "layouts).",
     ),
     (
-        lambda: {"w": np.float32(1)},
-        f"create: build must be a function, got {{'w': {np.float32(1)!r}}}. Write "
-        "create(lambda: Model(...), layouts).",
-    ),
-    (
         lambda: LinenMLP(),
         "create takes a function that builds the state, got a LinenMLP that is built "
         "already. Write create(lambda: Model(...), layouts).",
-    ),
-    (
-        lambda: nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0))] * 40),
-        "create takes a function that builds the state, got a Sequential that is built "
-        "already. Write create(lambda: Model(...), layouts).",
-    ),
-    (
-        lambda: lambda rngs: nnx.Linear(8, 8, rngs=rngs),
-        "create: build is called as build(), but takes (rngs). Write create(lambda: "
-        "Model(...), layouts).",
     ),
     (
         lambda: Block,
@@ -562,28 +508,16 @@ BAD_BUILDERS = [
         "ends without `return` gives None.",
     ),
     (
-        lambda: dict,
-        "create: what the builder returned holds no arrays, got {}. A function that "
-        "ends without `return` gives None.",
-    ),
-    (
         lambda: lambda: {"a": [None, ()], "b": 3, "c": "x"},
         "create: what the builder returned holds no arrays, got {'a': [None, ()], 'b': "
         "3, 'c': 'x'}. A function that ends without `return` gives None.",
     ),
     (lambda: lambda: float(jnp.ones(())), READS),
-    (lambda: lambda: np.asarray(jnp.ones(3)), READS),
     (lambda: lambda: 1 if jnp.ones(()) > 0 else 2, READS),
-    (lambda: lambda: range(jnp.arange(3)[0]), READS),
     (
         lambda: lambda: {"a": jax.eval_shape(lambda: jnp.ones((8, 8)))},
         "a f32[8, 8]: the builder returned a shape without values, as jax.eval_shape "
         "does. Return the array itself.",
-    ),
-    (
-        lambda: lambda: jax.eval_shape(lambda: jnp.ones((8, 8))),
-        "the result f32[8, 8]: the builder returned a shape without values, as "
-        "jax.eval_shape does. Return the array itself.",
     ),
     (
         lambda: lambda: nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
@@ -628,17 +562,6 @@ def test_big_endian_arrays_keep_their_values(mesh_2x4):
         assert np.asarray(made[name]).dtype.isnative
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
-def test_create_is_refused_inside_a_transformation(transform):
-    def inside(x):
-        made = ml.create(lambda: jnp.ones(()), ml.LayoutMap(ONE))
-        return x * made
-
-    with pytest.raises(ml.errors.StateError) as error:
-        transform(inside)(np.ones((2,)) if transform is jax.vmap else 1.0)
-    assert str(error.value) == NO_TRANSFORMS
-
-
 def test_random_numbers_from_outside_are_refused():
     with pytest.raises(ml.errors.StateError) as error:
         ml.create(outer_rngs(), ml.LayoutMap(ONE))
@@ -661,27 +584,6 @@ def test_without_a_map_every_device_holds_everything():
         assert ml.describe(lambda: jnp.ones(3)).layouts.mesh == ONE
 
 
-@pytest.mark.parametrize(
-    ("layouts", "message"),
-    [
-        (
-            {"a": ("model",)},
-            "create takes a LayoutMap, got {'a': ('model',)}. To replicate everything, "
-            "give LayoutMap(mesh).",
-        ),
-        (
-            ONE,
-            "create takes a LayoutMap, got a Mesh. To replicate everything, give "
-            "LayoutMap(mesh).",
-        ),
-    ],
-)
-def test_what_is_not_a_layout_map_is_refused(layouts, message):
-    with pytest.raises(ml.errors.StateError) as error:
-        ml.create(lambda: jnp.ones(3), layouts)
-    assert str(error.value) == message
-
-
 def test_layouts_that_do_not_fit_are_refused_before_anything_is_made(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4, {"output/kernel": (None, "model")})
     gc.collect()
@@ -695,8 +597,3 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_is_made(mesh_2x4):
         "model], Mesh(batch=2, model=4))). Nearest sizes that fit: 8 and 12. To keep "
         "the size, leave dim 1 UNSHARDED, or give the rule on_uneven='replicate'."
     )
-
-
-def test_an_error_in_the_builder_is_the_users_own():
-    with pytest.raises(ZeroDivisionError):
-        ml.create(lambda: 1 // 0, ml.LayoutMap(ONE))

@@ -160,6 +160,23 @@ def test_a_parameter_that_may_shard_images_in_space_is_refused(mesh, loss, shape
         run(loss, state, images(8, 8, 8, 4), layout, layouts)
 
 
+def test_other_matrices_may_be_sharded_over_one_of_two_axes(mesh):
+    """As of a vision transformer: no dim of theirs is one of flattened images."""
+
+    def loss(state, x):
+        tokens = jnp.tanh(convolution(x, state["first"], strides=4))
+        return jnp.square(tokens @ state["up"] @ state["down"]).mean()
+
+    state = {
+        "first": images(4, 4, 3, 8),
+        "up": images(8, 32, seed=1),
+        "down": images(32, 8, seed=2),
+    }
+    layouts = {"up": mesh.layout(None, "h"), "down": mesh.layout("h", None)}
+    layout = mesh.layout("batch", ...)
+    assert_same_gradients(loss, state, images(8, 16, 16, 3), layout, layouts)
+
+
 CHANNELS = (..., ("h", "w"))
 
 

@@ -185,14 +185,6 @@ def test_a_layer_with_no_rule_yet_is_never_whole_on_a_device():
     assert ml.Layout.of(layer.kernel[...]) == MESH.layout("model", None)
 
 
-def test_modules_from_before_the_scope_move_with_their_new_parent():
-    layer = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-    with ml.scope(kernels()):
-        model = nnx.Sequential(layer)
-    assert model.layers[0] is layer
-    assert ml.Layout.of(layer.kernel[...]) == MESH.layout(None, "model")
-
-
 def test_the_callers_rngs_advance_as_without_a_scope():
     def seed():
         return nnx.Rngs(0, dropout=3)
@@ -460,24 +452,8 @@ def test_a_scope_for_activations_alone_is_not_empty():
         nnx.eval_shape(linear)
 
 
-def test_transformations_are_as_without_a_scope():
-    with ml.scope(kernels()):
-        abstract = nnx.eval_shape(linear)
-        jitted = nnx.jit(linear)()
-        shapes = jax.eval_shape(LinenMLP().init, jax.random.key(0), jnp.ones((1, 784)))
-    assert abstract.kernel.shape == (8, 8)
-    assert is_plain(jitted)
-    assert shapes["params"]["hidden"]["kernel"].shape == (784, 128)
-
-
-@pytest.mark.parametrize(
-    ("build", "path", "shape"),
-    [
-        (nested, "layers/0/layers/0/bias", "16"),
-        (linear, "bias", "8"),
-    ],
-)
-def test_what_no_rule_matches_is_named_by_its_final_path(build, path, shape):
+def test_what_no_rule_matches_is_named_by_its_final_path():
+    build, path, shape = nested, "layers/0/layers/0/bias", "16"
     layouts = kernels(unmatched="error")
     with pytest.raises(ml.errors.LayoutMapError) as error, ml.scope(layouts):
         build()

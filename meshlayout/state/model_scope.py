@@ -226,8 +226,10 @@ def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) ->
     moved = []
     for leaf in flat.leaves:
         layout = next(remaining) if has_layout(leaf.value) else None
-        is_moved = layout is not None and isinstance(leaf.value, jax.Array)
-        moved.append(_jax.put(leaf.value, layout.sharding) if is_moved else leaf.value)
+        if layout is not None and isinstance(leaf.value, jax.Array):
+            moved.append(_jax.put(leaf.value, layout.sharding))
+        else:
+            moved.append(leaf.value)
     with eager_sharding_off():
         nnx.update(node, flat.unflatten(moved))
 

@@ -81,6 +81,25 @@ def _array(shape: tuple[int, ...], sharding: Any) -> _Array:
     return shape, [*axes, *[_Axes()] * (len(shape) - len(axes))]
 
 
+def _may_be_of_images(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:
+    """Returns whether the compiler may shard images in space like a parameter's dim.
+
+    It does so for a map of positions, and for the rows of a matrix that multiplies
+    flattened images, which may be pooled before, or the columns of one that makes them.
+    """
+    numbers, size = eqn.params["dimension_numbers"], shape[dim]
+    for var, spec in zip(eqn.invars, (numbers.lhs_spec, numbers.rhs_spec), strict=True):
+        features, *space = (var.aval.shape[d] for d in (spec[0], *spec[2:]))
+        area = math.prod(space)
+        is_map = len(shape) > len(space) and dim - len(shape) < -1 and size in space
+        is_flat = size == area * features
+        if spec is numbers.rhs_spec:  # what the convolution returns
+            is_flat |= size > 8 * features and area * features % size == 0
+        if is_map or is_flat or size == area:
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class _Step:
     """A traced step, and how its arrays are sharded."""
@@ -120,9 +139,9 @@ class _Step:
             axes[-rank:] for shape, axes in self.params if shape[-rank:] == kernel.shape
         ]
         others = [
-            dim
+            (dim, _may_be_of_images(shape, index, eqn))
             for shape, axes in self.params
-            for dim in axes
+            for index, dim in enumerate(axes)
             if not any(shape[-len(x) :] == x for x in shapes)
         ]
         # Besides the arguments, where the compiler has no choice.
@@ -152,15 +171,10 @@ class _Step:
         spare = _Axes().union(*(every - rows - space for rows, space in cuts))
         if space:
             # Right only if nothing else is sharded over these axes.
-            others += [dim for dims in kernels for dim in dims]
-            return (
-                spare
-                or space & _Axes().union(*others)
-                or (space if len(cuts) > 1 else _Axes())
-            )
-        # The compiler may shard images in space because of a map of positions, or of
-        # the rows of a matrix that multiplies flattened images.
-        if any(dim & spare and not dim >= spare for dim in others):
+            dims = [axes for _, array in self.params for axes in array]
+            shared = space & _Axes().union(*dims)
+            return spare or shared or (space if len(cuts) > 1 else _Axes())
+        if any(is_image and _Axes() < dim & spare < spare for dim, is_image in others):
             return spare
         groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
         has_channels &= all(dims[out_dim] == spare for dims in kernels)
