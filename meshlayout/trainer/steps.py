@@ -141,10 +141,9 @@ class TrainerSteps:
         leaves = jax.tree.leaves(inputs)
         if structure is None or len(leaves) >= structure.num_leaves:
             # A single array where a tuple or a dict of one was trained on.
-            is_one = structure is not None and len(leaves) == 1
-            return self._outputs(
-                model, structure.unflatten(leaves) if is_one else batch
-            )
+            if structure is not None and len(leaves) == 1:
+                batch = structure.unflatten(leaves)
+            return self._outputs(model, batch)
         note = (
             "predict calls the model itself, as its data has fewer arrays than the "
             "batches of the loss function. Call it in another way by predict_fn=, a "
