@@ -286,9 +286,9 @@ class Trainer:
         if isinstance(self.state, TrainState):
             if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
                 msg = (
-                    "fit: the trainer's state is used up: a step reused its memory. Give "
-                    "the trainer the state that the step returned, or trainer.state of "
-                    "the Trainer that trained it."
+                    "fit: the trainer's state is used up: a step reused its memory. "
+                    "Give the trainer the state that the step returned, or "
+                    "trainer.state of the Trainer that trained it."
                 )
                 raise MeshLayoutError(msg)
             step = int(self.state.step)  # waits, but nothing is running yet
