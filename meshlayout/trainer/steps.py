@@ -62,6 +62,12 @@ class TrainerSteps:
         self._check_options(options, is_used=loss_fn is not None, metrics=metrics)
         self.loss_fn, self._predict_fn = loss_fn, predict_fn
         self.weights = options.get("weights", "weight")
+        if not isinstance(self.weights, (str, int)) or isinstance(self.weights, bool):
+            msg = (
+                "Trainer: weights must be a key of a batch, as 'weight', or an index, "
+                f"as 2, got {_checks.shown(self.weights)}."
+            )
+            raise MeshLayoutError(msg)
         count = options.get("steps_per_call", 1)
         self.group_size = _checks.count("steps_per_call", count, where="Trainer")
         # The structure of the batches that the loss function got, without weights.
