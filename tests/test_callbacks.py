@@ -252,7 +252,7 @@ class Notebook:
     """A notebook that runs a cell; `shown` is what its displays were updated to."""
 
     def __init__(self, monkeypatch):
-        self.shown, self.kernel, self.execution_count = [], object(), 1
+        self.shown, self.kernel = [], object()
         display = types.ModuleType("IPython.display")
         display.HTML = str
         display.display = lambda html, display_id: types.SimpleNamespace(

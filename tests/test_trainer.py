@@ -1109,6 +1109,15 @@ def test_arrays_are_shuffled_by_the_users_seed():
     assert sorted(orders[2]) == list(range(16))
 
 
+def test_a_state_that_is_used_up_is_refused(mesh):
+    state, batches = create_state(mesh), cut(examples(8), 8)
+    quiet_fit(ml.Trainer(state, loss_fn), batches)
+    other = ml.Trainer(state, loss_fn)
+    for call in (quiet_fit, ml.Trainer.evaluate, ml.Trainer.predict):
+        with pytest.raises(ml.MeshLayoutError, match="used up"):
+            call(other, batches)
+
+
 def test_verbose_0_shows_no_progress(mesh, capsys):
     ml.Trainer(create_state(mesh), loss_fn).fit(cut(examples(8), 8), verbose=0)
     assert capsys.readouterr().out == ""

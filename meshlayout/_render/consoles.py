@@ -17,14 +17,6 @@ def console_on(stream: Any) -> Console:
 
 def is_notebook() -> bool:
     """Returns whether this program runs in a notebook."""
-    return getattr(_ipython_shell(), "kernel", None) is not None
-
-
-def running_cell() -> int | None:
-    """Returns the number of the running cell in a notebook or in IPython's terminal."""
-    return getattr(_ipython_shell(), "execution_count", None)
-
-
-def _ipython_shell() -> Any:
     ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None

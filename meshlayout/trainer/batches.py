@@ -162,7 +162,7 @@ class BatchPlacer:
 
     def _on_mesh(self, batch: Batch, rows: int) -> Batch:
         if self.layout is None:
-            return batch
+            return jax.tree.map(jnp.asarray, batch)
         layout, scalar = self.layout, self.layout.mesh.layout()
         if rows % self._num_shards:
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.

@@ -33,13 +33,7 @@ KEY, METRICS = "resume", "epoch_metrics"
 
 
 def notes_of(trainer: "Trainer", place: Mapping[str, Any], *, is_end: bool) -> Any:
-    """Returns the metadata to resume from, for the key `KEY`.
-
-    Args:
-        trainer: The trainer.
-        place: The position in the data.
-        is_end: Whether an epoch ends there.
-    """
+    """Returns the metadata to resume from at a place in the data, for `KEY`."""
     position, history, source = trainer.position, trainer.history, trainer.input
     return {
         "place": place,
@@ -63,22 +57,8 @@ def resume_fit(
 ) -> Metrics | None:
     """Restores a trainer from the newest intact checkpoint, if there is one.
 
-    Args:
-        trainer: The trainer, at the beginning of a `fit`.
-        source: The training data.
-        checkpointer: The checkpointer of the run's directory.
-        group_size: The batches of a call of the train step.
-
-    Returns:
-        The metrics of the epoch so far; None if it is over, or there is no checkpoint.
-
-    Raises:
-        CheckpointError: If the newest checkpoint cannot be resumed from, or all are
-            damaged.
-        RestoreDiffError: If the state differs from the saved one.
-
-    Warns:
-        CheckpointWarning: If a newer checkpoint is damaged.
+    Returns the metrics of the epoch so far; None if it is over. Raises CheckpointError
+    if the newest checkpoint cannot be resumed from, or all are damaged.
     """
     abstract: list[Any] = []
 

@@ -62,6 +62,12 @@ class TrainerSteps:
         self._check_options(options, is_used=loss_fn is not None, metrics=metrics)
         self.loss_fn, self._predict_fn = loss_fn, predict_fn
         self.weights = options.get("weights", "weight")
+        if not isinstance(self.weights, (str, int)) or isinstance(self.weights, bool):
+            msg = (
+                "Trainer: weights must be a key of a batch, as 'weight', or an index, "
+                f"as 2, got {_checks.shown(self.weights)}."
+            )
+            raise MeshLayoutError(msg)
         count = options.get("steps_per_call", 1)
         self.group_size = _checks.count("steps_per_call", count, where="Trainer")
         # The structure of the batches that the loss function got, without weights.
@@ -141,10 +147,9 @@ class TrainerSteps:
         leaves = jax.tree.leaves(inputs)
         if structure is None or len(leaves) >= structure.num_leaves:
             # A single array where a tuple or a dict of one was trained on.
-            is_one = structure is not None and len(leaves) == 1
-            return self._outputs(
-                model, structure.unflatten(leaves) if is_one else batch
-            )
+            if structure is not None and len(leaves) == 1:
+                batch = structure.unflatten(leaves)
+            return self._outputs(model, batch)
         note = (
             "predict calls the model itself, as its data has fewer arrays than the "
             "batches of the loss function. Call it in another way by predict_fn=, a "

@@ -137,6 +137,7 @@ class Trainer:
         self.input: TrainerInput | None = None
         self.validation_steps: int | None = None
         self._is_fitting = False
+        self._asks = True  # whether the loss can leave padding out
         self._told: set[str] = set()
 
     # The steps, which may be overridden.
@@ -283,6 +284,13 @@ class Trainer:
         )
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
+            if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
+                msg = (
+                    "fit: the trainer's state is used up: a step reused its memory. "
+                    "Give the trainer the state that the step returned, or "
+                    "trainer.state of the Trainer that trained it."
+                )
+                raise MeshLayoutError(msg)
             step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
@@ -441,7 +449,9 @@ class Trainer:
             data = dataset_of_rows(rows, batch_size or 0, layout, shuffle)
 
         def accepts(batch: Batch) -> bool:
-            self._pad = self._steps.take_weights(self.state, batch, train=trains)
+            if self._asks:
+                self._pad = self._steps.take_weights(self.state, batch, train=trains)
+                self._asks = False
             return self._pad
 
         step = "train_step" if trains else "eval_step"

@@ -47,11 +47,8 @@ class Callback:
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Called after each call of the train step, which may still be running.
 
-        Args:
-            trainer: The trainer.
-            step: The number of steps of the state so far.
-            metrics: The metrics of the epoch so far, on the device: reading a value
-                waits for it.
+        `step` is the number of steps of the state so far, and `metrics` are those of
+        the epoch so far, on the device: reading a value waits for it.
         """
 
     def on_validation_start(self, trainer: "Trainer") -> None:
@@ -63,12 +60,9 @@ class Callback:
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Called after an epoch and its validation.
+        """Called after an epoch and its validation; the history already has it.
 
-        Args:
-            trainer: The trainer, whose history already has the epoch.
-            epoch: The number of the epoch.
-            logs: Its values by name; names of validation values begin with `val_`.
+        `logs` are its values by name; names of validation values begin with `val_`.
         """
 
     def on_fit_end(self, trainer: "Trainer") -> None:

@@ -101,12 +101,7 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
 
     def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
-        """Saves, due or not, and waits for it.
-
-        Args:
-            trainer: The trainer.
-            metrics: The metrics of the epoch so far; None at its end.
-        """
+        """Saves, due or not, and waits for it; metrics are None at an epoch's end."""
         if self._saved_at != (trainer.position.step, metrics is None):
             self._save(trainer, metrics, force=True)
         self.checkpointer.wait()

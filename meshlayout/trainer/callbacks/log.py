@@ -69,8 +69,8 @@ class Log(Callback):
         """Opens the file."""
         if jax.process_index() != 0:
             return
-        is_resumed = trainer.input is not None and trainer.input.is_resumed
-        mode = "a+" if self._has_begun or is_resumed else "w+"
+        resumed = trainer.input is not None and trainer.input.is_resumed
+        mode = "a+" if self._has_begun or resumed else "w+"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._tensorboard is not None:  # a new file, beside those of other runs

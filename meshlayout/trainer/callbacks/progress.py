@@ -134,7 +134,7 @@ class Progress(Callback):
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
-        self._show_step(trainer.position)
+        self._show(trainer.position)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
@@ -145,19 +145,18 @@ class Progress(Callback):
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
-            seconds = time.perf_counter() - self._epoch_start_s
-            texts.append(f"  {self._rate_text(position, seconds)}")
-            self._show_step(position, "".join(texts))
+            rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
+            self._show(position, facts="".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self._show(trainer.position, 0, trainer.validation_steps, "validating  ")
+        self._show(trainer.position, 0, trainer.validation_steps)
 
     def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
         """Moves the bar, now and then."""
         if self._is_time_to_look():
-            self._show(trainer.position, step, trainer.validation_steps, "validating  ")
+            self._show(trainer.position, step, trainer.validation_steps)
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -198,18 +197,17 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show_step(self, position: TrainingPosition, facts: str = "") -> None:
-        done, total = position.step_in_epoch, position.steps_per_epoch
-        self._show(position, done, total, facts=facts)
-
     def _show(
         self,
         position: TrainingPosition,
-        done: int,
-        total: int | None,
-        doing: str = "",
+        validated: int | None = None,
+        total: int | None = None,
         facts: str = "",
     ) -> None:
+        """Shows the steps of the epoch, or of its validation."""
+        done, doing = validated or 0, "validating  "
+        if validated is None:
+            done, total, doing = position.step_in_epoch, position.steps_per_epoch, ""
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
             self._display.show(_title(position), done, total, f"{doing}{count}{facts}")
