@@ -254,7 +254,7 @@ def test_constrain_follows_the_map_in_force(mesh):
     traced = jax.jit(lambda x: ml.constrain(x * 2, "block/hidden"))
     x = jnp.ones((4, 3, 8))
     assert len(traced(x).devices()) == 1
-    with layouts.scope():
+    with ml.scope(layouts):
         assert ml.Layout.of(traced(x)) == mesh.layout("batch", None, "model")
         assert ml.Layout.of(ml.constrain(x, "hidden")) == mesh.layout(
             "batch", None, "model"
@@ -267,18 +267,18 @@ def test_constrain_follows_the_map_in_force(mesh):
 def test_a_map_that_changes_is_traced_again(mesh):
     layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)})
     traced = jax.jit(lambda x: ml.constrain(x * 2, "hidden"))
-    with layouts.scope():
+    with ml.scope(layouts):
         assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[batch]"
     del layouts["hidden"]
     layouts["hidden"] = ("model",)
-    with layouts.scope():
+    with ml.scope(layouts):
         assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[model]"
 
 
 def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
     rules = {"u": ml.Rule(("batch", ...), on_uneven="replicate")}
     with (
-        ml.LayoutMap(mesh, rules).scope(),
+        ml.scope(ml.LayoutMap(mesh, rules)),
         pytest.warns(ml.errors.LayoutWarning) as caught,
     ):
         ml.constrain(jnp.ones((3, 8)), "u")
@@ -289,7 +289,7 @@ def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
 
 
 def constrained(mesh, x):
-    with ml.LayoutMap(mesh, {"h": ("batch", ...)}).scope():
+    with ml.scope(ml.LayoutMap(mesh, {"h": ("batch", ...)})):
         return ml.constrain(x, "h")
 
 

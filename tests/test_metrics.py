@@ -411,10 +411,8 @@ def test_a_collection_can_be_copied_and_not_changed():
     found = fed(collection(), MASK)
     for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert copied.to_host() == found.to_host()
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match="cannot assign to field 'loss'"):
         found.loss = 3
-    wanted = "Metrics cannot be changed: make new ones instead of setting 'loss'."
-    assert str(error.value) == wanted
 
 
 def test_a_collection_shows_its_values():
@@ -637,7 +635,7 @@ REFUSED = [
         lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
             metrics.Metrics({"b": metrics.Mean()})
         ),
-        "two Metrics of different names do not merge: the second lack 'a' and the first lack 'b'.",
+        "Metrics of a do not merge with Metrics of b.",
     ),
     (
         lambda: metrics.Metrics({"a": 3}),

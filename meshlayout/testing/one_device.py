@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
@@ -58,11 +57,7 @@ def _map_without_rules(mesh: Mesh) -> LayoutMap:
 
 @contextlib.contextmanager
 def alone(mesh: Mesh) -> Iterator[None]:
-    """Replaces the active mesh by one of one device, and layout maps by none.
-
-    Args:
-        mesh: A mesh of one device.
-    """
+    """Makes a mesh of one device the mesh in force, and leaves layout maps no rules."""
     outer = _jax.concrete_mesh()
     with contextlib.ExitStack() as stack:
         if outer is not None:
@@ -76,31 +71,30 @@ def alone(mesh: Mesh) -> Iterator[None]:
 
 def to_one_device(tree: PyTree, mesh: Mesh) -> Any:
     """Copies the arrays of a tree to a mesh of one device; the rest is unchanged."""
-    return jax.tree.map(lambda leaf: _to_one_device(leaf, mesh), tree)
 
+    def move(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        values, layout = to_numpy(leaf), Layout([...], mesh)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
+        if isinstance(leaf.sharding, NamedSharding):
+            now = Layout.of(leaf)
+            layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
+        # The program depends on it, whether an array is weakly typed.
+        is_weak = jax.typeof(leaf).weak_type
+        with _jax.without_set_mesh():
+            return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
 
-def _to_one_device(leaf: Leaf, mesh: Mesh) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    values = to_numpy(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
-    layout = Layout([...], mesh)
-    if isinstance(leaf.sharding, NamedSharding):
-        now = Layout.of(leaf)
-        layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
-    # The program depends on it, whether an array is weakly typed.
-    is_weak = jax.typeof(leaf).weak_type
-    with _jax.without_set_mesh():
-        return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+    return jax.tree.map(move, tree)
 
 
 def copied(tree: PyTree) -> Any:
     """Copies the arrays of a tree, each on its own devices."""
-    return jax.tree.map(_copied, tree)
 
+    def copy(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
+            return _jax.put(leaf, leaf.sharding, may_alias=False)
+        return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
-def _copied(leaf: Leaf) -> Any:
-    if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
-        return _jax.put(leaf, leaf.sharding, may_alias=False)
-    return leaf.copy() if isinstance(leaf, (np.ndarray, jax.Array)) else leaf
+    return jax.tree.map(copy, tree)
