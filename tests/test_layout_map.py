@@ -670,6 +670,3 @@ def test_own_rules_win_over_those_that_were_generated(mesh):
         assert text(again, "a/kernel", 8, 8) == "[batch, unsharded]"
     code = eval(layouts.to_code(), {"ml": ml, "mesh": mesh})
     assert text(code, "a/kernel", 8, 8) == "[batch, unsharded]"
-
-
-# What a user may hand in.

@@ -802,10 +802,19 @@ def test_a_scanned_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
+        "few key heads",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpt", "tied", "mqa", "scanned", "fused", "translator", "moe")
+            for name in (
+                "llama",
+                "gpt",
+                "tied",
+                "mqa",
+                "scanned",
+                "fused",
+                "translator",
+                "moe",
+            )
         ),
     ],
 )
@@ -815,6 +824,7 @@ def test_gradients_are_those_of_one_device(mesh_2x4, name):
         "tied": functools.partial(pytrees.gpt, tied=True),
         "llama": pytrees.llama,
         "mqa": functools.partial(pytrees.llama, kv_heads=1),
+        "few key heads": functools.partial(pytrees.llama, kv_heads=2),
         "scanned": functools.partial(pytrees.llama, layers=2, scanned=True),
         "fused": functools.partial(pytrees.fused, order="heads three"),
         "translator": pytrees.translator,
