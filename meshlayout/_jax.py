@@ -546,14 +546,6 @@ def manual_axis_sizes() -> dict[str, int]:
     }
 
 
-def is_key(x: Leaf) -> bool:
-    """Returns whether a value is a single PRNG key, typed or as old-style words."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return not np.shape(x)
-    return dtype == np.uint32 and np.ndim(x) == 1
-
-
 def key_impl(dtype: DType) -> str:
     """Returns the name of the generator of a dtype of PRNG keys.
 
