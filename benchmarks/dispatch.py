@@ -7,9 +7,9 @@ the figures are medians over the windows, and ratios are medians of the ratios w
 a round.
 
 `python benchmarks/dispatch.py --train-step` prints CPU microseconds of a call of
-`make_train_step` and of `jax.jit` over its leaves, for the same program on one
-device, in many short windows in turn. The figures are the best of the windows, and
-their ratio: what other programs on the machine add, they add to one window or another.
+`make_train_step` and of `jax.jit` of the same function on the same pytrees, on one
+device, in many short windows in turn; and of loops that read the loss at each step. The
+times are the best of the windows, and ratios are medians of the ratios within a round.
 """
 
 import argparse
@@ -117,64 +117,74 @@ class Sum(nnx.Module):
         return x * sum(weight[...] for weight in self.weights)
 
 
-def as_words(leaves: list[Any]) -> list[Any]:
-    """Returns leaves with the last one, the PRNG key of a state, as its words."""
-    return [*leaves[:-1], jax.random.key_data(leaves[-1])]
-
-
-def as_keys(leaves: list[Any]) -> list[Any]:
-    """Returns leaves with the words of the key as the key."""
-    return [*leaves[:-1], jax.random.wrap_key_data(leaves[-1])]
-
-
-def train_step_call(way: str, size: int) -> Callable[[], Any]:
-    """Returns a call of a train step, or of `jax.jit` of it with flat leaves."""
+def train_step_calls(size: int) -> dict[str, Callable[[], Any]]:
+    """Returns calls of a train step, and of `jax.jit` on the same pytrees."""
     mesh = ml.create_mesh({"batch": 1})
-    layouts = ml.LayoutMap(mesh)
-    state = ml.TrainState.create(lambda: Sum(size), optax.adam(1e-3), layouts)
     batch = ml.arrays.zeros(8, mesh.layout("batch"))
+    start = ml.TrainState.create(
+        lambda: Sum(size), optax.adam(1e-3), ml.LayoutMap(mesh)
+    )
     train_step = ml.make_train_step(lambda model, batch: jnp.square(model(batch)))
-    held: list[Any] = [state, None]
-    step: Any = train_step
-    if way == "raw":
-        held[:] = train_step(state, batch)
-        treedefs = [jax.tree.structure(tree) for tree in held]
 
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(leaves: Any, batch: Any, metrics: Any) -> Any:
-            trees = zip(treedefs, (as_keys(leaves), metrics), strict=True)
-            state, metrics = (treedef.unflatten(tree) for treedef, tree in trees)
-            state, metrics = train_step(state, batch, metrics)
-            return as_words(jax.tree.leaves(state)), jax.tree.leaves(metrics)
+    def step(state: Any, batch: Any, metrics: Any) -> Any:
+        return train_step(state, batch, metrics)
 
-        held = [as_words(jax.tree.leaves(held[0])), jax.tree.leaves(held[1])]
+    def step_and_loss(state: Any, batch: Any) -> Any:
+        state, metrics = train_step(state, batch)
+        return state, metrics["loss"]
 
-    def call() -> Any:
-        held[:] = step(held[0], batch, held[1])
-        return held[1]
+    def chained(step: Callable[..., Any]) -> Callable[[], Any]:
+        held = [*train_step(jax.tree.map(jnp.copy, start), batch)]
 
-    return call
+        def call() -> Any:
+            held[:] = step(held[0], batch, held[1])
+            return held[1]
+
+        return call
+
+    def reading(step: Callable[..., Any], read: Callable[[Any], Any]) -> Any:
+        held = [jax.tree.map(jnp.copy, start)]
+
+        def call() -> Any:
+            held[0], result = step(held[0], batch)
+            return float(read(result))
+
+        return call
+
+    raw, raw_loss = (jax.jit(x, donate_argnums=0) for x in (step, step_and_loss))
+    return {
+        "jax.jit": chained(raw),
+        "compile_step": chained(ml.compile_step(step)),
+        "train step": chained(train_step),
+        "jax.jit, loss read": reading(raw_loss, lambda loss: loss),
+        "train step, loss read": reading(train_step, lambda metrics: metrics["loss"]),
+    }
 
 
 def compare_train_steps() -> None:
-    """Measures both ways in turn, and prints a table."""
-    print("| parameters | raw us | train step us | ratio |\n|---|---|---|---|")
+    """Measures all ways in turn, and prints a table."""
+    print("| parameters | way | CPU us a call | ratio |\n|---|---|---|---|")
     for size in (4, 70):
-        calls = [train_step_call(way, size) for way in ("raw", "train-step")]
-        for call in calls:
+        calls = train_step_calls(size)
+        for call in calls.values():
             cpu_window(call)
-        rounds = [[cpu_window(call) for call in calls] for _ in range(101)]
-        raw, step = map(min, zip(*rounds, strict=True))
-        print(f"| {size} | {raw:.1f} | {step:.1f} | {step / raw:.2f} |")
+        rounds = [
+            {way: cpu_window(call) for way, call in calls.items()} for _ in range(41)
+        ]
+        for way in calls:
+            raw = "jax.jit, loss read" if "read" in way else "jax.jit"
+            best = min(one[way] for one in rounds)
+            ratio = statistics.median(one[way] / one[raw] for one in rounds)
+            print(f"| {size} | {way} | {best:.1f} | {ratio:.2f} |")
 
 
 def cpu_window(call: Callable[[], Any]) -> float:
-    """Returns CPU microseconds a call of the calling thread."""
+    """Returns CPU microseconds a call."""
     jax.block_until_ready(call())
-    start = time.thread_time()
+    start = time.process_time()
     for _ in range(100):
         call()
-    return (time.thread_time() - start) / 100 * 1e6
+    return (time.process_time() - start) / 100 * 1e6
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def on_a_mesh() -> list[float]:
     mesh = ml.create_mesh({"batch": 2, "model": 4})  # mesh
     tokens, _ = next(batches())  # mesh
     layouts = ml.parallel.tensor_parallel(mesh, new_model, tokens)  # mesh
-    with layouts.scope():  # mesh
+    with ml.scope(layouts):  # mesh
         model = new_model()
         optimizer = new_optimizer(model)
     losses = []

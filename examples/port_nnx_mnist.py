@@ -101,7 +101,7 @@ def on_a_mesh() -> list[float]:
     mesh = ml.create_mesh({"batch": 2, "model": 4})  # mesh
     rules = {"linear1/kernel": (None, "model"), "linear1/bias": ("model",)}  # mesh
     rules["linear2/kernel"] = ("model", None)  # mesh
-    with ml.LayoutMap(mesh, rules).scope():  # mesh
+    with ml.scope(ml.LayoutMap(mesh, rules)):  # mesh
         model = CNN(rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param)
         metrics = nnx.MultiMetric(

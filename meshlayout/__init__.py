@@ -33,6 +33,7 @@ _NAMES = {
     "pictures": ("visualize",),
     "state": (
         *("PrecisionPolicy", "TrainState", "create", "describe", "optimizer_by_path"),
+        "scope",
     ),
     "step": (
         *("compile_step", "make_eval_step", "make_predict_step", "make_train_step"),
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
         create as create,
         describe as describe,
         optimizer_by_path as optimizer_by_path,
+        scope as scope,
     )
     from meshlayout.step import (
         compile_step as compile_step,

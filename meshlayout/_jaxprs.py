@@ -8,24 +8,16 @@ set the mesh that the builder was traced under, and jit would change bits.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import core as jax_core
-from jax._src.interpreters import mlir
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.sharding import NamedSharding
 
 from meshlayout._annotations import Equation
 from meshlayout._jax import is_explicit, no_mesh
 from meshlayout._patches import SharedPatches
-
-
-try:
-    from jax._src.random import threefry2x32 as threefry
-except ImportError:  # jax 0.7
-    from jax._src import prng as threefry
 
 
 def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
@@ -45,19 +37,6 @@ def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
     with eqn.ctx.manager, no_mesh():
         results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
-    """Compiles for CPUs so that random numbers take no memory besides their own.
-
-    On CPUs, JAX lowers the rounds of threefry to a loop, which holds three arrays for
-    each one that it makes. Without the loop, as on other platforms, they are one fused
-    operation: the same integers, faster. If JAX lowers it in another way, creating a
-    state takes more memory, and tests/test_create.py notices.
-    """
-    rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
-    options = mlir.LoweringParameters(override_lowering_rules=rules)
-    return jitted.trace(*operands).lower(_private_parameters=options).compile()
 
 
 # Flax asks every value of a Variable for its sharding. For a traced value, JAX answers

@@ -128,7 +128,7 @@ def jitted_constant(index):
 
 
 def in_scope(rules, seed):
-    with rules.scope():
+    with ml.scope(rules):
         linear(seed)
 
 

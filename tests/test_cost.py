@@ -230,5 +230,5 @@ def test_reports_refuse_what_a_call_would(mesh, name):
     for value, place in itertools.product(bad, (0, 1)):
         arguments = [state, {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}]
         arguments[place] = value
-        with pytest.raises(ml.MeshLayoutError):
+        with pytest.raises((ml.MeshLayoutError, TypeError)):  # JAX names a text
             getattr(step, name)(*arguments)

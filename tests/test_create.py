@@ -1,7 +1,6 @@
 """States born sharded: the same bits as without a mesh, and never whole on a device."""
 
 import gc
-import re
 import time
 from typing import Any
 
@@ -18,7 +17,6 @@ from jax.sharding import AxisType
 
 import meshlayout as ml
 from meshlayout.state import operations
-from models.convnet import ConvNet, LinenConvNet
 from models.mlp import MLP, LinenMLP
 from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
@@ -31,7 +29,7 @@ MESHES = {
     "8": lambda: ml.create_mesh({"model": 8}),
     "2x4": lambda: ml.create_mesh({"batch": 2, "model": 4}),
     "2x2x2": lambda: ml.create_mesh({"batch": 2, "fsdp": 2, "model": 2}),
-    "1": lambda: ml.create_mesh({"model": 1}, devices=jax.devices()[3:4]),
+    "3": lambda: ml.create_mesh({"model": 3}, devices=jax.devices()[:3]),
     "last 4": lambda: ml.create_mesh(
         {"batch": 2, "model": 2}, devices=jax.devices()[4:]
     ),
@@ -69,16 +67,6 @@ def maps(mesh):
     }
 
 
-# Which maps are tried on which mesh: each pair of them costs many compilations.
-TRIED = {
-    "8": ("all on the last", "first"),
-    "2x4": ("first", "last", "replicated"),
-    "2x2x2": ("all on the first", "all on the last"),
-    "1": ("last",),
-    "last 4": ("all on the last",),
-}
-
-
 class Block(nnx.Module):
     def __init__(self, features, *, rngs):
         self.norm = nnx.LayerNorm(features, rngs=rngs)
@@ -104,39 +92,6 @@ class Everything(nnx.Module):
         self.lstm = nnx.LSTMCell(32, 16, rngs=rngs)
         self.name = "everything"
         self.sizes = (1, 2, 3)
-
-
-class Expressions(nnx.Module):
-    """Parameters that a compiler would like to fuse."""
-
-    def __init__(self, *, rngs):
-        a = jax.random.normal(rngs.params(), (64, 48))
-        b = jax.random.uniform(rngs.params(), (64, 48), minval=-3.0)
-        self.fused = nnx.Param(a * b + 0.1)
-        self.chained = nnx.Param((a * 1.7 + b) * 0.3 - a / 3.0)
-        self.sin = nnx.Param(jnp.sin(a) * jnp.exp(b) / jnp.sqrt(48.0))
-        self.shuffled = nnx.Param(jax.random.permutation(rngs.params(), a))
-        self.sum = nnx.Param(a.sum(axis=0))
-        self.product = nnx.Param(a @ b.T)
-        self.mean = nnx.Param((a - a.mean(0, keepdims=True)) / a.std())
-        self.orthogonal = nnx.Param(
-            jax.nn.initializers.orthogonal()(rngs.params(), (64, 32))
-        )
-        self.truncated = nnx.Param(
-            jax.nn.initializers.truncated_normal(0.02)(rngs.params(), (32, 64))
-        )
-        self.he = nnx.Param(jax.nn.initializers.he_normal()(rngs.params(), (128, 64)))
-        self.categorical = nnx.Variable(
-            jax.random.categorical(rngs.params(), a, axis=-1)
-        )
-        self.bernoulli = nnx.Variable(jax.random.bernoulli(rngs.params(), 0.3, (64,)))
-        self.cumulative = nnx.Variable(jnp.cumsum(a, axis=0))
-        self.sorted = nnx.Variable(jnp.sort(a, axis=0))
-        self.angles = nnx.Variable(
-            jnp.outer(jnp.arange(64), 1.0 / 10000 ** (jnp.arange(0, 32, 2) / 32))
-        )
-        self.mask = nnx.Variable(jnp.tril(jnp.ones((64, 64), bool)))
-        self.table = nnx.Variable(jnp.linspace(-1, 1, 64)[jnp.arange(64) % 7])
 
 
 class Stacked(nnx.Module):
@@ -209,16 +164,8 @@ def optimizer_state():
 
 
 BUILDERS = {
-    "mlp": lambda: MLP(rngs=nnx.Rngs(1)),
-    "convnet": lambda: ConvNet(rngs=nnx.Rngs(2)),
-    "conv": lambda: nnx.Conv(3, 16, (3, 3), rngs=nnx.Rngs(2)),
     "everything": lambda: Everything(rngs=nnx.Rngs(0)),
-    "expressions": lambda: Expressions(rngs=nnx.Rngs(params=5, dropout=7)),
     "stacked": lambda: Stacked(rngs=nnx.Rngs(0)),
-    "linen mlp": lambda: LinenMLP().init(jax.random.key(0), jnp.ones((1, 28, 28, 1))),
-    "linen convnet": lambda: LinenConvNet().init(
-        jax.random.key(0), jnp.ones((1, 28, 28, 1))
-    ),
     "linen everything": lambda: LinenEverything().init(
         jax.random.key(4), jnp.ones((2, 4))
     ),
@@ -232,38 +179,20 @@ BUILDERS = {
 }
 
 
-# What `make test` tries: every builder, every mesh and every map, and not all of their
-# combinations.
-SOON = {
-    ("8", "all on the last"): ("conv", "pytree", "optimizer"),
-    ("8", "first"): ("everything", "linen everything"),
-    ("2x4", "first"): ("pair",),
-    ("2x4", "last"): ("pair",),
-    ("2x4", "replicated"): ("pair",),
-    ("2x2x2", "all on the first"): ("one array",),
-    ("2x2x2", "all on the last"): ("pair",),
-    ("1", "last"): ("one array",),
-    ("last 4", "all on the last"): ("one array",),
-}
-# Linen's and NNX's make the same arrays; the expressions compile for long, and so do the
-# stacked layers, of which test_scope has some.
-SLOW_ALONE = (
-    *("mlp", "linen mlp", "convnet", "linen convnet"),
-    *("expressions", "stacked"),
-)
-
-
+# Every builder, every mesh and every map, and not all of their combinations: each costs
+# many compilations.
 @pytest.mark.parametrize(
     ("mesh_name", "kind", "name"),
     [
-        pytest.param(
-            *(mesh_name, kind, name),
-            marks=[pytest.mark.slow] * (name not in SOON[mesh_name, kind]),
-            id=f"{name}-{mesh_name}-{kind}",
-        )
-        for name in BUILDERS
-        for mesh_name, kinds in TRIED.items()
-        for kind in kinds
+        ("8", "first", "everything"),
+        ("8", "first", "linen everything"),
+        ("8", "all on the last", "pytree"),
+        ("8", "all on the last", "optimizer"),
+        ("2x4", "last", "pair"),
+        ("2x4", "replicated", "pair"),
+        ("2x2x2", "all on the first", "one array"),
+        ("last 4", "all on the last", "pair"),
+        pytest.param("2x4", "last", "stacked", marks=pytest.mark.slow),
     ],
 )
 def test_every_array_has_the_maps_layout_and_the_bits_of_building_without_a_mesh(
@@ -274,17 +203,42 @@ def test_every_array_has_the_maps_layout_and_the_bits_of_building_without_a_mesh
     made = ml.create(BUILDERS[name], layouts)
     assert_same_bits(made, expected)
     sharded = assert_lies(made, layouts.resolve(expected).layouts)
-    is_split = kind != "replicated" and mesh_name != "1"
-    assert (sharded > 0) == is_split
-    assert sharded > 3 or not is_split or name not in LARGE
+    assert (sharded > 0) == (kind != "replicated")
 
 
-def test_every_builder_is_tried_soon():
-    assert {*BUILDERS} == {*SLOW_ALONE}.union(*SOON.values())
-    assert {*SOON} == {(mesh, kind) for mesh in TRIED for kind in TRIED[mesh]}
+INITIALIZERS = {
+    name: getattr(jax.nn.initializers, name)()
+    for name in (
+        *("normal", "uniform", "truncated_normal", "orthogonal", "delta_orthogonal"),
+        *("lecun_normal", "lecun_uniform", "glorot_normal", "glorot_uniform"),
+        *("he_normal", "he_uniform"),
+    )
+} | {
+    "zeros": jax.nn.initializers.zeros,
+    "constant": jax.nn.initializers.constant(0.3),
+    "scaled": jax.nn.initializers.variance_scaling(2.0, "fan_avg", "uniform"),
+}
+# Alike, so that what they have in common compiles once.
+ODD = [
+    ("2x4", (3, 24, 7), (None, ("batch", "model"), None), "float32"),
+    ("3", (5, 11, 33), (None, None, "model"), "bfloat16"),
+]
 
 
-LARGE = ("convnet", "linen everything", "stacked", "pytree")
+@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize(("mesh_name", "shape", "spec", "dtype"), ODD)
+def test_every_initializer_has_its_bits_in_odd_shapes(
+    name, mesh_name, shape, spec, dtype
+):
+    """Flax's are these, too."""
+    if "orthogonal" in name:  # QR is of float32
+        shape, dtype = (3, 8, 24) if mesh_name == "2x4" else (3, 5, 33), "float32"
+
+    def build():
+        return INITIALIZERS[name](jax.random.key(1), shape, jnp.dtype(dtype))
+
+    layouts = ml.LayoutMap(MESHES[mesh_name](), default=spec)
+    assert_same_bits(ml.create(build, layouts), build())
 
 
 def assert_lies(made, layouts):
@@ -304,62 +258,6 @@ def assert_lies(made, layouts):
 
 # No leaf is ever whole on a device.
 
-LAYERS, WIDTH = 32, 256
-
-
-class Tower(nnx.Module):
-    def __init__(self, *, rngs):
-        self.layers = module_list(
-            [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
-        )
-
-
-def test_making_a_model_takes_little_more_than_its_shards():
-    mesh = ml.create_mesh({"model": 8})
-    layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
-    plan = ml.describe(lambda: Tower(rngs=nnx.Rngs(0)), layouts)
-    memory = plan.memory()
-    whole = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-    assert memory.state_bytes == whole // 8
-    assert memory.peak_bytes <= 1.1 * memory.state_bytes
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [pytest.param(("model", None), marks=pytest.mark.slow), (None, "model")],
-)
-def test_a_train_state_takes_little_more_than_its_shards(spec):
-    mesh = ml.create_mesh({"model": 8})
-    layouts = ml.LayoutMap(mesh, {"kernel": spec, "bias": ("model",)})
-    plan = ml.TrainState.describe(
-        lambda: Tower(rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
-    )
-    memory = plan.memory()
-    assert memory.state_bytes <= 3 * LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // 8 + 64
-    assert memory.peak_bytes <= 1.1 * memory.state_bytes
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nnx.Embed(2048, 512, rngs=nnx.Rngs(0)),
-        lambda: nnx.Conv(64, 256, (3, 3), rngs=nnx.Rngs(0)),
-        lambda: jax.random.truncated_normal(jax.random.key(0), -2, 2, (512, 1024)),
-    ],
-)
-def test_one_large_leaf_takes_no_more_than_its_shards_either(build):
-    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {".*": (..., "model")})
-    memory = ml.describe(build, layouts).memory()
-    assert memory.peak_bytes <= 1.1 * memory.state_bytes
-
-
-def test_a_leaf_that_is_moved_into_its_layout_takes_two_of_its_shards():
-    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {".*": (..., "model")})
-    memory = ml.describe(
-        lambda: nnx.LinearGeneral(512, (4, 256), rngs=nnx.Rngs(0)), layouts
-    ).memory()
-    assert memory.peak_bytes <= 2.1 * memory.state_bytes
-
 
 def lecun(seed, shape=(512, 512)):
     return nnx.initializers.lecun_normal()(jax.random.key(seed), shape)
@@ -368,63 +266,38 @@ def lecun(seed, shape=(512, 512)):
 @pytest.mark.parametrize(
     ("build", "spec"),
     [
+        (lambda: nnx.Embed(2048, 512, rngs=nnx.Rngs(0)), (..., "model")),
+        (lambda: nnx.Conv(64, 256, (3, 3), rngs=nnx.Rngs(0)), (..., "model")),
+        # Moved into its layout at the end.
+        (lambda: nnx.LinearGeneral(512, (4, 256), rngs=nnx.Rngs(0)), (..., "model")),
+        # Parts that are joined are cut as the whole will be.
         (lambda: jnp.stack([lecun(n) for n in range(4)]), (None, None, "model")),
         (lambda: jnp.concatenate([lecun(0), lecun(1)]), ("model", None)),
-        pytest.param(
-            lambda: jnp.concatenate([lecun(0), lecun(1)], 1),
-            (None, "model"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda: lecun(0, (512, 1024)).T, ("model", None), marks=pytest.mark.slow
-        ),
         (lambda: lecun(0).reshape(8, 64, 512), (None, None, "model")),
     ],
 )
-def test_parts_that_are_joined_are_cut_as_the_whole_will_be(build, spec):
-    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), default=spec)
-    memory = ml.describe(build, layouts).memory()
-    assert memory.peak_bytes <= 2.1 * memory.state_bytes
-
-
-def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
-    """Reads the compiled programs themselves, apart from the library's accounting."""
+def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch, build, spec):
+    """Reads the compiled programs themselves."""
     programs = []
+    compile_operation = operations._compile.__wrapped__
 
-    compile_operation = operations._compile
-
-    def recorded(key):
-        programs.append(compile_operation(key))
+    def recorded(operation):
+        programs.append(compile_operation(operation))
         return programs[-1]
 
     monkeypatch.setattr(operations, "_compile", recorded)
     mesh = ml.create_mesh({"model": 8})
-    layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
-
-    def build():
-        rngs = nnx.Rngs(0)
-        return {
-            "dense": nnx.Linear(256, 768, rngs=rngs),
-            "embed": nnx.Embed(1536, 512, rngs=rngs),
-            "ones": nnx.Param(jnp.ones((384, 640))),
-            "uniform": nnx.Param(jax.random.uniform(rngs(), (640, 896))),
-        }
-
-    ml.create(build, layouts)
-    assert len(programs) > 10
-    leaves = [(256, 768), (1536, 512), (384, 640), (640, 896)]
-    shards = {rows * columns * 4 // 8 for rows, columns in leaves}
-    seen = set()
+    layouts = ml.LayoutMap(mesh, default=spec, on_uneven="replicate")
+    made = ml.create(build, layouts)
+    leaves = [leaf for leaf in jax.tree.leaves(plain(made)) if leaf.size > 4096]
+    largest = max(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    assert programs
     for program in programs:
-        for shape in re.findall(r"\w+\[([\d,]+)\]", program.as_text()):
-            dims = tuple(map(int, shape.split(",")))
-            assert dims not in leaves
         analysis = program.memory_analysis()
-        made = analysis.output_size_in_bytes
-        assert analysis.temp_size_in_bytes <= 4096
-        assert analysis.argument_size_in_bytes <= made + 4096
-        seen.update(shards.intersection({made}))
-    assert seen == shards
+        # On CPUs, JAX draws random numbers in a loop that holds three arrays.
+        assert analysis.output_size_in_bytes <= largest
+        assert analysis.temp_size_in_bytes <= 4 * largest
+        assert analysis.argument_size_in_bytes <= 2 * largest + 4096
 
 
 def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
@@ -459,14 +332,6 @@ def test_an_abstract_state_has_the_dtypes_of_the_state(mesh_2x4):
             assert one.sharding == other.sharding
         else:
             assert one == other
-
-
-def test_memory_counts_arrays_that_exist_already(mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4, {"a": ("model",)})
-    plan = ml.describe(lambda: {"a": np.ones(8), "b": jnp.ones(4), "n": 3}, layouts)
-    assert plan.memory().state_bytes == 2 * 4 + 4 * 4
-    empty = ml.describe(lambda: None, ml.LayoutMap(mesh_2x4))
-    assert empty.memory().state_bytes == 0
 
 
 # What a state shares with nothing else, and what it keeps.
@@ -595,104 +460,18 @@ def test_values_do_not_depend_on_the_context(mesh_2x4, context):
     assert ml.Layout.of(made.kernel[...]) == mesh_2x4.layout("batch", "model")
 
 
-@pytest.mark.slow
-def test_values_without_jit_are_those_of_building_without_jit(mesh_2x4):
-    layouts = ml.LayoutMap(mesh_2x4, {"kernel": ("batch", "model")})
-    with jax.disable_jit():
-        made = ml.create(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), layouts)
-        assert_same_bits(made, nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
-
-
-BROADCASTS = {
-    "unit columns": lambda x: x / jnp.linalg.norm(x, axis=0, keepdims=True),
-    "by the first": lambda x: x / jnp.abs(x[:1]),
-    "softmax": lambda x: jax.nn.softmax(x, 0),
-    "standardised": lambda x: (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True),
-}
-
-
-# Two of them with one shape soon, and all of them with all in test-all.
-BROADCAST_SHAPES = [(8, 16), (8, 256), (8, 16, 64), (8, 32768)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=[pytest.mark.slow] * (number != 2 * kind))
-        for number, name in enumerate(BROADCASTS)
-        for kind, shape in enumerate(BROADCAST_SHAPES)
-    ],
-)
-def test_dividing_by_a_broadcast_array_keeps_its_bits(name, shape):
-    def build():
-        return BROADCASTS[name](jax.random.normal(jax.random.key(0), shape))
-
-    expected = build()
-    mesh = ml.create_mesh({"batch": 2, "model": 4})
-    for spec in ((("batch", "model"), ...), ("model", ...), (..., "model")):
-        layouts = ml.LayoutMap(mesh, default=spec)
-        assert_same_bits(ml.create(build, layouts), expected)
-
-
-def wavy(x):
-    return jnp.sin(x) * 3.1 + x
-
-
-def own_jvp(x):
-    return jnp.exp(x) * 0.3 - x
-
-
-own_jvp = jax.custom_jvp(own_jvp)
-own_jvp.defjvp(lambda primals, tangents: (own_jvp(*primals), tangents[0]))
-own_vjp = jax.custom_vjp(lambda x: jnp.cos(x) / 3.0 + x)
-own_vjp.defvjp(lambda x: (own_vjp(x), None), lambda _, g: (g,))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(jax.checkpoint(wavy), marks=pytest.mark.slow),
-        pytest.param(own_jvp, marks=pytest.mark.slow),
-        pytest.param(own_vjp, marks=pytest.mark.slow),
-        # All three of them.
-        lambda x: jax.checkpoint(lambda y: own_jvp(own_vjp(y)) + wavy(y))(x),
-        jax.checkpoint(lambda x: x),
-        lambda x: jax.checkpoint(lambda _: 2.5)(x) * x,
-    ],
-)
-def test_bodies_that_jax_runs_one_by_one_keep_their_bits(mesh_2x4, function):
-    def build():
-        return function(jax.random.normal(jax.random.key(0), (8, 24)))
-
-    for layouts in (
-        ml.LayoutMap(mesh_2x4),
-        ml.LayoutMap(mesh_2x4, default=("model", None)),
-    ):
-        assert_same_bits(ml.create(build, layouts), build())
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((1024, 1024), marks=pytest.mark.slow),
-        (64, 4096),
-        pytest.param((16, 128, 128), marks=pytest.mark.slow),
-    ],
-)
-def test_large_random_leaves_have_the_bits_of_the_whole(shape):
+@pytest.mark.parametrize("spec", [("model", ...), (..., "model")])
+def test_large_random_leaves_have_the_bits_of_the_whole(spec):
     def build():
         keys = [jax.random.key(n) for n in range(3)]
         return {
-            "normal": jax.random.normal(keys[0], shape),
-            "uniform": jax.random.uniform(keys[1], shape),
-            "truncated": jax.random.truncated_normal(keys[2], -2, 2, shape),
+            "normal": jax.random.normal(keys[0], (64, 4096)),
+            "uniform": jax.random.uniform(keys[1], (64, 4096)),
+            "truncated": jax.random.truncated_normal(keys[2], -2, 2, (64, 4096)),
         }
 
-    expected = build()
-    mesh = ml.create_mesh({"model": 8})
-    for spec in (("model", ...), (..., "model")):
-        layouts = ml.LayoutMap(mesh, default=spec)
-        assert_same_bits(ml.create(build, layouts), expected)
+    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), default=spec)
+    assert_same_bits(ml.create(build, layouts), build())
 
 
 def test_what_was_made_is_what_flax_makes(mesh_2x4):
@@ -720,15 +499,12 @@ def test_64_bit_values_stay_so(mesh_2x4):
 
 
 @pytest.mark.parametrize(
-    "name", ["pair", pytest.param("expressions", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
     "types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)]
 )
-def test_explicit_axes_change_no_bits(types, name):
+def test_explicit_axes_change_no_bits(types):
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
     layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")
-    assert_same_bits(ml.create(BUILDERS[name], layouts), BUILDERS[name]())
+    assert_same_bits(ml.create(BUILDERS["pair"], layouts), BUILDERS["pair"]())
 
 
 # What is refused, and how.
@@ -869,7 +645,7 @@ def test_random_numbers_from_outside_are_refused():
     assert str(error.value).startswith(
         "the builder changes an NNX object that was made outside of it, such as "
         "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), layouts); "
-        "or build inside layouts.scope(). ("
+        "or, inside ml.scope(layouts), give it as an argument. ("
     )
 
 

@@ -336,6 +336,11 @@ def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
     forgotten = functools.partial(step, summed=False)
     with pytest.raises(StrategyError, match=r"kernel(.|\n)*all_reduce"):
         two.run(forgotten, (state, split(two, x)))
+    descended = lambda params, x: optax.apply_updates(  # noqa: E731
+        params, jax.grad(lambda params: model.apply(params, x).sum())(params)
+    )
+    with pytest.raises(StrategyError, match="kernel"):
+        two.run(descended, (params, split(two, x)))
     # Gradients may differ, as in TensorFlow, though they look like the parameters.
     ones = {"w": jnp.ones(4)}
     grads = two.run(jax.grad(lambda p, x: (x @ p["w"]).sum()), (ones, split(two, x)))

@@ -68,14 +68,19 @@ def read(strategy):
         return mine
 
     of_function = strategy.distribute_datasets_from_function(dataset_fn)
-    own = np.arange(2 + 5 * here, dtype=np.int32)
-    own = strategy.distribute_dataset(own, BATCH, per_process=True)
+    rows = np.arange(12, dtype=np.int32)
+    own = strategy.distribute_dataset(rows[: 2 + 5 * here], BATCH, per_process=True)
+    evenly = strategy.distribute_dataset(rows, BATCH)
+    own_evenly = rows[6 * here : 6 * here + 6]
+    own_evenly = strategy.distribute_dataset(own_evenly, BATCH, per_process=True)
     ids = strategy.distribute_values_from_function(
         lambda context: np.full(2, context.replica_id_in_sync_group, np.int32)
     )
     return {
         "function": batches_of(of_function),
         "own rows": batches_of(own),
+        "evenly": batches_of(evenly),
+        "own, evenly": batches_of(own_evenly),
         "repr": repr(ids),
         "gathered": strategy.gather(ids, axis=0).tolist(),
         "largest": int(strategy.reduce("MAX", ids, axis=0)),
@@ -136,6 +141,20 @@ def test_several_workers_compute_what_one_process_does(results):
             [
                 [[[0, 1], [], [0, 1], [2, 3]], True, 7],
                 [[[], [], [4, 5], [6]], True, 15],
+            ],
+        ),
+        (
+            "evenly",
+            [
+                [[[0, 1], [2, 3], [4, 5], [6, 7]], False, 28],
+                [[[8], [9], [10], [11]], False, 38],
+            ],
+        ),
+        (
+            "own, evenly",
+            [
+                [[[0, 1], [2, 3], [6, 7], [8, 9]], False, 36],
+                [[[4], [5], [10], [11]], False, 30],
             ],
         ),
     ],

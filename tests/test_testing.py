@@ -171,7 +171,7 @@ def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
 def test_a_layout_map_in_force_is_not_in_the_way(mesh):
     layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
     state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
-    with layouts.scope():
+    with ml.scope(layouts):
         testing.verify(
             lambda s, b: (s + ml.constrain(b, "rows").sum(), None), state, batch
         )

@@ -244,13 +244,6 @@ def test_a_described_state_has_every_layout_and_no_memory():
     ):
         assert isinstance(one, jax.ShapeDtypeStruct)
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    per_device = sum(
-        leaf.addressable_shards[0].data.nbytes
-        for leaf in jax.tree.leaves(made)
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
-    keys = 2 * 8  # two threefry keys: the state's and the dropout's
-    assert plan.memory().state_bytes == per_device + keys
 
 
 def test_its_text_shows_paths_arrays_and_layouts(make):
@@ -346,19 +339,15 @@ REFUSED = [
     ),
     (
         lambda: create(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
-        "TrainState.create: the Dropout has no parameters to train: none of its "
-        "variables is an nnx.Param. Use create(build, layouts) for it.",
-    ),
-    (
-        lambda: create(dict, module=LINEN),
-        "TrainState.create: the builder's variables have the collections [], and no "
-        "parameters in 'params'. Return what module.init(key, sample) returns.",
+        "TrainState.create: the model has no parameters to train: no nnx.Param, or "
+        "nothing in Linen's collection 'params'. Return what module.init(key, sample) "
+        "returns, or use create(build, layouts).",
     ),
     (
         lambda: create(lambda: {"params": {}, "batch_stats": {}}, module=LINEN),
-        "TrainState.create: the builder's variables have the collections "
-        "['batch_stats', 'params'], and no parameters in 'params'. Return what "
-        "module.init(key, sample) returns.",
+        "TrainState.create: the model has no parameters to train: no nnx.Param, or "
+        "nothing in Linen's collection 'params'. Return what module.init(key, sample) "
+        "returns, or use create(build, layouts).",
     ),
     (
         lambda: create(Net(rngs=nnx.Rngs(0))),
@@ -386,23 +375,6 @@ REFUSED = [
         "TrainState.create(build, optax.adam(1e-3), layouts).",
     ),
     (
-        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=0.5),
-        "TrainState.create: rng must be a seed or a PRNG key, got 0.5. Write rng=0 or "
-        "rng=jax.random.key(0).",
-    ),
-    (
-        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=True),
-        "TrainState.create: rng must be a seed or a PRNG key, got True. Write rng=0 or "
-        "rng=jax.random.key(0).",
-    ),
-    (
-        lambda: create(
-            lambda: Net(rngs=nnx.Rngs(0)), rng=jax.random.split(jax.random.key(0))
-        ),
-        "TrainState.create: rng must be a seed or a PRNG key, got an array of shape "
-        "(2,). Write rng=0 or rng=jax.random.key(0).",
-    ),
-    (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), module=LINEN),
         "TrainState.create: module= is for Linen: a Linen module, with a builder that "
         "returns what module.init(key, sample) returns. Got a LinenNet, and a builder "
@@ -418,9 +390,9 @@ REFUSED = [
         lambda: create(
             lambda: LINEN.init(jax.random.key(0), X)["params"], module=LINEN
         ),
-        "TrainState.create: the builder's variables have the collections ['hidden', "
-        "'norm', 'output'], and no parameters in 'params'. Return what "
-        "module.init(key, sample) returns.",
+        "TrainState.create: the model has no parameters to train: no nnx.Param, or "
+        "nothing in Linen's collection 'params'. Return what module.init(key, sample) "
+        "returns, or use create(build, layouts).",
     ),
     (
         lambda: ml.TrainState.create(lambda: Net(rngs=nnx.Rngs(0)), ADAM, RULES),
@@ -428,31 +400,24 @@ REFUSED = [
         "replicate everything, give LayoutMap(mesh).",
     ),
     (
-        lambda: nnx_state().replace(parms={}),
-        "a TrainState has no field 'parms'; it has 'params', 'opt_state', "
-        "'model_state', 'step', 'rng', 'extra', 'program'. Did you mean 'params'?",
-    ),
-    (
         lambda: with_missing_gradient(nnx_state()),
-        "the gradients and state.params differ in structure or shapes; missing: "
-        "output/bias, output/kernel; not in it: extra/w. Pass what was derived from "
-        "state.params, unchanged.",
+        "the gradients and state.params differ in structure or shapes: extra/w, "
+        "output/bias, output/kernel. Pass what was derived from state.params, unchanged.",
     ),
     (
         lambda: nnx_state().apply_gradients(
             jax.tree.map(lambda x: x[:1], nnx_state().params)
         ),
-        "the gradients and state.params differ in structure or shapes; hidden/bias is "
-        "[1] and not [16]; hidden/kernel is [1, 16] and not [8, 16]; norm/bias is [1] "
-        "and not [16]. Pass what was derived from state.params, unchanged.",
+        "the gradients and state.params differ in structure or shapes: hidden/bias, "
+        "hidden/kernel, norm/bias. Pass what was derived from state.params, unchanged.",
     ),
     (
         lambda: nnx_state().apply_gradients(
             nnx_state().params, model=nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         ),
-        "the model's state and state.model_state differ in structure or shapes; "
-        "missing: dropout/rngs/count, dropout/rngs/key, norm/mean, norm/var. Pass what "
-        "was derived from state.model_state, unchanged.",
+        "the model's state and state.model_state differ in structure or shapes: "
+        "dropout/rngs/count, dropout/rngs/key, norm/mean. Pass what was derived from "
+        "state.model_state, unchanged.",
     ),
     (
         lambda: nnx_state().model_state_of({"a": 1}),

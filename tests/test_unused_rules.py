@@ -29,7 +29,7 @@ def mlp():
 
 
 def in_scope(layouts):
-    with layouts.scope():
+    with ml.scope(layouts):
         mlp()
 
 
@@ -66,7 +66,7 @@ def test_a_rule_that_another_one_hides_is_not_unused():
 
 
 def test_a_scope_in_which_nothing_is_made_says_nothing():
-    with ml.LayoutMap(MESH, RULES, unused="error").scope():
+    with ml.scope(ml.LayoutMap(MESH, RULES, unused="error")):
         ml.constrain(jnp.ones(8), "residual")
 
 

@@ -252,9 +252,9 @@ def with_lists_as_arrays(x: PyTree) -> PyTree:
 
 def _is_number_list(node: PyTree) -> bool:
     kinds = (*_NUMBERS, np.generic)
-    return isinstance(node, list) and all(
-        isinstance(item, kinds) or _is_number_list(item) for item in node
-    )
+    if not isinstance(node, list) or not node:  # JAX's tree without leaves
+        return False
+    return all(isinstance(item, kinds) or _is_number_list(item) for item in node)
 
 
 # One array.
@@ -290,7 +290,7 @@ def full_rank(layout: object, rank: int) -> Layout:
 
 def _fitting(x: Leaf, layout: object, *, match: bool = True) -> Layout:
     """Returns the layout for an array, with its rank, and MATCH filled in if known."""
-    if isinstance(x, str) or (not hasattr(x, "shape") and np.ndim(x) and match):
+    if isinstance(x, str):
         msg = f"a layout is for arrays, but this is {_checks.shown(x)}."
         raise LayoutError(msg)
     if isinstance(x, Tracer) and _jax.is_manual(x):

@@ -32,7 +32,7 @@ from meshlayout.errors import CheckpointError, RestoreDiffError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.layout_map.report import nearest_paths
-from meshlayout.state.create import StateDescription, eager_sharding_off
+from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 
 logger = logging.getLogger("meshlayout.checkpoint")

@@ -10,6 +10,7 @@ and repeat others.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class HostBatch:
     leaves: list[np.ndarray]
     count: int
     after: Position
-    is_padded_elsewhere: bool = False
+    parts: frozenset[Any] = frozenset()  # rows per replica on processes, if agreed
 
 
 def order(
@@ -102,7 +103,6 @@ class RowReader:
         """Returns the next batch, or None at the end of the epoch."""
         size, num_rows, passed = self._cut.size, self._num_rows, 0
         batch, row, count = position.batch + 1, position.row + size, size
-        places = position.row + self._cut.own
         if self._num_batches is None:  # epochs run into each other
             if position.row >= num_rows:
                 return None
@@ -115,13 +115,12 @@ class RowReader:
             # 0 if this process has no rows left, and other processes do.
             row = min(row, num_rows)
             count = row - position.row
-            if len(places) and places[-1] >= num_rows:
-                # Padding repeats the last row, which is read once.
-                places = np.append(places[places < num_rows - 1], num_rows - 1)
+        places, copies = position.row + self._cut.rows(count), None
+        if count < size:  # the last row, which padding repeats, is read once
+            places, copies = np.unique(places, return_inverse=True)
         leaves = self._rows(position.epoch, places)
-        if count < size:
-            rows = np.minimum(np.arange(len(self._cut.own)), len(places) - 1)
-            leaves = [leaf[rows] for leaf in leaves]
+        if copies is not None:
+            leaves = [leaf[copies] for leaf in leaves]
         self._cut.clock.rows += len(places)
         epoch = position.epoch + passed
         return HostBatch(

@@ -134,11 +134,10 @@ class StreamReader:
                 raise DataError(no_rows(epoch, filled))
             cut.clock.warn(f"Dropped the last {rows_text(filled)} of an epoch.")
             return None
-        leaves = []
+        leaves, rows = [], cut.rows(filled)
         for spec, array in zip(cut.spec.leaves, out, strict=True):
-            array[filled:] = array[filled - 1]  # padding repeats the last row
-            is_all = len(cut.own) == cut.size
-            leaves.append(spec.converted(array if is_all else array[cut.own]))
+            is_all = filled == cut.size == len(rows)
+            leaves.append(spec.converted(array if is_all else array[rows]))
         after = position._replace(
             epoch=epoch,
             batch=0 if epoch != position.epoch else position.batch + 1,

@@ -7,7 +7,7 @@ then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +90,15 @@ class ExampleSpec:
 
 @dataclass(frozen=True)
 class Division:
-    """How a source is cut into batches of `size` rows, of which `own` are kept."""
+    """How a source is cut into batches of `size` rows, and which of them are kept.
+
+    Those are `rows(count)` if there are so many, with the last row again for padding.
+    """
 
     source: Any
     spec: ExampleSpec
     size: int
-    own: np.ndarray
+    rows: Callable[[int], np.ndarray]
     remainder: str
     clock: PipelineReport
 

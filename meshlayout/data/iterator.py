@@ -251,8 +251,8 @@ def _agreed(
         return batch
     if batch is None and remainder == "repeat":
         return None  # the next epoch has this step's batch
-    missing = None if batch is None else plan.size - batch.count
-    answers = turns.take(missing, f"batch {position.batch + 1} of {where}")
+    rows = None if batch is None else batch.count / plan.num_replicas
+    answers = turns.take(rows, f"batch {position.batch + 1} of {where}")
     ended = [process for process, answer in answers.items() if answer is None]
     if ended and (remainder == "drop" or len(ended) == len(answers)):
         return None
@@ -264,5 +264,4 @@ def _agreed(
     if batch is None:
         leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
         batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))
-    is_padded = any(answer != 0 for answer in answers.values())
-    return dataclasses.replace(batch, is_padded_elsewhere=is_padded)
+    return dataclasses.replace(batch, parts=frozenset(answers.values()))

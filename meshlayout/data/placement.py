@@ -162,7 +162,7 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 class Placement:
-    """Makes global arrays of this process's `own` rows of a batch of `num_rows`."""
+    """Makes global arrays of a batch of `num_rows`, of which this process has `own`."""
 
     def __init__(
         self,
@@ -170,10 +170,9 @@ class Placement:
         weights_index: int | None,
         layout: Layout,
         num_rows: int,
-        own: np.ndarray,
     ) -> None:
         self._treedef, self._weights_index = spec.treedef, weights_index
-        self._num_own = len(own)
+        self.own = own = process_rows(layout, num_rows)
         # By leaf, what makes a global array of its shards, and the slices of this
         # process's rows that they are; None for a leaf that stays on the host.
         self._shards: list[tuple[Callable[..., jax.Array] | None, list[Any]]] = []
@@ -199,7 +198,7 @@ class Placement:
         index, leaves = self._weights_index, list(leaves)
         if index is not None:
             if len(leaves) < len(self._shards):  # the source has none
-                leaves.insert(index, np.ones(self._num_own, np.float32))
+                leaves.insert(index, np.ones(len(self.own), np.float32))
             if is_real is not None:
                 leaves[index] = _batches.mask_padding(leaves[index], is_real)
         # `jax.enable_x64` as a context manager does not reach the prefetching thread.

@@ -6,6 +6,7 @@ differ between them. Each process sends its errors to the others, so that none o
 waits for a process that has already failed.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_row_shards
 from meshlayout._render.tables import array_text
 from meshlayout.data.adapters import arrays, grain, hugging_face, tensorflow, torch
 from meshlayout.data.agreement import Agreement, checksums, sample_checksums
@@ -198,13 +200,18 @@ class DataPlan:
             # Nothing but padding needs weights that the source does not have.
             is_padded = self.options.remainder == "pad"
             spec, index = find_weights(rows, spec, key, add=is_padded)
-            self._placement = Placement(spec, index, layout, size, own)
+            self._all_replicas = num_row_shards(layout)
+            self._full = size // self._all_replicas  # the rows of a replica
+            self.num_replicas = self.size // self._full
+            place = functools.partial(Placement, spec, index, layout)
+            self._placement = functools.lru_cache(4)(place)
         self.has_weights = index is not None
-        batch_spec = self._placement.element_spec
+        batch_spec = self._placement(size).element_spec
         self.element_spec = batch_spec if assemble is None else batch_spec[0]
         length = self._num_rows, self.size
         lengths = agreement.exchange(facts, length).values() if agreement else [length]
-        self._set_lengths(list(lengths))
+        self._lengths: Any = list(lengths)
+        self._set_lengths(self._lengths)
         # A position of global rows fits any number of processes; one in a source of
         # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
@@ -260,10 +267,8 @@ class DataPlan:
         What does not fit at the end of an epoch, hours later, is refused now.
         """
         remainder, epochs = self.options.remainder, self.options.epochs
-        # Batches of an epoch, if known and unless epochs run together; and those that
-        # have no padding on any process.
+        # Batches of an epoch, if known and unless epochs run together.
         self._num_batches: int | None = None
-        self._num_full: int | None = None
         self.num_steps: int | None = None
         counts = [(num_rows, size) for num_rows, size in lengths if num_rows]
         if len(counts) < len(lengths):
@@ -272,7 +277,7 @@ class DataPlan:
             rows = (epochs or 0) * counts[0][0]
             self.num_steps = -(-rows // self.size) or None
             return
-        self._num_full = num_batches = min(rows // size for rows, size in counts)
+        num_batches = min(rows // size for rows, size in counts)
         if remainder == "pad":
             num_batches = max(-(-rows // size) for rows, size in counts)
         self._num_batches = num_batches
@@ -295,23 +300,48 @@ class DataPlan:
                 f"{size}. {self.padding_hint}"
             )
 
+    def _num_even(self, *parts: Any) -> int | None:
+        """Returns the rows of a batch, given those of a replica, if these are equal."""
+        # Only strategies take batches that are shorter than others.
+        is_even = self._assemble is not None and len(parts) == 1 and parts[0] % 1 == 0
+        return int(parts[0]) * self._all_replicas or None if is_even else None
+
+    def _rows(self, count: int) -> np.ndarray:
+        num_even = self._num_even(count / self._all_replicas)
+        if num_even is None or self.options.per_process:
+            return np.minimum(self.own, count - 1)
+        return self._placement(num_even).own
+
+    def _parts(self, batch: HostBatch) -> frozenset[Any]:
+        """Returns the rows of a replica on all processes; None at a source's end."""
+        known = self._num_batches is not None and self.agreement is not None
+        if not (known and self.options.per_process):
+            return batch.parts or frozenset([batch.count / self.num_replicas])
+        before = batch.after.batch - 1
+        return frozenset(
+            min(max(rows - before * size, 0), size) / (size // self._full)
+            for rows, size in self._lengths
+        )
+
     def placed(self, batch: HostBatch) -> Batch:
         """Returns a batch on the mesh, with its weights."""
-        start_s = time.perf_counter()
-        is_padded = batch.count < self.size
+        start_s, parts = time.perf_counter(), self._parts(batch)
+        num_even = self._num_even(*parts)
+        is_padded = batch.count < self.size and num_even is None
         is_real = self.own < batch.count if is_padded else None
-        placed = self._placement(batch.leaves, is_real)
+        leaves = [x if num_even is None else x[: batch.count] for x in batch.leaves]
+        placement = self._placement(num_even or self.options.global_batch_size)
+        placed = placement(leaves, is_real)
         self.clock.place_s += time.perf_counter() - start_s
         if self._assemble is None:
             return placed
         rows, *weights = placed
-        is_late = self._num_full is not None and batch.after.batch > self._num_full
-        is_padded = is_padded or batch.is_padded_elsewhere or is_late
-        return self._assemble(rows, weights[0] if is_padded else None)
+        has_mask = num_even is None and parts != {self._full}
+        return self._assemble(rows, weights[0] if has_mask else None)
 
     def new_reader(self) -> RowReader | StreamReader:
         """Returns a reader of the source for one iteration."""
-        rows = self._source, self._spec, self.size, self.own
+        rows = self._source, self._spec, self.size, self._rows
         cut = Division(*rows, self.options.remainder, self.clock)
         if not self.is_stream:
             return RowReader(cut, self._num_batches, self.options.shuffle)

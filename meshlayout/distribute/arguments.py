@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
@@ -23,13 +23,14 @@ from meshlayout.mesh import Mesh
 
 @functools.cache  # Flax's classes are slow to ask
 def _is_leaf(kind: type) -> bool:
-    return _is_object(kind) or issubclass(kind, PerReplica | nnx.State)
+    return issubclass(kind, nnx.Pytree | nnx.Variable | nnx.State | PerReplica)
 
 
 @functools.cache
-def _is_object(kind: type) -> bool:
+def _is_fixed(kind: type) -> bool:
+    """Returns whether values of this type stay what they are: bools, NNX objects."""
     is_object = issubclass(kind, nnx.Pytree | nnx.Variable)
-    return is_object and not issubclass(kind, nnx.State)
+    return kind is bool or (is_object and not issubclass(kind, nnx.State))
 
 
 def is_leaf(value: object) -> bool:
@@ -53,51 +54,60 @@ class Arguments:
         mesh: Mesh,
     ) -> None:
         self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
-        leaves, self._treedef = jax.tree.flatten(self._call, is_leaf=is_leaf)
-        self.objects = [x for x in leaves if _is_object(type(x))]
-        # A state is a tree of values: its Variables are not objects of the user's.
-        values, self._values = jax.tree.flatten(
-            [None if _is_object(type(x)) else x for x in leaves], is_leaf=is_per_replica
-        )
-        self.arrays, self.is_own = list[Any](), list[bool]()
-        self.scalars = set[int]()
+        self.arrays: list[Any] = []
+        self.is_own: list[bool] = []
+        self.scalars: list[int] = []
+        self.objects: list[Any] = []
         self.mask: Any = None
-        # A bool, such as `training`, is for Python to decide on.
-        self._forms = tuple([x if type(x) is bool else self._add(x) for x in values])
+        self._leaves, self._treedef = jax.tree.flatten(self._call, is_leaf=is_leaf)
+        self.signature = self._treedef, tuple(map(self._add, self._leaves))
         if self.mask is not None:
             self.arrays.append(self.mask)
             self.is_own.append(True)
-        self.signature = self._treedef, self._values, self._forms
 
-    def _add(self, x: Leaf) -> tuple[Any, ...]:
-        """Adds an array; returns what a program depends on."""
-        mask, is_own, is_scalar = None, type(x) is PerReplica, False
-        if is_own:
+    def _add(self, x: Any) -> Any:
+        """Adds an argument; returns what a program depends on."""
+        kind, is_scalar, mask = type(x), False, None
+        if is_own := kind is PerReplica:
             if x.num_replicas != self._mesh.jax_mesh.size:  # which is fast to ask
                 check_replicas(x, self._mesh, "run")
-            mask, is_scalar, x = x.mask, x.is_scalar, x.array
-            if mask is not None and mask is not self.mask:
-                is_traced = isinstance(mask, Tracer) or isinstance(self.mask, Tracer)
-                first = mask if self.mask is None else self.mask
-                if first is not mask and (
-                    is_traced or not jnp.array_equal(mask, first)
-                ):
-                    msg = (
-                        "run: two arguments have different rows that are padding, and "
-                        "which are meant is unknown. Pass values of one batch."
-                    )
-                    raise StrategyError(msg)
-                self.mask = mask
+            is_scalar, mask, x = x.is_scalar, x.mask, x.array
+            if mask is not self.mask and mask is not None:
+                self._take_mask(mask)
             if is_scalar:
-                self.scalars.add(len(self.arrays))
-        elif isinstance(x, jax.Array):
+                self.scalars.append(len(self.arrays))
+        elif _is_fixed(kind):  # a bool, such as `training`, is for Python to decide on
+            self.objects += [] if kind is bool else [x]
+            return x if kind is bool else None
+        elif _is_leaf(kind):  # a state, a tree of values: its Variables are no objects
+            leaves, structure = jax.tree.flatten(x, is_leaf=is_per_replica)
+            return structure, *map(self._add, leaves)
+        else:
+            x = self._placed(x)
+        self.arrays.append(x)
+        self.is_own.append(is_own)
+        form = getattr(x, "aval", None) or jax.typeof(x)
+        return form, is_own, is_scalar, mask is not None
+
+    def _take_mask(self, mask: Any) -> None:
+        if self.mask is not None and not jnp.array_equal(mask, self.mask):
+            msg = (
+                "run: two arguments have different rows that are padding, and which "
+                "are meant is unknown. Pass values of one batch."
+            )
+            raise StrategyError(msg)
+        self.mask = mask
+
+    def _placed(self, x: Any) -> Any:
+        """Returns an array or number that is the same for all replicas."""
+        if isinstance(x, jax.Array):
             # It may have been placed elsewhere, as another strategy's.
             is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
             is_here = is_placed and _is_whole(x.sharding, x.ndim, self._mesh.jax_mesh)
             if is_placed and not is_here and x.is_fully_addressable:
-                x = _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
+                return _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)
         elif isinstance(x, (np.ndarray, np.generic)):
-            x = host_array(x, "run: an argument")
+            return host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
             name = next((name for name, y in self.named() if y is x), "of a state")
             msg = (
@@ -106,27 +116,33 @@ class Arguments:
                 "fix anything else with functools.partial or a closure."
             )
             raise StrategyError(msg)
-        self.arrays.append(x)
-        self.is_own.append(is_own)
-        kind = getattr(x, "aval", None) or jax.typeof(x)
-        return kind, is_own, is_scalar, mask is not None
+        return x
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Yields values and NNX objects with names, by the function's parameters."""
-        args, kwargs = self._call
-        call: Any = [*args, kwargs]
+        """Yields the leaves, in their order, named by the function's parameters."""
+        parameters: list[str] = []
         with contextlib.suppress(TypeError, ValueError):  # not all have a signature
-            call = dict(inspect.signature(self._fn).bind(*args, **kwargs).arguments)
-        for path, x in jax.tree.leaves_with_path(call, is_leaf=is_leaf):
+            parameters += inspect.signature(self._fn).parameters
+        paths = jax.tree.leaves_with_path(self._call, is_leaf=is_leaf)
+        for (_, first, *rest), x in paths:
+            index = getattr(first, "idx", None)  # of one that is given by position
+            if index is not None and index < len(parameters):
+                first = jax.tree_util.DictKey(parameters[index])
+            path = first, *rest
             yield jax.tree_util.keystr(path, simple=True, separator="/"), x
 
     def unflatten(self, arrays: list[Any]) -> Any:
         """Returns `(args, kwargs)` with other arrays."""
-        own, objects = iter(arrays), iter(self.objects)
-        values = [x if type(x) is bool else next(own) for x in self._forms]
-        leaves = self._values.unflatten(values)
+        own = iter(arrays)
+
+        def value(x: Any) -> Any:
+            return x if _is_fixed(type(x)) else next(own)
+
         return self._treedef.unflatten(
-            next(objects) if x is None else x for x in leaves
+            jax.tree.map(value, x, is_leaf=is_per_replica)
+            if isinstance(x, nnx.State)
+            else value(x)
+            for x in self._leaves
         )
 
 

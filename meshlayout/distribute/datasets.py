@@ -74,23 +74,15 @@ def _batch_size(replicas: int, is_own: object, rows: int | None) -> int:
 
 
 def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
-    """Returns a batch with its arrays as values of replicas.
-
-    A short batch that divides among the replicas is divided, and then has no padding.
-    On several processes, threads would send rows between them, in any order: a hang.
-    """
-    rows, real = None, mask
-    if mask is not None and mask.is_fully_addressable:
-        count = int(np.sum(mask))
-        rows, real = (None, mask) if count % mesh.size else (count, None)
+    """Returns a batch with its arrays as values of replicas."""
 
     def as_value(leaf: Leaf) -> Any:
         if not isinstance(leaf, jax.Array):  # strings, which stay on the host
             parts = [] if mask is None else [x.data for x in sorted_shards(mask)]
             return leaf[np.concatenate(parts) > 0] if parts else leaf
         # A source that yields batches on devices may have laid them out differently.
-        own = jax.device_put(leaf[:rows], replica_layout(mesh, leaf.ndim).sharding)
-        return own if mesh.size == 1 else PerReplica(own, real, num_replicas=mesh.size)
+        own = jax.device_put(leaf, replica_layout(mesh, leaf.ndim).sharding)
+        return own if mesh.size == 1 else PerReplica(own, mask, num_replicas=mesh.size)
 
     return jax.tree.map(as_value, tree)
 

@@ -10,7 +10,6 @@ of `shard_map` refuse scans whose carry starts as a constant, as in recurrent la
 
 import collections
 import functools
-import gc
 import itertools
 import operator
 import warnings
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax, _jaxprs
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._tracebacks import show_user_frames
 from meshlayout.collectives import ReplicaContext, entered
 from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
@@ -122,14 +122,13 @@ class ReplicaProgram:
             shape = rest if index in arguments.scalars else (rows, *rest)
             shape = (count, *shape) if count > 1 else shape
             arrays[index] = jax.ShapeDtypeStruct(shape, dtype)
-        collects = gc.isenabled()
-        gc.disable()  # it would look in vain at all that a trace keeps
         try:
             try:
                 trace()
             except MarksNeeded:
                 trace(*MARKS)
         except Exception as error:
+            show_user_frames(error)
             if has_mask or isinstance(error, NotImplementedError):
                 error.add_note(
                     "run: the first trace is under jax.vmap over the replicas, and for "
@@ -137,9 +136,6 @@ class ReplicaProgram:
                     "vmap_method, and write -1 for the number of rows."
                 )
             raise
-        finally:
-            if collects:
-                gc.enable()
 
     def _placeholder(self, variable: Variable) -> Any:
         """Returns a traced value: Python must not compute with the numbers of today."""
@@ -361,7 +357,6 @@ class ReplicaProgram:
 
     def __call__(self, fn: Any, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        step = self._step
         before = itertools.chain(self._state, self._rest)
         now = map(raw_value, itertools.chain(self._changed, self._others))
         if _jax.is_tracing() or not all(map(operator.is_, now, before)):
@@ -376,17 +371,15 @@ class ReplicaProgram:
         # A program does not keep its function alive; JAX may have to trace it anew.
         self._call = fn, arguments
         try:
-            self._state, out = step(self._state, self._rest, arguments.arrays)
+            self._state, out = self._step(self._state, self._rest, arguments.arrays)
         finally:
             self._call = None
         collections.deque(map(set_raw_value, self._changed, self._state), 0)
         for index in itertools.compress(range(len(out)), self._differs):
             mask = arguments.mask if index in self._aligned else None
-            options = {
-                "num_replicas": self._count,
-                "is_scalar": not self._shapes[index],
-            }
-            out[index] = PerReplica(out[index], mask, **options)
+            how: Any = {"num_replicas": self._count}
+            how["is_scalar"] = not self._shapes[index]
+            out[index] = PerReplica(out[index], mask, **how)
         return self._treedef.unflatten(out)
 
 

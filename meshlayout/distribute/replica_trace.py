@@ -72,7 +72,7 @@ class ReplicaTrace:
         decisions: list[Any] | None = None,
     ) -> None:
         self.context, self._axis, self._value_of = context, context.axis_name, value_of
-        self._path_of, self._marks, self._used = path_of, marks or {}, set[str]()
+        self._path_of, self._marks, self.used = path_of, marks or {}, set[str]()
         self._earlier = None if decisions is None else iter(decisions)
         self.decisions: list[Any] = []
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
@@ -84,8 +84,11 @@ class ReplicaTrace:
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
-        # By the id of a value: the value, and the ids of what is a term of it.
-        self._terms: dict[int, tuple[Any, frozenset[int]]] = {}
+        # By the id of a value: the value, and the ids of what is a term of it; and
+        # COMBINED, if it is the result of a collective, or that times a number.
+        self._terms: dict[int, tuple[Any, frozenset[Any]]] = {}
+        # The ids of Variables whose old values are marked.
+        self._added_up: set[int] = set()
 
     def __enter__(self) -> "ReplicaTrace":
         self._token = current.set(self)
@@ -120,8 +123,15 @@ class ReplicaTrace:
                 )
                 raise StrategyError(msg)
 
-    def read(self, variable: Variable, _: object = None) -> Any:
-        """Returns the value of a Variable in the trace."""
+    def read(self, variable: Variable, _: object) -> Any:
+        """Returns the value of a Variable that code in the trace reads."""
+        value = self.value(variable)
+        if id(variable) in self._added_up:
+            self.used.add(ADDED_UP)
+        return value
+
+    def value(self, variable: Variable) -> Any:
+        """Returns it without a note of that."""
         key = id(variable)
         if key not in self.values:
             if self._is_made(variable, _trace_slot):
@@ -137,7 +147,7 @@ class ReplicaTrace:
         if self._is_made(variable, _trace_slot):
             set_raw_value(variable, value)
             return
-        old, kind = self.read(variable), aggregation(variable)
+        old, kind = self.value(variable), aggregation(variable)
         if self._axis and value is not old and kind not in (None, "per_replica"):
             with unwatched():
                 how = self._decide(lambda: self._choose(kind, variable, value))
@@ -196,26 +206,29 @@ class ReplicaTrace:
         axis, leaves = mark or self._axis, jax.tree.leaves(value)
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
-    def mark(self, mark: str, value: PyTree) -> PyTree:
-        """Returns a value with a mark, which its derivatives do not have."""
-        self._used.add(mark)
-        if mark not in self._marks:
-            return value
+    def mark(self, mark: str, value: PyTree, term: Any) -> PyTree:
+        """Returns a value with a mark, which its derivatives do not have; notes it."""
+        axis = self._marks.get(mark)
 
         def add(x: Leaf) -> Any:
             # A sum of constants, as the number of replicas, is a number.
-            is_traced = isinstance(x, Tracer)
-            return x + self._marks[mark].astype(x.dtype) if is_traced else x
+            if axis is not None and isinstance(x, Tracer):
+                x = x + axis.astype(x.dtype)
+            self.note_terms(x, frozenset([term]))
+            return x
 
         return jax.tree.map(add, value)
 
     def _is_marked(self, mark: str, value: PyTree) -> bool:
-        if mark in self._used and not self._marks:
+        if mark in self.used and not self._marks:
             raise MarksNeeded
         return self.differs(value, mark)
 
     def _is_combined(self, value: PyTree) -> bool:
-        return not self.differs(value) and self._is_marked(COMBINED, value)
+        if self.differs(value):
+            return False
+        is_known = all(COMBINED in self.terms_of(x) for x in jax.tree.leaves(value))
+        return is_known or self._is_marked(COMBINED, value)
 
     def _decide(self, choice: Callable[[], Any]) -> Any:
         """Decides in the first trace, and repeats that in the second."""
@@ -244,18 +257,18 @@ class ReplicaTrace:
     def _followed(self, variable: Variable, value: Any) -> Any:
         """Marks a value that is added up, to see what is computed from it."""
         if self._earlier is None and aggregation(variable) in ("sum", "metric"):
-            value = self.mark(ADDED_UP, jax.tree.map(jnp.asarray, value))
-            for x in jax.tree.leaves(value):
-                self.note_terms(x, frozenset([id(variable)]))
+            self._added_up.add(id(variable))
+            value = jax.tree.map(jnp.asarray, value)
+            value = self.mark(ADDED_UP, value, id(variable))
         return value
 
-    def note_terms(self, x: Leaf, terms: frozenset[int]) -> None:
+    def note_terms(self, x: Leaf, terms: frozenset[Any]) -> None:
         """Notes the ids of Variables and values to which others were added for this."""
         self._terms[id(x)] = x, terms
 
-    def terms_of(self, x: Leaf) -> frozenset[int]:
+    def terms_of(self, x: Leaf) -> frozenset[Any]:
         """Returns these ids."""
-        return self._terms.get(id(x), (x, frozenset[int]()))[1]
+        return self._terms.get(id(x), (x, frozenset[Any]()))[1]
 
     def _choose(self, kind: str | None, variable: Variable, new: Leaf) -> str | None:
         if kind in ("mean", "first"):
@@ -322,12 +335,15 @@ def _meeting(getattribute: Any) -> Any:
 
 
 def _setting(set_value: Any) -> Any:
-    # Flax computes `variable[...] = 0` from the old value, if types differ.
-    def replacement(self: Any, value: Any, **options: Any) -> Any:
-        if current.get() is not None and options.get("index") is ...:
-            old = getattr(self, VALUE)
+    def replacement(self: Any, value: Any, **options: Any) -> None:
+        trace, is_whole = current.get(), options.get("index", ...) is ...
+        if trace is None or not is_whole or "on_set_value" in self.get_metadata():
+            set_value(self, value, **options)
+            return
+        if options:  # Flax would compute `variable[...] = 0` from the old value
+            old = trace.value(self)
             value = jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
-        return set_value(self, value, **options)
+        setattr(self, VALUE, value)
 
     return replacement
 
@@ -354,8 +370,10 @@ def _marking(mark: str, sends: Any, bind: Callable[..., Any]) -> Callable[..., A
         # What a loss has sent is sent back for its gradients, which combines nothing.
         if trace is None or _jax.is_transposing():
             return result
-        is_ours = str(trace.context.axis_name) in axes
-        return trace.mark(mark, result) if is_ours else result
+        if str(trace.context.axis_name) not in axes:
+            return result
+        trace.used.add(mark)
+        return trace.mark(mark, result, mark)
 
     return replacement
 
@@ -366,14 +384,18 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         result, trace = method(self, other, *args, **kwargs), current.get()
         if trace is not None and (name != "__getitem__" or other is ...):
             x, y = map(trace.terms_of, (self, other))
-            # v + v does not add to v, and neither does x - v.
-            if terms := x - y if name == "__sub__" else x ^ y:
+            # v + v does not add to v, and neither do x - v or v / 2.
+            terms = x - y if name == "__sub__" else x ^ y
+            if name in ("__mul__", "__rmul__", "__truediv__"):
+                terms &= {COMBINED}
+            if terms:
                 trace.note_terms(result, terms)
         return result
 
     return replacement
 
 
+_CONVERTS: Any = jax.lax.convert_element_type_p
 _levels = _watched(ReplicaTrace.level, ReplicaTrace.set_level)
 _set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
 # Optimizers have no hook between gradients and update. If Flax renames the method,
@@ -394,6 +416,10 @@ patches = SharedPatches(
     ),
     *(
         (cast("type", Tracer), name, functools.partial(_noting, name))
-        for name in ("__add__", "__radd__", "__sub__", "__getitem__", "astype")
+        for name in (
+            *("__add__", "__radd__", "__sub__", "__getitem__"),
+            *("__mul__", "__rmul__", "__truediv__"),
+        )
     ),
+    (_CONVERTS, "bind", lambda x: functools.partial(_noting("bind", x), _CONVERTS)),
 )

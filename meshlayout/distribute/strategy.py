@@ -36,6 +36,7 @@ from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh, parse_devices
+from meshlayout.state import scope
 
 
 # The strategy whose scope is open, or whose `run` is under way.
@@ -90,11 +91,8 @@ class Strategy:
     @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: whole on every replica."""
-
-        def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-            return self._layout(shape, dtype)
-
-        return LayoutMap(self.mesh, {".*": rule}, unused="ignore")
+        rules = {".*": lambda path, shape, dtype: self._layout(shape, dtype)}
+        return LayoutMap(self.mesh, rules, unused="ignore")
 
     @contextlib.contextmanager
     def scope(self) -> Iterator["Strategy"]:
@@ -111,7 +109,7 @@ class Strategy:
                 "run. Scopes cannot be nested: leave the outer one first."
             )
             raise StrategyError(msg)
-        with self.layouts.scope(), self._inside():
+        with scope(self.layouts), self._inside():
             yield self
 
     def run(
@@ -197,9 +195,9 @@ class Strategy:
     ) -> DistributedDataset:
         """Divides the batches of a source among the replicas.
 
-        Leaves of its batches are `PerReplica`, or plain arrays with one replica. On one
-        process, a short batch whose rows divide among the replicas is divided evenly;
-        otherwise some replicas have fewer rows, or none, and each leaf says so.
+        Leaves of its batches are `PerReplica`, or plain arrays with one replica. A
+        short batch whose rows divide among the replicas is divided evenly; otherwise
+        some replicas have fewer rows, or none, and each leaf says so.
 
         Args:
             dataset: Any source that `ml.distribute_dataset` takes. "weight" is data

@@ -81,13 +81,6 @@ class PerReplica(DistributedValues):
             return tuple(part[0] for part in parts)
         if self.mask is None:
             return tuple(parts)
-        if isinstance(self.array, Tracer):
-            msg = (
-                "the replicas may have different numbers of rows, which is not known "
-                "inside a compiled function: call local_results outside of it, or "
-                "reduce along axis=0."
-            )
-            raise StrategyError(msg)
         counts = [int(np.sum(mask)) for mask in self._local_parts(self.mask)]
         return tuple(part[:n] for part, n in zip(parts, counts, strict=True))
 

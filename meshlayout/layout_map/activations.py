@@ -42,7 +42,7 @@ def constrain(x: Leaf, name: str) -> Any:
     """Constrains an activation to the layout that the active layout map gives it.
 
     Use this inside a model for activations whose layout the compiler should not choose.
-    Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of
+    Inside `with ml.scope(layouts):` (or a step compiled with `layouts=`), the rules of
     the map are matched against `name` like against the path of a parameter. If no map
     is active, or no rule matches, the value is returned unchanged.
 
@@ -64,7 +64,7 @@ def constrain(x: Leaf, name: str) -> Any:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"hidden": ("batch", "model")})
-        >>> with layouts.scope():
+        >>> with ml.scope(layouts):
         ...     h = jax.jit(lambda x: ml.constrain(x, "hidden"))(jax.numpy.ones((4, 8)))
         >>> str(ml.Layout.of(h))
         '[batch, model]'

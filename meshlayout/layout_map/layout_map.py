@@ -8,7 +8,6 @@ result. No method here touches a device.
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-import meshlayout
 from meshlayout import _checks, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import (
@@ -365,25 +363,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             if rule.function is None and not any(map(rule.regex.search, paths)):
                 rules[pattern] = rule.value()
         return map_text(rules, options)
-
-    def scope(self) -> AbstractContextManager["LayoutMap"]:
-        """Returns a context in which models are created with these layouts.
-
-        Use this to create models of unchanged code: inside `with layouts.scope():`, NNX
-        modules and the variables of Linen's `init` are created sharded, and `constrain`
-        follows the map. `create` is the explicit form.
-
-        Example:
-            >>> import meshlayout as ml
-            >>> from flax import nnx
-            >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-            >>> with ml.LayoutMap(mesh, {"kernel": (None, "model")}).scope():
-            ...     layer = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-            >>> ml.Layout.of(layer.kernel[...])
-            Layout([unsharded, model], Mesh(batch=2, model=4))
-        """
-        # Through the package: the module that creates states is above this one.
-        return meshlayout.state.open_scope(self)
 
     # For the library.
 

@@ -141,8 +141,9 @@ class Metrics(Mapping[str, Any]):
             MetricError: If their names differ, or two metrics do not merge.
         """
         if not isinstance(other, Metrics) or {*self.names} != {*other.names}:
-            names = list(other) if isinstance(other, Metrics) else other
-            msg = f"Metrics of {list(self)} do not merge with {shown(names)}."
+            is_other = isinstance(other, Metrics)
+            what = f"Metrics of {', '.join(other.names)}" if is_other else shown(other)
+            msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
         return Metrics(merged, self.names)
@@ -162,11 +163,11 @@ class Metrics(Mapping[str, Any]):
         All of a mesh would compute the same few scalars; on several processes they
         would have to do so together.
         """
-        copy = jax.tree.map(_one_copy, self)
-        if jax.sharding.get_abstract_mesh().empty or _jax.is_tracing():
-            return copy.compute()
-        with _jax.without_set_mesh():  # JAX refuses arrays of one of its devices
-            return copy.compute()
+        values = jax.tree.map(_one_copy, self)
+        if _jax.is_tracing() or jax.sharding.get_abstract_mesh().empty:
+            return values.compute()
+        with _jax.without_set_mesh():  # one device is none of that mesh
+            return values.compute()
 
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
@@ -199,7 +200,7 @@ _compute: Any = jax.jit(lambda metric: metric.compute())
 
 
 def _like(empty: Leaf, leaf: Leaf) -> Any:
-    """Returns what a metric starts with, perhaps a Python number, like a later value."""
+    """Returns what a metric starts with, perhaps a number, like a later value."""
     if not hasattr(leaf, "dtype"):
         return empty
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)

@@ -58,7 +58,7 @@ def expert_parallel(
     mesh = as_mesh(mesh)
     where = "expert_parallel"
     num_shards = check_axis(mesh, axis, where)
-    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
+    params, flow = follow(model_or_build, example_inputs, call, where)
     weighted = {
         leaf
         for contraction in flow.contractions

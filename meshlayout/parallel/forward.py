@@ -7,6 +7,7 @@ as its user calls it, abstractly: nothing is computed or put on a device.
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ from meshlayout.mesh import Mesh
 from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, fresh_dims
 from meshlayout.parallel.flow import Flow
 from meshlayout.parallel.operations import walk
-from meshlayout.state.create import eager_sharding_off, is_array, trace
+from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
 
 Model: TypeAlias = PyTree
@@ -57,7 +58,7 @@ def follow(
     example_inputs: Batch,
     call: Call | None,
     where: str,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
 ) -> tuple[list[Parameter], Flow]:
     """Traces a model's forward program, and follows its parameters through it.
 
@@ -66,7 +67,7 @@ def follow(
         example_inputs: The arguments of the call: a tuple, or the only one.
         call: How the model is called.
         where: The public function, which messages name.
-        mesh: Any mesh, for the constraints that the model asks for by name.
+        mesh: The mesh, if constraints that the model asks for by name matter.
 
     Returns:
         The model's arrays, and what is known of their factors.
@@ -85,8 +86,9 @@ def follow(
         model = _built(model_or_build, where)
         arrays, rebuild_inputs = _split_arrays(inputs)
         shapes = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
         with (
-            activate(LayoutMap(mesh, {".": [...]})),
+            named,
             _jaxprs.short_sharding_errors,
             _checks.noted(f"while {where} traces the model for inputs of {shapes}"),
         ):
@@ -99,7 +101,7 @@ def follow(
 
             closed = jax.make_jaxpr(forward)(params, arrays)
     leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
-    named: list[Parameter] = []
+    found: list[Parameter] = []
     for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
         # Keys and counts are not learned: what is made of them alone is no weight.
         is_kind = functools.partial(jnp.issubdtype, shape.dtype)
@@ -107,14 +109,14 @@ def follow(
         bit = 1 << index if is_quantized or is_kind(jnp.inexact) else 0
         array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
         nbytes = shape.size * _jax.itemsize(shape.dtype)
-        named.append(Parameter(leaf.path, nbytes, array))
+        found.append(Parameter(leaf.path, nbytes, array))
     values = [
         FactoredArray(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
         for x in arrays
     ]
     flow = Flow()
-    walk(flow, closed.jaxpr, [*(param.array for param in named), *values])
-    return named, flow
+    walk(flow, closed.jaxpr, [*(param.array for param in found), *values])
+    return found, flow
 
 
 def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:

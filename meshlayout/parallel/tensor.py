@@ -26,7 +26,12 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import Factor, FactoredArray, leaves_of
+from meshlayout.parallel.factors import (
+    OF_INPUTS,
+    Factor,
+    FactoredArray,
+    leaves_of,
+)
 from meshlayout.parallel.flow import Contraction, Flow, GradientSum
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
 from meshlayout.parallel.operations import STACKED
@@ -98,7 +103,7 @@ def tensor_parallel(
             'create_mesh({"batch": 2, "model": 4}).'
         )
         raise LayoutMapError(msg)
-    params, flow = follow(model_or_build, example_inputs, call, where, mesh)
+    params, flow = follow(model_or_build, example_inputs, call, where)
     specs: dict[str, Layout | Rule] = {}
     for param, decision in zip(
         params, _decisions(params, flow, num_shards), strict=True
@@ -218,7 +223,9 @@ def _decisions(
             dim, note, sends = decision
             majors = [leaves_of(factors)[:1] for factors in param.array.dims]
             major = grouped[index]
-            if dim is None and major in majors and major[0].size % num_shards == 0:
+            # Of the example inputs themselves, XLA gets no sharded gradient right.
+            is_even = major in majors and major[0].size % num_shards == 0
+            if dim is None and is_even and major[0].blocked != OF_INPUTS:
                 dim, note = majors.index(major), "channels"
             note = f"{note}; {_GROUPED}" if note else _GROUPED
             decision = _Decision(dim, note, sends)

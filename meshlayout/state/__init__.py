@@ -1,12 +1,11 @@
-"""States created sharded: `create`, `LayoutMap.scope`, `TrainState`."""
+"""States created sharded: `create`, `scope`, `TrainState`."""
 
-from meshlayout.state.create import (
+from meshlayout.state.creation import (
     StateDescription as StateDescription,
     create as create,
     describe as describe,
 )
-from meshlayout.state.operations import CreationMemory as CreationMemory
+from meshlayout.state.model_scope import scope as scope
 from meshlayout.state.optimizers import optimizer_by_path as optimizer_by_path
 from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy
-from meshlayout.state.scope import Scope as Scope, open_scope as open_scope
 from meshlayout.state.train_state import TrainState as TrainState

@@ -6,7 +6,6 @@ structure and the optimizer travel along as static code. `state.model` puts a mo
 together when a user asks for one.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
@@ -15,15 +14,15 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn, nnx
+from flax.core import meta
 from jax.core import Tracer
 
-from meshlayout import _jax, _paths, _render
-from meshlayout._annotations import Leaf, PyTree
-from meshlayout._checks import shown
-from meshlayout.errors import StateError, did_you_mean
+from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import PyTree
+from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import (
+from meshlayout.state.creation import (
     StateDescription,
     T,
     check_builder,
@@ -33,15 +32,12 @@ from meshlayout.state.create import (
     has_layout,
     marked,
 )
-from meshlayout.state.state_parts import (
-    as_transformation,
-    check_rng,
-    split_model,
-)
 
 
 Model = TypeVar("Model", bound=nnx.Module | nn.Module)
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+
+_WHERE = "TrainState.create"
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,8 +145,8 @@ class TrainState(Generic[T]):
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        where = "TrainState.create"
-        return cls._describe(where, build, optimizer, layouts, module, rng).create()
+        plan = cls.describe(build, optimizer, layouts, module=module, rng=rng)
+        return plan.create()
 
     @classmethod
     def describe(
@@ -167,39 +163,29 @@ class TrainState(Generic[T]):
         Use this for shapes, layouts and memory, or to give `Checkpointer.restore` the
         state to restore into; see `ml.describe`. Arguments and errors: as for `create`.
         """
-        where = "TrainState.describe"
-        return cls._describe(where, build, optimizer, layouts, module, rng)
-
-    @classmethod
-    def _describe(
-        cls,
-        where: str,
-        build: Callable[[], Any],
-        optimizer: Optimizer,
-        layouts: LayoutMap | None,
-        module: object,
-        rng: jax.Array | int,
-    ) -> "StateDescription[Any]":
-        check_builder(build, where)
-        transformation = as_transformation(optimizer, where)
+        check_builder(build, _WHERE)
+        tx = _transformation(optimizer)
         is_eager = eager_sharding()
-        check_rng(rng, where)
 
         # The optimizer's state is built in the same trace as the model, so that slots
         # are created sharded as well, and from parameters that are still abstract.
         def state() -> TrainState[Any]:
-            key = rng if isinstance(rng, jax.Array) else jax.random.key(int(rng))
-            built = build()
+            key = rng if isinstance(rng, jax.Array) else jax.random.key(rng)
+            built: Any = build()
             if isinstance(built, nnx.Module):
                 built = marked(built, is_eager=is_eager)
-            parts = split_model(built, module, where)
-            code = ModelCode(parts.graphdef, module, parts.boxed, transformation)
-            opt_state = transformation.init(parts.params)
+            params, model_state, code = _split(built, module, tx)
+            if not jax.tree.leaves(params):
+                msg = (
+                    f"{_WHERE}: the model has no parameters to train: no nnx.Param, or "
+                    "nothing in Linen's collection 'params'. Return what "
+                    "module.init(key, sample) returns, or use create(build, layouts)."
+                )
+                raise StateError(msg)
             step = jax.numpy.zeros((), "int32")
-            model_state = parts.model_state
-            return cls(parts.params, opt_state, model_state, step, key, {}, code)
+            return cls(params, tx.init(params), model_state, step, key, {}, code)
 
-        return describe_state(state, layouts, where)
+        return describe_state(state, layouts, _WHERE)
 
     @property
     def model(self) -> T:
@@ -212,12 +198,22 @@ class TrainState(Generic[T]):
         Raises:
             StateError: If a step has donated this state's memory.
         """
-        _check_alive(self.params)
-        if self.program.graphdef is not None:
-            with eager_sharding_off():
-                return nnx.merge(self.program.graphdef, self.params, self.model_state)
-        variables = {"params": self.params, **self.model_state}
-        return self.program.module.bind(variables, mutable=list(self.model_state))
+        # A step donates all arrays or none, so the first one shows it.
+        for leaf in jax.tree.leaves(self.params)[:1]:
+            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+            if is_array and leaf.is_deleted():
+                msg = (
+                    "a step has used up this state: it reused its memory. Continue "
+                    "with the state that the step returned, or pass the step a copy: "
+                    "jax.tree.map(jnp.copy, state)."
+                )
+                raise StateError(msg)
+        code = self.program
+        if code.graphdef is None:
+            variables = {"params": self.params, **self.model_state}
+            return code.module.bind(variables, mutable=list(self.model_state))
+        with eager_sharding_off():
+            return nnx.merge(code.graphdef, self.params, self.model_state)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns the arrays of a model that are not parameters, for `model_state`.
@@ -232,14 +228,12 @@ class TrainState(Generic[T]):
         """
         is_linen = self.program.graphdef is None
         if is_linen and isinstance(model, nn.Module):
-            variables = dict(model.variables)
-            variables.pop("params", None)
-            return variables
+            return {name: x for name, x in model.variables.items() if name != "params"}
         if not is_linen and isinstance(model, nnx.Module):
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         msg = (
             "model_state_of takes the model that state.model returned, got "
-            f"{shown(model)}."
+            f"{_checks.shown(model)}."
         )
         raise StateError(msg)
 
@@ -249,22 +243,7 @@ class TrainState(Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values for some fields.
-
-        Args:
-            **changes: New values, by field.
-
-        Raises:
-            StateError: If there is no such field.
-        """
-        names = [field.name for field in dataclasses.fields(self)]
-        for name in changes:
-            if name not in names:
-                msg = (
-                    f"a TrainState has no field {name!r}; it has "
-                    f"{', '.join(map(repr, names))}.{did_you_mean(name, names)}"
-                )
-                raise StateError(msg)
+        """Returns this state with new values for some fields."""
         return dataclasses.replace(self, **changes)
 
     def apply_gradients(
@@ -287,16 +266,14 @@ class TrainState(Generic[T]):
             grads = nnx.to_pure_dict(grads)
         _check_like("the gradients", grads, "state.params", self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        changes: dict[str, Any] = {}
-        if model is not None:
-            new = self.model_state_of(model)
-            _check_like("the model's state", new, "state.model_state", self.model_state)
-            changes["model_state"] = new
+        model_state = self.model_state if model is None else self.model_state_of(model)
+        what = "the model's state"
+        _check_like(what, model_state, "state.model_state", self.model_state)
         return self.replace(
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
+            model_state=model_state,
             step=self.step + 1,
-            **changes,
         )
 
     @property
@@ -306,9 +283,16 @@ class TrainState(Generic[T]):
 
     def resolve_layouts(self, layouts: LayoutMap) -> Resolved:
         """Returns the layouts of all arrays; `LayoutMap.resolve` calls this."""
-        boxed_params, boxed_rest = self._boxed()
-        params = layouts.resolve(boxed_params)
-        rest = layouts.resolve(boxed_rest)
+        code = self.program
+        # With the metadata that their layers have set.
+        if code.graphdef is None:
+            boxed = code.boxed.unflatten(jax.tree.leaves(self.params))
+            boxed_params, boxed_rest = {"params": boxed}, self.model_state
+        else:
+            with eager_sharding_off():
+                model = nnx.merge(code.graphdef, self.params, self.model_state)
+            boxed_params, boxed_rest = nnx.state(model, nnx.Param, ...)
+        params, rest = layouts.resolve(boxed_params), layouts.resolve(boxed_rest)
         # A rule for `kernel` means the parameter wherever it is used, so parameters are
         # resolved without the prefix of their field. Slots have it: a rule can then
         # name `opt_state/...` to override what they take from their parameters.
@@ -316,31 +300,13 @@ class TrainState(Generic[T]):
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
         tree = self.replace(
+            **slots.layouts,
+            **own.layouts,
             params=_like(self.params, params.layouts),
-            opt_state=slots.layouts["opt_state"],
             model_state=_like(self.model_state, rest.layouts),
-            step=own.layouts["step"],
-            rng=own.layouts["rng"],
-            extra=slots.layouts["extra"],
         )
         parts = (params, slots, rest, own)
         return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
-
-    def _boxed(self) -> tuple[PyTree, PyTree]:
-        """Returns parameters and the rest with the metadata that their layers set."""
-        code = self.program
-        if code.graphdef is None:
-            params = code.boxed.unflatten(jax.tree.leaves(self.params))
-            return {"params": params}, self.model_state
-        with eager_sharding_off():
-            model = nnx.merge(code.graphdef, self.params, self.model_state)
-        return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-
-    def __copy__(self) -> Self:
-        return self.replace()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
         """Returns a heading, the column names, and a row per leaf."""
@@ -348,13 +314,18 @@ class TrainState(Generic[T]):
         if leaves and all(isinstance(leaf.value, Layout) for leaf in leaves):
             rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
             return "TrainState of layouts", ["path", "layout"], rows
+        rows = []
+        for path, value, _ in leaves:
+            is_array = hasattr(value, "shape")
+            array = _render.array_text(value.dtype, value.shape) if is_array else value
+            is_placed = _jax.sharding_of(value) is not None
+            rows.append([path, str(array), str(Layout.of(value)) if is_placed else "?"])
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
         # Inside jit the step is a tracer, and after a step that donated it deleted.
         step = self.step
         is_known = isinstance(step, jax.Array) and not isinstance(step, Tracer)
-        step = str(int(step)) if is_known and not step.is_deleted() else "?"
-        rows = [[leaf.path, *_leaf_texts(leaf.value)] for leaf in leaves]
-        head = f"TrainState(step={step}, {num_params:,} parameters)"
+        text = str(int(step)) if is_known and not step.is_deleted() else "?"
+        head = f"TrainState(step={text}, {num_params:,} parameters)"
         return head, ["path", "array", "layout"], rows
 
     def __repr__(self) -> str:
@@ -366,19 +337,50 @@ class TrainState(Generic[T]):
         return _render.html_table(columns, rows, caption=head)
 
 
-def _check_alive(params: PyTree) -> None:
-    """Raises StateError if a step has donated the state's memory.
-
-    A step donates all arrays or none, so the first one shows it.
-    """
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    if any(not isinstance(x, Tracer) and x.is_deleted() for x in arrays[:1]):
+def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
+    """Returns a built model's parameters and other arrays as dicts, and its code."""
+    what = "None" if built is None else f"a {type(built).__name__}"
+    if module is not None:
+        if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
+            msg = (
+                f"{_WHERE}: module= is for Linen: a Linen module, with a builder that "
+                "returns what module.init(key, sample) returns. Got "
+                f"{_checks.shown(module)}, and a builder that returns {what}."
+            )
+            raise StateError(msg)
+        # Steps work on plain arrays; the boxes are put back to resolve layouts.
+        plain, boxed = dict(meta.unbox(built)), built.get("params")
+        params = plain.pop("params", None)
+        return params, plain, ModelCode(None, module, jax.tree.structure(boxed), tx)
+    if not isinstance(built, nnx.Module):
+        hint = " A function that ends without `return` gives None." * (built is None)
         msg = (
-            "a step has used up this state: it reused its memory. Continue with the "
-            "state that the step returned, or pass the step a copy: "
-            "jax.tree.map(jnp.copy, state)."
+            f"{_WHERE}: the builder returned {what}, and must return an NNX "
+            f"module, or Linen's variables together with module=.{hint} For any other "
+            "pytree use create(build, layouts)."
         )
         raise StateError(msg)
+    # Into plain dicts: flattening an nnx.State takes JAX several times as long, and
+    # every call of a step flattens its state.
+    graphdef, *states = nnx.split(built, nnx.Param, ...)
+    params, rest = map(nnx.to_pure_dict, states)
+    return params, rest, ModelCode(graphdef, None, None, tx)
+
+
+def _transformation(optimizer: Any) -> optax.GradientTransformation:
+    """Returns an optimizer as a plain Optax transformation."""
+    if isinstance(optimizer, optax.MultiSteps):
+        # Its own gradient_transformation() does not pass on extra arguments such as
+        # value=, which some optimizers need.
+        update: Any = optimizer.update
+        return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        msg = (
+            f"{_WHERE} takes an Optax optimizer, got {_checks.shown(optimizer)}. Write "
+            "TrainState.create(build, optax.adam(1e-3), layouts)."
+        )
+        raise StateError(msg)
+    return optimizer
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
@@ -387,45 +389,21 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
     Optax would not: it broadcasts a gradient of another shape, and silently updates
     with it.
     """
-    shapes = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(tree).leaves}
-    expected = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(like).leaves}
-    missing = sorted(expected.keys() - shapes)
-    extra = sorted(shapes.keys() - expected)
-    unlike = [
-        f"{path} is {list(shapes[path])} and not {list(shape)}"
-        for path, shape in expected.items()
-        if path in shapes and shapes[path] != shape
-    ]
-    facts = [
-        f"missing: {', '.join(missing)}" * bool(missing),
-        f"not in it: {', '.join(extra)}" * bool(extra),
-        "; ".join(unlike[:3]),
-    ]
-    text = "; ".join(filter(None, facts)) or "the containers are of other types"
-    if any(facts) or jax.tree.structure(tree) != jax.tree.structure(like):
+    found, expected = (
+        {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(x).leaves}
+        for x in (tree, like)
+    )
+    if found != expected or jax.tree.structure(tree) != jax.tree.structure(like):
+        wrong = dict(sorted(found.items() ^ expected.items()))
         msg = (
-            f"{what} and {name} differ in structure or shapes; {text}. Pass what was "
+            f"{what} and {name} differ in structure or shapes: "
+            f"{', '.join([*wrong][:3]) or 'in the types of containers'}. Pass what was "
             f"derived from {name}, unchanged."
         )
         raise StateError(msg)
 
 
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:
-    """Returns layouts in the structure of a tree that has the same leaves.
-
-    They come in the structure of the boxed tree, whose containers may differ.
-    """
-    remaining = iter(jax.tree.leaves(layouts))
-    return jax.tree.map(
-        lambda leaf: next(remaining) if has_layout(leaf) else None, tree
-    )
-
-
-def _leaf_texts(value: Leaf) -> tuple[str, str]:
-    """Returns the array's type and its layout."""
-    if isinstance(value, Layout):
-        return repr(value), str(value)
-    array = repr(value)
-    if hasattr(value, "shape"):
-        array = _render.array_text(value.dtype, value.shape)
-    return array, "?" if _jax.sharding_of(value) is None else str(Layout.of(value))
+    """Returns layouts, which come in boxes, in the structure of a plain tree."""
+    rest = iter(jax.tree.leaves(layouts))
+    return jax.tree.map(lambda leaf: next(rest) if has_layout(leaf) else None, tree)

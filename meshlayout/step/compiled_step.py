@@ -9,23 +9,19 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import NoneType
+from collections.abc import Callable, Iterator, Sequence
 from typing import (
     Any,
     Generic,
     Literal,
     ParamSpec,
     TypeAlias,
-    TypedDict,
     TypeVar,
-    Unpack,
     get_args,
     overload,
 )
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -52,24 +48,17 @@ _MAX_IN_FLIGHT = 8
 
 _SETTING = (
     "something changed other than a shape, dtype or layout: the code of the state (a "
-    "new model or optimizer), its devices, the active layout map or a JAX setting"
+    "new model or optimizer), its devices, a Python number for an array, the active "
+    "layout map or a JAX setting"
 )
 
 
-class _Options(TypedDict, total=False):
-    static_argnames: str | Sequence[str]
-    on_recompile: OnRecompile
-    layouts: LayoutMap | None
-
-
 @overload
 def compile_step(
-    step: None = None, **options: Unpack[_Options]
+    step: None = None, **options: Any
 ) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
 @overload
-def compile_step(
-    step: Callable[P, R], **options: Unpack[_Options]
-) -> "CompiledStep[P, R]": ...
+def compile_step(step: Callable[P, R], **options: Any) -> "CompiledStep[P, R]": ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -93,9 +82,6 @@ def compile_step(
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.
-
-    Raises:
-        StepError: If an argument here is wrong, and at calls: see `CompiledStep`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -122,17 +108,19 @@ class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
 class _Program:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
-    def __init__(self, state_def: Any, layouts: list[Any]) -> None:
-        self.state_def, self.layouts = state_def, layouts
-        self.num_state = state_def.num_leaves if state_def else 0
-        self.jitted: Any = None
-        self.current: list[Any] = []  # shardings of the last call's arguments
-        self.arguments: Any = None  # those of a call, while it is under way
-        self.is_looked_at = False  # traced without a call
+    def __init__(self, treedef: Any, layouts: list[Any]) -> None:
         meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
         self.mesh: Any = next(meshes, None)
-        sets = (layout.device_set for layout in layouts if layout is not None)
-        self.devices: frozenset[Any] = frozenset().union(*sets)
+        # For what is on no mesh: it would come back on one, and be a recompilation.
+        self.whole = self.mesh and NamedSharding(self.mesh, PartitionSpec())
+        self.layouts = [layout or self.whole for layout in layouts]
+        self.key = treedef, tuple(map(_key, self.layouts))
+        self.jitted: Any = None
+        self.current: list[Any] = []  # the shardings of the last call's arguments
+        self.arguments: Any = None  # those of a call, while it is under way
+        self.is_looked_at = False  # traced without a call
+        devices = (layout.device_set for layout in self.layouts if layout)
+        self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
         is_cpu = all(device.platform == "cpu" for device in self.devices)
         self.is_bounded = self.is_spread and is_cpu
@@ -146,20 +134,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     Calling it raises StepError, before anything is run or used up, if what the step
     returns is not a pair, if its state has another structure, shape or dtype than the
-    one that came in, if arrays were used up before, are in the state twice or on other
-    devices; and with `on_recompile="error"` if a new program would be needed.
-
-    Args:
-        step: The function.
-        static_argnames: As for `compile_step`.
-        on_recompile: Likewise.
-        layouts: Likewise.
-        donate: Whether the first argument is a state, as for `compile_step`; otherwise
-            nothing is donated, and the function may return anything.
+    one that came in, if an array was used up before or would be donated twice; and with
+    `on_recompile="error"` if a new program would be needed. With `donate=False` there
+    is no state: nothing is donated, and the function may return anything.
 
     Attributes:
-        function: The function.
-        static_argnames: Its arguments that are not arrays.
+        function: The function, whose `static_argnames` are not arrays.
     """
 
     def __init__(
@@ -171,9 +151,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         layouts: LayoutMap | None = None,
         donate: bool = True,
     ) -> None:
-        if not callable(step):
-            msg = f"compile_step takes a function, and got {_checks.shown(step)}."
-            raise StepError(msg)
         choices = get_args(OnRecompile)
         _checks.choice("on_recompile", on_recompile, choices, error=StepError)
         if layouts is not None and not isinstance(layouts, LayoutMap):
@@ -190,10 +167,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=names)
-        self._programs: dict[Hashable, _Program] = {}
+        self._programs: dict[Any, _Program] = {}
         self._last: _Program | None = None
-        # Types and layouts by name of the calls that were traced.
-        self._seen: list[_Seen] = []
+        self._seen: list[_Seen] = []  # the calls that were traced
         self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,21 +178,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
 
-    def __repr__(self) -> str:
-        return f"CompiledStep({self.__name__}, {len(self._programs)} layouts seen)"
-
     # Calls.
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the step.
-
-        Args:
-            *args: The state, which is donated, and the step's other arguments.
-            **kwargs: Arguments by name.
-
-        Returns:
-            What the step returns: the new state, and the rest.
-        """
+        """Runs the step; the state, which comes first, is used up."""
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
@@ -225,7 +190,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if program is None or (
             program.is_spread and not self._is_like_last(program, args, kwargs)
         ):
-            program, args, kwargs = self._switch(args, kwargs)
+            program, args = self._switch(args, kwargs)
         if program.has_peers:
             program.arguments = (args, kwargs)
             counts.steps += program.is_shared
@@ -234,8 +199,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         except Exception as error:
             counts.steps -= program.is_shared
             show_user_frames(error)
-            leaves = jax.tree.leaves((args, kwargs))
-            is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
             if is_gone and ("deleted" not in str(error) or error.__context__):
@@ -262,47 +226,33 @@ class CompiledStep(StepInspection, Generic[P, R]):
         used up or is donated twice.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        state, rest = leaves[: program.num_state], leaves[program.num_state :]
-        ids = {*map(id, state)}
+        donated = jax.tree.leaves(args[: self._donates])
+        ids = {*map(id, donated)}
         return (
-            [getattr(x, "sharding", None) for x in leaves] == program.current
-            and True
-            not in [isinstance(x, jax.Array) and x.is_deleted() for x in leaves]
-            and len(ids) == len(state)
-            and ids.isdisjoint(map(id, rest))
+            [getattr(leaf, "sharding", None) for leaf in leaves] == program.current
+            and not any(map(_is_deleted, leaves))
+            and len(ids) == len(donated)
+            and ids.isdisjoint(map(id, leaves[len(donated) :]))
         )
 
-    def _switch(self, args: Any, kwargs: Any) -> tuple[_Program, Any, Any]:
-        """Returns the program for a call, and its arguments on the program's mesh."""
+    def _switch(self, args: Any, kwargs: Any) -> tuple[_Program, Any]:
+        """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
-        program = self._program(args, kwargs)
-        self._last = program
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        for index, (leaf, layout) in enumerate(
-            zip(leaves, program.layouts, strict=True)
-        ):
-            is_moved = index < program.num_state or (
-                program.is_spread and isinstance(leaf, (jax.Array, np.ndarray))
-            )
-            # What is on no mesh comes back on one, and would be a recompilation.
-            if is_moved and layout and layout_of(leaf) is None:
-                leaves[index] = _jax.put(leaf, layout)
-        program.current = [getattr(x, "sharding", None) for x in leaves]
-        return program, *treedef.unflatten(leaves)
+        program = self._last = self._program(args, kwargs)
+        if program.whole and self._donates:
+            put = functools.partial(_put_if_free, layout=program.whole)
+            args = (jax.tree.map(put, args[0]), *args[1:])
+        leaves = jax.tree.leaves((args, kwargs))
+        program.current = [getattr(leaf, "sharding", None) for leaf in leaves]
+        return program, args
 
     def _program(self, args: Any, kwargs: Any, *, is_call: bool = True) -> _Program:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        layouts = list(map(layout_of, leaves))
-        state_def = treedef.children()[0].children()[0] if self._donates else None
-        program = _Program(state_def, layouts)
-        if program.mesh is not None:
-            whole = NamedSharding(program.mesh, PartitionSpec())
-            program.layouts = [layout or whole for layout in layouts]
-        key = treedef, tuple(map(_key, program.layouts))
+        program = _Program(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
-            program = self._programs.setdefault(key, program)
+            program = self._programs.setdefault(program.key, program)
         if program.jitted is not None:
             return program
 
@@ -313,9 +263,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         traced.__name__ = self.__name__
         options: dict[str, Any] = {"static_argnames": self.static_argnames}
         if self._donates:
-            state = program.layouts[: program.num_state]
-            options["out_shardings"] = (state_def.unflatten(state), None)
-            options["donate_argnums"] = 0
+            (state, *_), _ = treedef.unflatten(program.layouts)
+            options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
         return program
 
@@ -326,9 +275,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program.is_looked_at = True
         try:
             return program.jitted.trace(*args, **kwargs)
-        except TypeError:
-            self._check(args, kwargs)
-            raise
         finally:
             program.is_looked_at = False
 
@@ -337,40 +283,37 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _traced(self, program: _Program | None, args: Any, kwargs: Any) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+        now = None
         if program is None:
-            program = _Program(None, list(map(_jax.sharding_of, leaves)))
-            program.is_looked_at = True
-        elif self._donates and jax.tree.structure(args[0]) != program.state_def:
-            raise _OtherProgram
-        # With jax_debug_nans, JAX also runs this on arrays.
-        now = why = None
-        if is_traced and not program.is_looked_at:
+            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+        elif not program.is_looked_at and any(isinstance(x, Tracer) for x in leaves):
+            # (With jax_debug_nans, JAX also runs this on arrays.)
+            if self._donates and _state_def(treedef) != _state_def(program.key[0]):
+                raise _OtherProgram
             now = self._texts(args, kwargs, program.layouts)
-            why = self._explain(now)
-        shapes = map(_with_layout, leaves, program.layouts)
-        (state, *batch), named = treedef.unflatten(shapes)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_jax.ambient_mesh(program.mesh))
-            if self._layouts is not None:
-                stack.enter_context(activate(self._layouts))
-            with self._agreement(program, why) as compare:
+        agreement = contextlib.nullcontext(lambda facts: None)
+        if now is not None:
+            agreement = self._agreement(program, self._explain(now))
+        (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
+        layouts = self._layouts
+        with (
+            _jax.ambient_mesh(program.mesh),
+            activate(layouts) if layouts else contextlib.nullcontext(),
+        ):
+            with agreement as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
-                check_kernel_gradients(jaxpr.jaxpr, state, (batch, named))
+                check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
                 compare(functools.partial(self._facts, program, jaxpr))
             result = self._inner(*args, **kwargs)
         if self._donates:
-            result = self._checked(args[0], result, program.layouts)
+            result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen.append(now)
         return result
 
     @contextlib.contextmanager
-    def _agreement(self, program: _Program, why: str | None) -> Iterator[Any]:
+    def _agreement(self, program: _Program, why: str) -> Iterator[Any]:
         """A context in which all processes of a program trace it, and then compare."""
-        if why is None or not program.has_peers:
-            yield lambda facts: None
-            return
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
         try:
@@ -381,17 +324,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
         """Returns what processes compare of a program."""
-        arguments, static = dict(self._named(*program.arguments)), {}
-        for name in [x for x in arguments if self._is_static(x)]:
-            value = arguments.pop(name)
-            # The texts of other objects may show where they are in memory.
-            if isinstance(value, (bool, int, float, str, NoneType)):
-                static[name] = repr(value)
+        arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
         arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr), static)
+        return program_facts(arguments, str(jaxpr.jaxpr), {})
 
-    def _checked(self, old: PyTree, result: Any, layouts: list[Any]) -> Any:
+    def _kept(self, old: PyTree, result: Any, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else ""
@@ -401,30 +339,22 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
             raise StepError(msg)
         new, aux = result
-        before, treedef = jax.tree.flatten(old)
-        changes = _changes(
-            *[({x: _kind(y) for x, y in _leaves(t)}, {}) for t in (old, new)]
-        )
-        if changes or treedef != jax.tree.structure(new):
+        changes = _changes(*(self._texts((state,), {}) for state in (old, new)))
+        if changes or jax.tree.structure(old) != jax.tree.structure(new):
             msg = (
                 f"{self.__name__} returned another state than came in: "
                 f"{[*changes, 'its containers changed'][0]}. Return it in the "
                 "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
-        leaves: list[Any] = []
-        for leaf, then, layout in zip(
-            jax.tree.leaves(new), before, layouts, strict=False
-        ):
-            # Adding a Python number can change it, and that alone would recompile.
-            weak_type = jax.typeof(then).weak_type
-            leaves.append(_kept(_jax.with_weak_type(leaf, weak_type=weak_type), layout))
-        return treedef.unflatten(leaves), aux
+        olds, treedef = jax.tree.flatten(old)
+        kept = map(_like, jax.tree.leaves(new), olds, layouts)
+        return treedef.unflatten(kept), aux
 
     # Checks and explanations.
 
     def _check(self, args: Any, kwargs: Any) -> None:
-        """Raises StepError for arrays that are used up, donated twice or elsewhere."""
+        """Raises StepError for arrays that were used up or would be donated twice."""
         if self._donates and _paths.holds_modules(args[:1]):
             msg = (
                 f"{self.__name__}: the state holds an NNX module. Pass what "
@@ -432,41 +362,27 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 "apart at every call, and what it shares would be doubled."
             )
             raise StepError(msg)
-        num_state = len(jax.tree.leaves(args[:1])) if self._donates else 0
-        donated: dict[int, str] = {}
-        first: tuple[str, str] | None = None
-        for index, (name, leaf) in enumerate(self._named(args, kwargs)):
-            fact, devices = "", _devices_text(layout_of(leaf))
-            is_array = isinstance(leaf, jax.Array)
-            if not hasattr(leaf, "dtype") and not isinstance(
-                leaf, (int, float, complex)
-            ):
-                if not self._is_static(name):
-                    fact = (
-                        f" is {_checks.shown(leaf)}, and not an array. What a program "
-                        "depends on is named in static_argnames."
-                    )
-            elif is_array and leaf.is_deleted():
+        owners: dict[int, list[str]] = {}
+        named = self._named(args, kwargs)
+        for name, leaf in named.items():
+            owners.setdefault(id(leaf), []).append(name)
+        donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
+        for names in owners.values():
+            leaf, fact = named[names[0]], ""
+            if _is_deleted(leaf):
                 fact = (
-                    " was used up by an earlier call of a step, which reuses the "
+                    "was used up by an earlier call of a step, which reuses the "
                     "memory of its state. Continue with the state that the step "
                     "returned."
                 )
-            elif is_array and id(leaf) in donated:
+            elif isinstance(leaf, jax.Array) and id(leaf) in donated and names[1:]:
                 fact = (
-                    f" and {donated[id(leaf)]!r} are the same array, whose memory the "
-                    "step reuses. Copy one of them with jax.numpy.copy."
-                )
-            elif devices and first and devices != first[1]:
-                fact = (
-                    f" is on {devices}, and {first[0]!r} on {first[1]}. Move it with "
-                    "relayout(x, layout)."
+                    "are the same array, whose memory the step reuses. Copy one of "
+                    "them with jax.numpy.copy."
                 )
             if fact:
-                raise StepError(f"{self.__name__}: {name!r}{fact}")
-            first = first or ((name, devices) if devices else None)
-            if index < num_state:
-                donated[id(leaf)] = name
+                which = " and ".join(map(repr, names))
+                raise StepError(f"{self.__name__}: {which} {fact}")
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
@@ -480,75 +396,77 @@ class CompiledStep(StepInspection, Generic[P, R]):
             warnings.warn(line, RecompileWarning, stacklevel=stack_level())
         return change
 
-    def _texts(self, args: Any, kwargs: Any, layouts: list[Any]) -> _Seen:
-        """Returns the types and the layouts of arguments, by name."""
-        named, types = self._named(args, kwargs), {}
-        for name, leaf in named:
-            is_weak = not self._is_static(name) and jax.typeof(leaf).weak_type
-            text = repr(leaf) if self._is_static(name) else _kind(leaf)
-            types[name] = text + " (weakly typed)" * is_weak
-        return types, dict(zip(types, map(_layout_text, layouts), strict=True))
+    def _texts(self, args: Any, kwargs: Any, layouts: Sequence[Any] = ()) -> _Seen:
+        """Returns the types of arguments by name, and the layouts that are given."""
+        types = {
+            name: repr(x)
+            if name.partition("/")[0] in self.static_argnames
+            else _type(x)
+            for name, x in self._named(args, kwargs).items()
+        }
+        if not layouts:
+            return types, {}
+        treedef = jax.tree.structure((args, kwargs))
+        return types, self._named(*treedef.unflatten(map(_layout_text, layouts)))
 
-    def _named(self, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
-        by_place = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        parameters = self._signature.parameters.values()
-        names = [x.name for x in parameters if x.kind in by_place]
-        names += [f"args[{index}]" for index in range(len(names), len(args))]
-        values = [*zip(names, args, strict=False), *sorted(kwargs.items())]
-        return [
-            (f"{name}/{path}" if path else name, leaf)
-            for name, value in values
-            for path, leaf in _leaves(value)
-        ]
-
-    def _is_static(self, name: str) -> bool:
-        return name.partition("/")[0] in self.static_argnames
+        bound = self._signature.bind_partial(*args, **kwargs)
+        entries = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))[0]
+        text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        return {text(keys): leaf for keys, leaf in entries}
 
     def _by_place(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
 
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(path_of(keys), leaf) for keys, leaf in entries]
+def _state_def(treedef: Any) -> Any:
+    return treedef.children()[0].children()[0]
 
 
-def _kind(leaf: Leaf) -> str:
-    kind = jax.typeof(leaf)
-    return _render.array_text(kind.dtype, kind.shape)
+def _is_deleted(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _changes(before: _Seen, now: _Seen) -> list[str]:
-    """Returns what changed between two calls, one phrase each."""
-    changes = []
-    for name in dict.fromkeys([*now[0], *before[0]]):
-        old, new = before[0].get(name), now[0].get(name)
-        there, here = before[1].get(name), now[1].get(name)
-        if old is None:
-            changes.append(f"{name} is new: {new}")
-        elif new is None:
-            changes.append(f"{name} is gone: it was {old}")
-        elif old != new:
-            changes.append(f"{name} changed from {old} to {new}")
-        elif there != here:
-            changes.append(f"the layout of {name} changed from {there} to {here}")
-    return changes
+def _put_if_free(leaf: Leaf, layout: Any) -> Any:
+    return leaf if layout_of(leaf) else _jax.put(leaf, layout)
 
 
-def _key(layout: Any) -> Hashable:
+def _placed(leaf: Leaf, layout: Any) -> Any:
+    """Returns a traced array with its layout, which only the program knows."""
+    if not isinstance(leaf, Tracer) or layout is None:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
+    """Returns a leaf of a new state as the old one was.
+
+    JAX moves results to the host's memory first and then shards them: TPU compilers
+    would gather on the host, or fail. tests/test_tpu_programs.py notices.
+    """
+    # Adding a Python number can change it, and that alone would recompile.
+    leaf = _jax.with_weak_type(leaf, weak_type=jax.typeof(old).weak_type)
+    if getattr(layout, "memory_kind", None) != "pinned_host" or _jax.is_on_host(leaf):
+        return leaf
+    on_device = layout.with_memory_kind("device")
+    return jax.device_put(_jax.constrain(leaf, on_device), layout)
+
+
+def _key(layout: Any) -> Any:
     """Returns a layout without `None` at the end of its spec, which means nothing."""
     if not isinstance(layout, NamedSharding):
         return layout
-    spec = tuple(layout.spec)
+    spec = [*layout.spec]
     while spec and spec[-1] is None:
-        spec = spec[:-1]
-    return layout.mesh, spec, layout.memory_kind
+        spec.pop()
+    return layout.mesh, *spec, layout.memory_kind
+
+
+def _type(leaf: Leaf) -> str:
+    kind = jax.typeof(leaf)
+    return _render.array_text(kind.dtype, kind.shape)
 
 
 def _layout_text(layout: Any) -> str:
@@ -557,29 +475,18 @@ def _layout_text(layout: Any) -> str:
     return "no layout of its own" if layout is None else str(layout)
 
 
-def _devices_text(layout: Any) -> str:
-    """Returns the devices of a layout in their order, which jit compares, too."""
-    if isinstance(layout, NamedSharding):
-        mesh: Any = layout.mesh
-        return ", ".join(map(str, mesh.devices.flat))
-    devices = layout.device_set if layout else ()
-    return ", ".join(sorted(map(str, devices)))
-
-
-def _with_layout(leaf: Leaf, layout: Any) -> Any:
-    """Returns a traced array with its layout, which only the program knows."""
-    if not isinstance(leaf, Tracer) or layout is None:
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-
-def _kept(leaf: Leaf, layout: Any) -> Leaf:
-    """Returns a result for the host's memory, sharded before it is moved there.
-
-    JAX moves results to their memory first and then shards them: TPU compilers would
-    gather on the host, or fail. tests/test_tpu_programs.py notices.
-    """
-    if getattr(layout, "memory_kind", None) != "pinned_host" or _jax.is_on_host(leaf):
-        return leaf
-    on_device = layout.with_memory_kind("device")
-    return jax.device_put(_jax.constrain(leaf, on_device), layout)
+def _changes(before: _Seen, now: _Seen) -> list[str]:
+    """Returns what changed between two calls, one phrase each."""
+    changes = []
+    for name in dict.fromkeys([*now[0], *before[0]]):
+        old, new = (types.get(name) for types, _ in (before, now))
+        here, there = (layouts.get(name) for _, layouts in (before, now))
+        if old is None:
+            changes.append(f"{name} is new: {new}")
+        elif new is None:
+            changes.append(f"{name} is gone: it was {old}")
+        elif old != new:
+            changes.append(f"{name} changed from {old} to {new}")
+        elif here != there:
+            changes.append(f"the layout of {name} changed from {here} to {there}")
+    return changes

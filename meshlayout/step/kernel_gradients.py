@@ -142,12 +142,12 @@ class _Step:
             dims, extra = dict(enumerate(axes)), max(len(shape) - rank, 0)
             rows = dims.pop(row_dim + extra, _Axes())
             rows |= dims.pop(0, _Axes()) if extra else _Axes()  # of stacked batches
-            channels = dims.pop(channel_dim + extra, _Axes())
+            dims.pop(channel_dim + extra, None)
             cuts.add((rows & every, _Axes().union(*dims.values()) & every))
             is_pinned = (shape, axes) in fixed or shape[1 - rank :] == images.shape[
                 1 - rank :
             ]
-            has_channels &= not is_pinned or channels >= every - rows
+            has_channels &= not is_pinned
         space = _Axes().union(*(space for _, space in cuts))
         spare = _Axes().union(*(every - rows - space for rows, space in cuts))
         if space:

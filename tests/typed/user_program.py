@@ -44,7 +44,6 @@ def program() -> None:
     description = ml.describe(build, layouts)
     assert_type(description.abstract, Net)
     assert_type(description.create(), Net)
-    assert_type(description.memory(), ml.state.CreationMemory)
     assert_type(ml.create(lambda: {"w": jnp.ones(3)}, layouts), dict[str, jax.Array])
 
     # A train state knows its model.

@@ -47,12 +47,10 @@ class ParameterServer:
     def place(self, values: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
         """Takes values of variables, and optimizers with their variables' names."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
-
-        def own(name: str) -> Any:
-            return name if name in self._values else optax.MaskedNode()
-
         for optimizer, (tx, names) in rules.items():
-            names = jax.tree.map(own, names)
+            names = jax.tree.map(
+                lambda n: n if n in self._values else optax.MaskedNode(), names
+            )
             self._updates[optimizer] = jax.jit(functools.partial(_update, tx, names))
 
     def pull(self, names: Sequence[str]) -> dict[str, Any]:
@@ -209,9 +207,7 @@ class RemoteOptimizer:
         worker = _worker.get()
         own = {id(variable): name for name, variable in worker.variables.items()}
         params, values = nnx.state(model, self.wrt), nnx.state(grads, self.wrt)
-        if any(
-            id(x) not in own for x in jax.tree.leaves(params, is_leaf=is_nnx_object)
-        ):
+        if not own.keys() >= {*map(id, jax.tree.leaves(params, is_leaf=is_nnx_object))}:
             msg = "optimizer.update got copies, as in nnx.jit: compile by strategy.run."
             raise StrategyError(msg)
         names = jax.tree.map(lambda x: own[id(x)], params, is_leaf=is_nnx_object)

@@ -8,7 +8,7 @@ sharding by metadata is off in the meantime, since the layout map decides.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
@@ -25,7 +25,7 @@ from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
 from meshlayout.mesh import Mesh, create_mesh, current_mesh
-from meshlayout.state.operations import CreationMemory, Operations
+from meshlayout.state.operations import run_on_shards
 
 
 if TYPE_CHECKING:
@@ -54,22 +54,13 @@ class ComputedArray(jax.ShapeDtypeStruct):
 
 @dataclass(frozen=True)
 class TracedBuild:
-    """A traced builder: its operations, and the tree that it makes.
+    """A traced builder: its operations, and the tree that it makes."""
 
-    Attributes:
-        jaxpr: The operations, a closed jaxpr; its results are the computed leaves.
-        leaves: The leaves of the tree; a `ComputedArray` for each that the builder
-            computes.
-        treedef: The structure of the tree; for NNX modules, of their state.
-        graphdef: The structure of the modules, if there are any.
-        shared: The other paths of variables that modules share, by path.
-    """
-
-    jaxpr: Any
-    leaves: list[Leaf]
-    treedef: Any
-    graphdef: Any
-    shared: dict[str, str]
+    jaxpr: Any  # the operations; their results are the computed leaves
+    leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
+    treedef: Any  # of the tree; for NNX modules, of their state
+    graphdef: Any  # the structure of the modules, if there are any
+    shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
@@ -103,11 +94,7 @@ class StateDescription(Generic[T]):
     _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
-        """Makes the state, as `create` does.
-
-        Raises:
-            StateError: If called inside a function that JAX transforms.
-        """
+        """Makes the state, as `create` does."""
         return cast(T, self._make())
 
     def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
@@ -122,9 +109,16 @@ class StateDescription(Generic[T]):
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        results = iter(self._operations().run(inputs))
+        pairs = list(zip(self._traced.leaves, self._targets, strict=True))
+        computed = [
+            layout
+            for leaf, layout in pairs
+            if isinstance(leaf, ComputedArray) and layout is not None
+        ]
+        jaxpr = self._traced.jaxpr
+        results = iter(run_on_shards(jaxpr, inputs, computed, self._mesh))
         leaves: list[Leaf] = []
-        for leaf, layout in self._leaves():
+        for leaf, layout in pairs:
             if isinstance(leaf, ComputedArray):
                 leaves.append(next(results))
             elif is_array(leaf) and layout is not None:
@@ -133,20 +127,6 @@ class StateDescription(Generic[T]):
             else:
                 leaves.append(leaf)
         return self._traced.rebuild(leaves)
-
-    def memory(self) -> CreationMemory:
-        """Compiles the operations that make the state, and adds up their memory."""
-        computed = self._operations().memory()
-        moved_bytes = sum(
-            layout.bytes_per_device(leaf.shape, leaf.dtype)
-            for leaf, layout in self._leaves()
-            if is_array(leaf)
-            and not isinstance(leaf, ComputedArray)
-            and layout is not None
-        )
-        return CreationMemory(
-            computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
-        )
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
@@ -157,23 +137,13 @@ class StateDescription(Generic[T]):
         values |= {f"constant {i}": value for i, value in enumerate(constants)}
         layouts: dict[str, Leaf] = {}
         paths = _paths.leaf_names(self._traced.node)
-        for path, (leaf, layout) in zip(paths, self._leaves(), strict=True):
+        pairs = zip(self._traced.leaves, self._targets, strict=True)
+        for path, (leaf, layout) in zip(paths, pairs, strict=True):
             if is_array(leaf) and layout is not None:
                 layouts[path] = _abstract(leaf, layout)
                 if not isinstance(leaf, ComputedArray):
                     values[f"the array for {path}"] = leaf
         return program_facts(layouts | values, str(jaxpr.jaxpr), {})
-
-    def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
-        return zip(self._traced.leaves, self._targets, strict=True)
-
-    def _operations(self) -> Operations:
-        targets = [
-            layout
-            for leaf, layout in self._leaves()
-            if isinstance(leaf, ComputedArray) and layout is not None
-        ]
-        return Operations(self._traced.jaxpr, targets, self._mesh)
 
 
 def describe(
@@ -181,24 +151,24 @@ def describe(
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this to look at shapes, layouts and memory before paying for them, or to give
-    `Checkpointer.restore` the state to restore into.
+    Use this to look at shapes and layouts, or to give `Checkpointer.restore` the state
+    to restore into.
 
     Args:
         build: As for `create`. It is traced, once.
         layouts: As for `create`.
 
     Raises:
-        StateError: If the builder cannot be traced.
-        LayoutMapError: If the rules disagree or do not fit.
+        StateError: As for `create`.
+        LayoutMapError: Likewise.
 
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"w": (None, "model")})
         >>> plan = ml.describe(lambda: {"w": jax.numpy.ones((64, 64))}, layouts)
-        >>> plan.memory().state_bytes
-        4096
+        >>> plan.abstract["w"].sharding.shard_shape((64, 64))
+        (64, 16)
     """
     return describe_state(build, layouts, "describe")
 
@@ -263,11 +233,7 @@ def place(
     layouts: LayoutMap,
     resolve: Callable[[PyTree], Resolved] | None = None,
 ) -> StateDescription[PyTree]:
-    """Lays out every array of a traced state, by the map or by `resolve`.
-
-    Raises:
-        LayoutMapError: If the rules disagree or do not fit.
-    """
+    """Lays out every array of a traced state, by the map or by `resolve`."""
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
         layouts._check_used(resolved, traced.shared)
@@ -298,11 +264,7 @@ def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
-    """Traces a builder once; `inputs` are the arrays it takes as arguments, if any.
-
-    Raises:
-        StateError: If it cannot be traced.
-    """
+    """Traces a builder once; `inputs` are the arrays it takes as arguments, if any."""
     graphdef, treedef = None, None
     shared: dict[str, str] = {}
     leaves: list[Leaf] = []
@@ -333,7 +295,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
-            f"layouts); or build inside layouts.scope(). ({error})"
+            f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
     except _READS_A_VALUE as error:

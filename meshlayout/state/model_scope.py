@@ -1,0 +1,268 @@
+"""`with ml.scope(layouts):` creates models sharded, in unchanged code.
+
+While a scope is open, constructing an NNX module or calling Linen's `init` goes through
+`create`. A module that constructs its own parts does so inside its creation. A module
+that is passed to another one later (the layers of an `nnx.Sequential`) is created
+first, under a path that is not final: its arrays are sharded as finely as they divide,
+and get their layouts when the parent is made. An `nnx.Optimizer` is made for a complete
+model, and its slots take the layouts of the model's parameters. Inside jit, vmap and
+other transformations there are no arrays to lay out, and everything is constructed as
+without a scope.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn, nnx
+
+from meshlayout import _jax, _paths
+from meshlayout._annotations import PyTree
+from meshlayout._patches import SharedPatches
+from meshlayout.errors import LayoutMapError
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, Resolution, Resolved, activate
+from meshlayout.state.creation import (
+    eager_sharding,
+    eager_sharding_off,
+    has_layout,
+    marked,
+    place,
+    trace,
+)
+from meshlayout.state.operations import finest_layout
+
+
+@contextlib.contextmanager
+def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
+    """Creates models with these layouts.
+
+    Use this to create models of unchanged code: inside, NNX modules and the variables
+    of Linen's `init` are created sharded, and `constrain` follows the map. `create` is
+    the explicit form.
+
+    Args:
+        layouts: The layout map.
+
+    Raises:
+        StateError: If a module draws from an `nnx.Rngs` that is not among its
+            arguments.
+        LayoutMapError: At the end, if rules disagree or do not fit; or, if the map has
+            `unused="error"`, nothing was made or a rule matches no path.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> with ml.scope(ml.LayoutMap(mesh, {"kernel": (None, "model")})):
+        ...     layer = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        >>> ml.Layout.of(layer.kernel[...])
+        Layout([unsharded, model], Mesh(batch=2, model=4))
+    """
+    opened = _Scope(layouts)
+    with _constructors:
+        token = _scope.set(opened)
+        try:
+            with activate(layouts):
+                yield layouts
+        finally:
+            _scope.reset(token)
+        # Not after an error in the block, which a second one would hide.
+        opened.finish()
+
+
+class _Scope:
+    """An open scope, and what was constructed in it."""
+
+    def __init__(self, layouts: LayoutMap) -> None:
+        self.layouts = layouts
+        # Modules that are not part of another one, as far as is known.
+        self._roots: list[nnx.Module] = []
+        self._slots: list[Resolution] = []  # of optimizers
+        self.is_empty = True
+
+    # Called instead of Flax's own methods, which are their first argument.
+
+    def construct(
+        self, construct: Callable[..., nnx.Module], cls: type, *args: Any, **kwargs: Any
+    ) -> nnx.Module:
+        """Constructs an NNX module, outside of another one's construction."""
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
+        objects = {i: x for i, x in enumerate(leaves) if _paths.is_nnx_object(x)}
+        if not any(isinstance(x, nnx.Module) for x in objects.values()):
+            module = self._created(construct, cls, leaves, treedef, objects)
+            self._roots.append(module)
+            return module
+        # Its parts exist and cannot be traced as its own. Parts that it makes itself
+        # come through here one by one; their paths now start at this module.
+        is_eager = eager_sharding()
+        with eager_sharding_off():
+            module = construct(cls, *args, **kwargs)
+        marked(module, is_eager=is_eager)
+        inside = {id(node) for _, node in nnx.iter_graph(module)}
+        self._roots = [root for root in self._roots if id(root) not in inside]
+        self._roots.append(module)
+        with contextlib.suppress(LayoutMapError):  # raised when the scope ends
+            self._move(module)
+        return module
+
+    def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Creates Linen's variables."""
+        return place(trace(lambda: init(*args, **kwargs)), self.layouts).create()
+
+    def start_optimizer(
+        self,
+        init: Callable[..., None],
+        optimizer: nnx.Optimizer[Any],
+        model: nnx.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Makes an optimizer's state for a model, which is assumed to be complete."""
+        self._move(model)  # slots are made like the parameters
+        init(optimizer, model, *args, **kwargs)
+        params = nnx.state(model, optimizer.wrt)
+        owners = [_current_resolution(leaf) for leaf in _paths.flatten(params).leaves]
+        # nnx.ModelAndOptimizer holds the model, too.
+        held = {id(node) for _, node in nnx.iter_graph(model)}
+        paths = {path for path, node in nnx.iter_graph(optimizer) if id(node) in held}
+        slots = nnx.state(optimizer, lambda path, _: path not in paths)
+        resolved = self.layouts._resolve_slots(slots, params, owners)
+        _lay_out(optimizer, slots, resolved.layouts)
+        self._slots.extend(resolved.resolutions)
+
+    def finish(self) -> None:
+        """Lays out every module by its final paths."""
+        # A scope that only lays out activations is in use as well.
+        if self.is_empty and not self.layouts._take_snapshot().is_read:
+            self.layouts._report_unused(
+                "nothing was made in this scope: it lays out NNX modules and the "
+                "variables of Linen's init that are made inside it. For Equinox and "
+                "other pytrees, write create(lambda: Model(...), layouts)."
+            )
+        resolutions = [one for root in self._roots for one in self._move(root)]
+        if self._roots:
+            every = (*resolutions, *self._slots)
+            self.layouts._check_used(Resolved(None, every))
+
+    def _created(
+        self,
+        construct: Callable[..., nnx.Module],
+        cls: type,
+        leaves: list[Any],
+        treedef: Any,
+        objects: dict[int, nnx.Pytree],
+    ) -> nnx.Module:
+        """Constructs a module through `create`, drawing from the caller's Rngs.
+
+        A trace must not change objects from outside, so the constructor gets copies of
+        the caller's Rngs, whose counts are written back after the module is made.
+        """
+        graphdef, state = nnx.split(objects)
+        inputs, state_def = jax.tree.flatten(state)
+
+        def build(*values: Any) -> tuple[nnx.Module, Any]:
+            copies = nnx.merge(graphdef, state_def.unflatten(values))
+            filled = {**dict(enumerate(leaves)), **copies}
+            args, kwargs = treedef.unflatten(filled.values())
+            return construct(cls, *args, **kwargs), copies
+
+        description = place(trace(build, *inputs), self.layouts, self._lenient)
+        module, copies = description._make(inputs)
+        # A module that keeps its Rngs shares them with the caller, as without a scope.
+        nnx.update(objects, nnx.state(copies))
+        originals = {
+            id(copy): original
+            for (_, copy), (_, original) in zip(
+                nnx.iter_graph(copies), nnx.iter_graph(objects), strict=True
+            )
+        }
+        for _, node in list(nnx.iter_graph(module)):
+            values = list(vars(node).items()) if _paths.is_nnx_object(node) else []
+            for name, value in values:
+                if id(value) in originals:
+                    setattr(node, name, originals[id(value)])
+        return module
+
+    def _lenient(self, node: PyTree) -> Resolved:
+        """Resolves leaves that have a rule; shards the others as finely as possible.
+
+        The path may not be final, so a leaf that matches no rule yet must not be
+        replicated: it may be too large for one device.
+        """
+        # The module is entry 0 of what was built, and the caller's Rngs are entry 1.
+        flat = _paths.flatten(node)
+        resolver = self.layouts._resolver()
+        layouts = []
+        for leaf in flat.leaves:
+            layout = finest_layout(self.layouts.mesh, np.shape(leaf.value))
+            with contextlib.suppress(LayoutMapError):  # raised at the final path
+                path = leaf.path.partition("/")[2]
+                resolution = resolver.leaf(leaf._replace(path=path))
+                if resolution is None or resolution.reason != "default":
+                    layout = resolution and resolution.layout
+            layouts.append(layout)
+        return Resolved(flat.unflatten(layouts), ())
+
+    def _move(self, module: nnx.Module) -> tuple[Resolution, ...]:
+        """Lays out a module's arrays by their paths below it."""
+        resolved = self.layouts.resolve(module)
+        _lay_out(module, nnx.state(module), resolved.layouts)
+        return resolved.resolutions
+
+
+def _current_resolution(leaf: _paths.Leaf) -> Resolution:
+    x = leaf.value
+    return Resolution(leaf.path, x.shape, x.dtype, Layout.of(x), None, "where it is")
+
+
+def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
+    """Moves the arrays in (a part of) an NNX object's state to their layouts."""
+    flat = _paths.flatten(state)
+    remaining = iter(jax.tree.leaves(layouts))
+    moved = []
+    for leaf in flat.leaves:
+        layout = next(remaining) if has_layout(leaf.value) else None
+        is_moved = layout is not None and isinstance(leaf.value, jax.Array)
+        moved.append(_jax.put(leaf.value, layout.sharding) if is_moved else leaf.value)
+    with eager_sharding_off():
+        nnx.update(node, flat.unflatten(moved))
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
+
+
+def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns a function that makes the replacement of one of Flax's constructors.
+
+    In an open scope, the replacement calls `around` with the scope, the constructor and
+    the arguments; otherwise, and while JAX traces, just the constructor.
+    """
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            scope = _scope.get()
+            if scope is None:
+                return original(*args, **kwargs)
+            scope.is_empty = False
+            if _jax.is_tracing():
+                return original(*args, **kwargs)
+            return around(scope, original, *args, **kwargs)
+
+        return patched
+
+    return replacement
+
+
+# Flax has no hook for the construction of a module. If it moves one of these methods,
+# arrays are made unsharded in a scope; tests/test_scope.py fails at its first test. The
+# methods are replaced only while some thread is inside a scope.
+_constructors = SharedPatches(
+    (type(nnx.Module), "__call__", _in_scope(_Scope.construct)),
+    (nn.Module, "init", _in_scope(_Scope.init)),
+    (nnx.Optimizer, "__init__", _in_scope(_Scope.start_optimizer)),
+)
