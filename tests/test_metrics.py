@@ -649,7 +649,7 @@ REFUSED = [
         lambda: collection().update_from(
             outputs={"logit": LOGITS}, batch=BATCH, losses=SCORES
         ),
-        "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean 'logit'?",
+        "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean 'logit'? Accuracy(predictions=...) takes the name or the position of yours.",
     ),
     (
         lambda: collection().update_from(outputs=LOGITS, batch={}),

@@ -99,8 +99,10 @@ class Metric:
         Raises:
             MetricError: If an input is missing, or does not fit.
         """
-        names = [str(getattr(self, field)) for field in self._inputs]
-        inputs = [find(named, name, type(self).__name__) for name in names]
+        kind, inputs = type(self).__name__, []
+        for field in self._inputs:
+            way_out = f" {kind}({field}=...) takes the name or the position of yours."
+            inputs.append(find(named, str(getattr(self, field)), kind, way_out))
         return self.empty()._added(*inputs, weights=weights)
 
     def compute(self) -> jax.Array:
@@ -277,7 +279,7 @@ class Last(_ValueMetric):
         return jnp.where(others[1] > 0, others, sums)
 
 
-def find(named: Mapping[str, Any], name: str, where: str) -> Any:
+def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> Any:
     """Returns an input by name, or raises MetricError."""
     if named.get(name) is not None:
         return named[name]
@@ -285,6 +287,7 @@ def find(named: Mapping[str, Any], name: str, where: str) -> Any:
     msg = (
         f"{where}: there is no {name!r} among the outputs and the entries of the batch "
         f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
+        f"{way_out}"
     )
     raise MetricError(msg)
 
