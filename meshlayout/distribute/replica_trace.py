@@ -388,8 +388,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             terms = x - y if name == "__sub__" else x ^ y
             if name in ("__mul__", "__rmul__", "__truediv__"):
                 terms &= {COMBINED}
-            if terms:
-                trace.note_terms(result, terms)
+            trace.note_terms(result, terms)
         return result
 
     return replacement
