@@ -135,7 +135,7 @@ def test_scopes_cannot_be_nested(two):
         assert message_of(two.scope().__enter__) == (
             "MirroredStrategy(2 replicas): its scope was opened inside that of "
             "MirroredStrategy(2 replicas), or of its run. Scopes cannot be nested: "
-            "leave the outer one first."
+            "leave that first."
         )
         assert get_strategy() is two
     assert not has_strategy()

@@ -104,11 +104,8 @@ class Strategy:
         mesh is the default one. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
-            msg = (
-                f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
-                "run. Scopes cannot be nested: leave the outer one first."
-            )
-            raise StrategyError(msg)
+            msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
+            raise StrategyError(f"{msg}run. Scopes cannot be nested: leave that first.")
         with scope(self.layouts), self._inside():
             yield self
 
