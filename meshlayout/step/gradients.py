@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
@@ -161,12 +162,15 @@ def _scanned(
         return backward(model_state, treedef.unflatten(batch), part_key)
 
     # Traced once, for the shapes of the metrics and for the loop.
-    part = jax.jit(part)
+    first = model_state, [leaf[0] for leaf in rows], jnp.int32(0)
+    jaxpr, shapes = jax.make_jaxpr(part, return_shape=True)(*first)
+    traced = jaxpr_as_fun(jaxpr)
 
     def add(carry: Any, xs: Any) -> tuple[Any, Any]:
         sums, before, metrics = carry
         rows, index, has_examples = xs
-        grads, (parts, after, measured) = part(before, rows, index)
+        results = traced(*jax.tree.leaves((before, rows, index)))
+        grads, (parts, after, measured) = jax.tree.structure(shapes).unflatten(results)
         if has_examples is not None:
             # Padding draws random numbers and is counted, but nothing is learned.
             after = jax.tree.map(
@@ -176,15 +180,13 @@ def _scanned(
         sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
         return (sums, after, metrics.merge(measured)), parts
 
-    first = [leaf[0] for leaf in rows]
-    _, (_, _, measured) = jax.eval_shape(part, model_state, first, jnp.int32(0))
     # Many small gradients would vanish in a sum in bfloat16.
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params
     )
     (sums, after, metrics), parts = jax.lax.scan(
         add,
-        (zeros, model_state, measured.empty()),
+        (zeros, model_state, shapes[1][2].empty()),
         (rows, jnp.arange(microbatches.count), has_examples),
     )
     # Otherwise the compiler would scatter the sums in the loop, if the optimizer's

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from meshlayout import _jax
 from meshlayout._annotations import Batch
+from meshlayout._batches import marked_weights
 from meshlayout._tracebacks import show_user_frames
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -118,7 +119,8 @@ class StateStep(StepInspection):
         try:
             # To look all up again would take Python longer than a small step.
             if last is not None and last.is_like(state, batch):
-                check_batch(batch, self.weights)
+                if marked_weights:
+                    check_batch(batch, self.weights)
                 metrics = last.empty if metrics is None else metrics
                 return last.compiled(state, batch, metrics)
             compiled, args = self._call_of(state, batch, metrics)
