@@ -50,7 +50,7 @@ def events_of(program: Program) -> Iterator[Event]:
     for instruction in whole.values():
         if instruction.opcode == "while":
             raise SystemExit("a loop in the program: its cycles would not be counted")
-        called = [name for name, _ in program.called(instruction)]
+        called = program.called(instruction)
         inner = [x for name in called for x in program.computations[name].values()]
         reduce = next(
             (x for x in [instruction, *inner] if x.opcode == "all-reduce"), None

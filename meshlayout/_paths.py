@@ -101,7 +101,8 @@ def _named(tree: PyTree) -> tuple[list[Leaf], PyTree]:
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    return keystr(keys, simple=True, separator="/")
+    # An empty key at the root has a tree's own `params` stay in its paths.
+    return keystr(keys, simple=True, separator="/").removeprefix("/")
 
 
 def key_name(key: Any) -> str:

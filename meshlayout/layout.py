@@ -144,17 +144,18 @@ class Layout:
             )
             raise LayoutError(msg)
         _check_axes(parsed, mesh)
-        # Only devices of this process list their memories.
-        device = next(iter(mesh.local_devices), mesh.devices.flat[0])
-        kinds, default = _jax.memory_kinds(device)
-        if kinds and memory_kind not in (None, *kinds):
-            msg = (
-                f"memory_kind {_checks.shown(memory_kind)} is not one of these "
-                f"devices' memories: {', '.join(map(repr, kinds))}."
-            )
-            raise LayoutError(msg)
-        # Layouts that mean the same have to be equal, also if the default is named.
-        memory_kind = None if memory_kind == default else memory_kind
+        if memory_kind is not None:
+            # Only devices of this process list their memories.
+            device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+            kinds, default = _jax.memory_kinds(device)
+            if kinds and memory_kind not in kinds:
+                msg = (
+                    f"memory_kind {_checks.shown(memory_kind)} is not one of these "
+                    f"devices' memories: {', '.join(map(repr, kinds))}."
+                )
+                raise LayoutError(msg)
+            # Layouts that mean the same have to be equal, also if it is the default.
+            memory_kind = None if memory_kind == default else memory_kind
         self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=memory_kind)
 
     @property

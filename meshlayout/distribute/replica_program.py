@@ -81,7 +81,7 @@ class ReplicaProgram:
         self._aligned: set[int] = set()
         self._call: Any = None
 
-        def step(state: Any, rest: Any, arrays: Any) -> Any:
+        def step(state: PyTree, rest: PyTree, arrays: PyTree) -> Any:
             return self._traced_step(state, rest, arrays)
 
         step.__name__ = self._name
@@ -254,7 +254,7 @@ class ReplicaProgram:
             trace.check_attributes(self._name)
         return trace, result
 
-    def _traced_step(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+    def _traced_step(self, state: PyTree, rest: PyTree, arrays: Any) -> tuple[Any, Any]:
         if self._count == 1:
             return self._replica(state, rest, arrays)
 
@@ -273,7 +273,7 @@ class ReplicaProgram:
             check_vma=False,
         )(state, rest, arrays)
 
-    def _replica(self, state: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+    def _replica(self, state: PyTree, rest: PyTree, arrays: PyTree) -> tuple[Any, Any]:
         variables = map(id, (*self._changed, *self._others))
         values = dict(zip(variables, (*state, *rest), strict=True))
 

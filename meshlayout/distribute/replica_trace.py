@@ -27,7 +27,7 @@ from flax.nnx.pytreelib import PytreeState
 from jax.core import Tracer
 
 from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import Box, Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, ReplicaContext
 from meshlayout.distribute.variables import (
@@ -170,16 +170,16 @@ class ReplicaTrace:
         changed = [x for x, before in entered if is_changed(x, before)]
         return [x for x in changed if not isinstance(x, nnx.RngKey)]
 
-    def level(self, holder: Any, slot: Any) -> Any:
+    def level(self, holder: Box, slot: Any) -> Any:
         """Returns the trace that may change a Variable, or a module by its state."""
         return slot.__get__(holder) if self._is_made(holder, slot) else self._level
 
-    def set_level(self, holder: Any, slot: Any, level: Any) -> None:
+    def set_level(self, holder: Box, slot: Any, level: Any) -> None:
         """Sets it for what is made in this trace."""
         self._levels[id(level)] = level
         slot.__set__(holder, level)
 
-    def _is_made(self, holder: Any, slot: Any) -> bool:
+    def _is_made(self, holder: Box, slot: Any) -> bool:
         """Returns whether an object was made in this trace, or still is made."""
         try:
             return id(slot.__get__(holder)) in self._levels
@@ -309,11 +309,11 @@ class ReplicaTrace:
 
 def _watched(read: Any, write: Any) -> Callable[[Any], property]:
     def make(slot: Any) -> property:
-        def get(holder: Any) -> Any:
+        def get(holder: Box) -> Any:
             trace = current.get()
             return slot.__get__(holder) if trace is None else read(trace, holder, slot)
 
-        def put(holder: Any, value: Leaf) -> None:
+        def put(holder: Box, value: Leaf) -> None:
             trace = current.get()
             if trace is None:
                 slot.__set__(holder, value)

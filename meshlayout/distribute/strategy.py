@@ -168,7 +168,7 @@ class Strategy:
         step, inputs = self._compiled_for(fn, args, kwargs)
         return step.communication(*inputs)
 
-    def _compiled_for(self, fn: Any, args: Any, kwargs: Any = None) -> Any:
+    def _compiled_for(self, fn: Any, args: PyTree, kwargs: PyTree = None) -> Any:
         """Returns the compiled step of a call, and its inputs."""
         with _lock:
             arguments = Arguments(fn, tuple(args), dict(kwargs or {}), self.mesh)

@@ -4,12 +4,13 @@ Written without gathers, scatters and sorts: comparisons and sums keep logits on
 shards, whichever dim is sharded.
 """
 
+import math
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax
@@ -100,9 +101,24 @@ def _one_hot(numbers: jax.Array, num_classes: int) -> jax.Array:
 
 
 def _highest(scores: jax.Array) -> jax.Array:
-    """Returns the class with the highest score; -1 where a score is NaN."""
-    is_nan = jnp.any(jnp.isnan(scores), axis=-1)
-    return jnp.where(is_nan, -1, jnp.argmax(scores, axis=-1))
+    """Returns the class with the highest score; -1 where a score is NaN.
+
+    In blocks of classes: compilers for TPUs gather the logits of a plain argmax whose
+    classes are sharded; blocks stay on their shards.
+    """
+    num_classes, mesh = scores.shape[-1], jax.typeof(scores).sharding.mesh
+    largest = 2 ** int(math.log2(max(1, math.isqrt(num_classes))))
+    # JAX refuses to split a sharded dim on Explicit axes.
+    is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
+    num_blocks = 1 if is_explicit else math.gcd(num_classes, largest)
+    blocks = scores.reshape(*scores.shape[:-1], num_blocks, num_classes // num_blocks)
+    highest = jnp.max(blocks, axis=-1)
+    classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32)  # within each block
+    block = jax.lax.broadcasted_iota(jnp.int32, classes.shape, classes.ndim - 1)
+    classes += block * (num_classes // num_blocks)
+    is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
+    predicted = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
+    return jnp.where(predicted < num_classes, predicted, -1)
 
 
 class Accuracy(_PairMetric, MeanMetric):

@@ -186,7 +186,7 @@ _GROUPED = (
 )
 
 
-class _Decision(NamedTuple):
+class _Choice(NamedTuple):
     """The dim along which a parameter is sharded, why or why not, and what it sends."""
 
     dim: int | None
@@ -196,7 +196,7 @@ class _Decision(NamedTuple):
 
 def _decisions(
     params: Sequence[Parameter], flow: Flow, num_shards: int
-) -> Iterator[_Decision]:
+) -> Iterator[_Choice]:
     """Finds the candidates of a model, chooses among them, and says why."""
     candidates = _candidates(params, flow, num_shards)
     for candidate in candidates.values():
@@ -228,7 +228,7 @@ def _decisions(
             if dim is None and is_even and major[0].blocked != OF_INPUTS:
                 dim, note = majors.index(major), "channels"
             note = f"{note}; {_GROUPED}" if note else _GROUPED
-            decision = _Decision(dim, note, sends)
+            decision = _Choice(dim, note, sends)
         yield decision
 
 
@@ -261,7 +261,7 @@ def _chosen(
 
 def _whole(
     array: FactoredArray, candidates: dict[Factor, Candidate], *, is_factor: bool
-) -> _Decision:
+) -> _Choice:
     """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
     reasons: list[str] = []
     for dim, factors in enumerate(array.dims):
@@ -272,16 +272,16 @@ def _whole(
             parts = f" ({sizes})" if len(leaves) > 1 else ""
             reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
     if len(reasons) < (1 if is_factor else 2):
-        return _Decision(None, "")
+        return _Choice(None, "")
     own = [text for text in reasons if not text.endswith(_STREAM)]
-    return _Decision(None, f"whole; {'; '.join(own or reasons)}")
+    return _Choice(None, f"whole; {'; '.join(own or reasons)}")
 
 
-def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Decision:
+def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
     """Says what a parameter is in the set that is sharded."""
     dim = candidate.dims[index]
     if not is_factor:  # a vector that follows a matrix
-        return _Decision(dim, "")
+        return _Choice(dim, "")
     sends = candidate.sent().get(index)
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     above = f", {candidate.above} x {candidate.factor.size} together"
@@ -292,7 +292,7 @@ def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Decision:
         note = f"rows{heads}; an all-reduce adds up the products"
     else:
         note = f"columns{heads}; the results stay sharded"
-    return _Decision(dim, note, sends)
+    return _Choice(dim, note, sends)
 
 
 def _heaviest(

@@ -165,12 +165,15 @@ class TrainState(Generic[T]):
         """
         check_builder(build, _WHERE)
         tx = _transformation(optimizer)
-        is_eager = eager_sharding()
+        is_eager, seed = eager_sharding(), 0
+        if not isinstance(rng, jax.Array):
+            options: Any = {"at_least": None, "where": _WHERE, "error": StateError}
+            seed = _checks.count("rng", rng, **options)
 
         # The optimizer's state is built in the same trace as the model, so that slots
         # are created sharded as well, and from parameters that are still abstract.
         def state() -> TrainState[Any]:
-            key = rng if isinstance(rng, jax.Array) else jax.random.key(rng)
+            key = rng if isinstance(rng, jax.Array) else jax.random.key(seed)
             built: Any = build()
             if isinstance(built, nnx.Module):
                 built = marked(built, is_eager=is_eager)

@@ -115,7 +115,7 @@ class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
     """The state has another structure than the one that the program is for."""
 
 
-class _Program:
+class _Compiled:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
     def __init__(self, treedef: Any, layouts: list[Any]) -> None:
@@ -177,8 +177,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=names)
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._programs: dict[Any, _Compiled] = {}
+        self._last: _Compiled | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._in_flight = 0
 
@@ -229,7 +229,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._last = None
         return self(*args, **kwargs)
 
-    def _is_like_last(self, program: _Program, args: Any, kwargs: Any) -> bool:
+    def _is_like_last(self, program: _Compiled, args: PyTree, kwargs: PyTree) -> bool:
         """Returns, fast, whether arrays are where those of the last call were.
 
         JAX would compile again without a word, or end the process for an array that was
@@ -245,7 +245,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             and ids.isdisjoint(map(id, leaves[len(donated) :]))
         )
 
-    def _switch(self, args: Any, kwargs: Any) -> tuple[_Program, Any]:
+    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Compiled, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
@@ -257,10 +257,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program.current = [getattr(leaf, "sharding", None) for leaf in leaves]
         return program, args
 
-    def _program(self, args: Any, kwargs: Any, *, is_call: bool = True) -> _Program:
+    def _program(
+        self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
+    ) -> _Compiled:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Program(treedef, list(map(layout_of, leaves)))
+        program = _Compiled(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -291,20 +293,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     # Inside a trace.
 
-    def _traced(self, program: _Program | None, args: Any, kwargs: Any) -> Any:
+    def _traced(self, program: _Compiled | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         now = None
         if program is None:
-            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+            program = _Compiled(treedef, list(map(_jax.sharding_of, leaves)))
         elif not program.is_looked_at and any(isinstance(x, Tracer) for x in leaves):
             # (With jax_debug_nans, JAX also runs this on arrays.)
             if self._donates and _state_def(treedef) != _state_def(program.key[0]):
                 raise _OtherProgram
             now = self._texts(args, kwargs, program.layouts)
         agreement = contextlib.nullcontext(lambda facts: None)
-        if now is not None:
-            agreement = self._agreement(program, self._explain(now))
+        why = "" if now is None else self._explain(now)
+        if now is not None and program.has_peers:
+            agreement = self._agreement(program, why)
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
         layouts = self._layouts
         with (
@@ -323,7 +326,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return result
 
     @contextlib.contextmanager
-    def _agreement(self, program: _Program, why: str) -> Iterator[Any]:
+    def _agreement(self, program: _Compiled, why: str) -> Iterator[Any]:
         """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
@@ -333,14 +336,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             counts.steps += program.is_shared
 
-    def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
+    def _facts(self, program: _Compiled, jaxpr: Any) -> dict[str, str]:
         """Returns what processes compare of a program."""
         arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
         arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
         return program_facts(arguments, str(jaxpr.jaxpr), {})
 
-    def _kept(self, old: PyTree, result: Any, layouts: list[Any]) -> Any:
+    def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else ""
@@ -364,7 +367,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     # Checks and explanations.
 
-    def _check(self, args: Any, kwargs: Any) -> None:
+    def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
         if self._donates and _paths.holds_modules(args[:1]):
             msg = (
@@ -407,7 +410,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
             warnings.warn(line, RecompileWarning, stacklevel=stack_level())
         return change
 
-    def _texts(self, args: Any, kwargs: Any, layouts: Sequence[Any] = ()) -> _Seen:
+    def _texts(
+        self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
+    ) -> _Seen:
         """Returns the types of arguments by name, and the layouts that are given."""
         types = {
             name: repr(x)
@@ -420,14 +425,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         treedef = jax.tree.structure((args, kwargs))
         return types, self._named(*treedef.unflatten(map(_layout_text, layouts)))
 
-    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
         bound = self._signature.bind_partial(*args, **kwargs)
         entries = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))[0]
         text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         return {text(keys): leaf for keys, leaf in entries}
 
-    def _by_place(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 

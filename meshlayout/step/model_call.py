@@ -129,7 +129,7 @@ def _wrapper(original: Any) -> Callable[..., Any]:
 
 
 def _linen_call(
-    interceptors: Interceptors, proceed: Any, args: Any, kwargs: Any, context: Any
+    interceptors: Interceptors, proceed: Any, args: PyTree, kwargs: PyTree, context: Any
 ) -> Any:
     if context.method_name == "__call__":
         path = "/".join(context.module.path)
@@ -290,7 +290,7 @@ def _linen_paths_with_dtype(
         return _paths_with_dtype[state.program]
     paths: set[str] = set()
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(next_fun: Any, args: PyTree, kwargs: PyTree, context: Any) -> Any:
         if context.method_name == "__call__" and hasattr(context.module, "dtype"):
             paths.add("/".join(context.module.path))
         return next_fun(*args, **kwargs)

@@ -30,7 +30,7 @@ from meshlayout.step.placement import (
 )
 
 
-class _Call(NamedTuple):
+class _LastCall(NamedTuple):
     """A call that took its state and batch as they are, and returned a state."""
 
     compiled: CompiledStep[..., Any]
@@ -67,7 +67,7 @@ class StateStep(StepInspection):
     __name__: str
     _row_dim = 0  # of what a call takes
     _repeats = False  # whether calls are alike if states and batches are
-    _last: _Call | None = None
+    _last: _LastCall | None = None
 
     def __init__(
         self,
@@ -138,13 +138,13 @@ class StateStep(StepInspection):
         state: TrainState,
         batch: Batch,
         new: TrainState,
-    ) -> _Call | None:
+    ) -> _LastCall | None:
         empty = self._empty.get((self._key(state, batch), state.program))
         rows = [getattr(x, "sharding", None) for x in jax.tree.leaves(batch)]
         if empty is None or None in rows:  # inside another jit, or on the host
             return None
         extra = frozenset(state.extra)
-        return _Call(compiled, empty, state.program, new.step.sharding, extra, rows)
+        return _LastCall(compiled, empty, state.program, new.step.sharding, extra, rows)
 
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None

@@ -402,7 +402,9 @@ class Trainer:
                 return batch_layout(Layout.of(leaf).mesh)
         return None
 
-    def _rows(self, where: str, name: str, data: Any, labels: Any, size: Any) -> Rows:
+    def _rows(
+        self, where: str, name: str, data: PyTree, labels: PyTree, size: Any
+    ) -> Rows:
         """Returns arrays as rows, whose weights are not negative."""
         columns, key = data if labels is None else (data, labels), self._steps.weights
         arguments = name if labels is None else f"{name}, labels"
@@ -428,8 +430,8 @@ class Trainer:
         self,
         where: str,
         name: str,
-        data: Any,
-        labels: Any,
+        data: PyTree,
+        labels: PyTree,
         batch_size: int | None,
         shuffle: int | None = None,
         *,
@@ -468,7 +470,7 @@ class Trainer:
         return TrainerInput(where, name, data, placer, **options)
 
 
-def _is_even(data: Any, layout: Layout | None) -> bool:
+def _is_even(data: PyTree, layout: Layout | None) -> bool:
     """Returns whether data is known to need no padding: a list of equal batches."""
     shards = 1 if layout is None else num_row_shards(layout)
     with contextlib.suppress(MeshLayoutError):  # raised again, with the batch's number

@@ -55,7 +55,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._worker_options = dict(worker_options or {})
         super().__init__(jax.local_devices()[0])  # where the coordinator's objects are
 
-    def _run(self, fn: Any, args: Any, kwargs: Any) -> NoReturn:
+    def _run(self, fn: Any, args: PyTree, kwargs: PyTree) -> NoReturn:
         msg = "run was called on the coordinator: call it in a scheduled function."
         raise StrategyError(msg)
 
