@@ -320,7 +320,7 @@ class DataPlan:
             return batch.parts or frozenset([batch.count / self.num_replicas])
         before = batch.after.batch - 1
         return frozenset(
-            min(max(rows - before * size, 0), size) / (size // self._full)
+            min(max((rows or 0) - before * size, 0), size) / (size // self._full)
             for rows, size in self._lengths
         )
 
@@ -337,7 +337,7 @@ class DataPlan:
         if self._assemble is None:
             return placed
         rows, *weights = placed
-        has_mask = num_even is None and parts != {self._full}
+        has_mask = num_even is None and parts != frozenset([self._full])
         return self._assemble(rows, weights[0] if has_mask else None)
 
     def new_reader(self) -> RowReader | StreamReader:

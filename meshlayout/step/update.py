@@ -73,8 +73,8 @@ class Update:
             LOSS_SCALE: lambda: jax.tree.map(
                 scalar,
                 DynamicScale(
-                    fin_steps=jnp.int32(0),  # type: ignore[arg-type]
-                    scale=jnp.float32(2**15),  # type: ignore[arg-type]
+                    fin_steps=jnp.int32(0),
+                    scale=jnp.float32(2**15),
                     minimum_scale=1.0,
                 ),
             ),
