@@ -48,8 +48,11 @@ def expert_parallel(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
-        >>> experts = {"up": jax.ShapeDtypeStruct((8, 16, 32), "float32")}
-        >>> call = lambda params, x: jax.numpy.einsum("bd,edh->ebh", x, params["up"])
+        >>> shapes = {"up": (8, 16, 32), "down": (8, 32, 16)}
+        >>> experts = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+        >>> def call(params, x):
+        ...     hidden = jax.numpy.einsum("bd,edh->ebh", x, params["up"])
+        ...     return jax.numpy.einsum("ebh,ehd->ebd", hidden, params["down"])
         >>> x = jax.ShapeDtypeStruct((4, 16), "float32")
         >>> layouts = expert_parallel(mesh, "expert", experts, x, call=call)
         >>> layouts.resolve(experts)["up"].layout
