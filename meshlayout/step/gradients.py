@@ -107,7 +107,9 @@ def gradients_of(
             total = sum(part.sum() for part in parts.values())
             return scaled(total), (OrderedDict(parts), *rest)
 
-        return jax.grad(objective, has_aux=True)(params)
+        grads, aux = jax.grad(objective, has_aux=True)(params)
+        parts, after, values, outputs = aux
+        return grads, (parts, after, loss.measured(values, outputs, batch))
 
     if microbatches.count == 1:
         grads, (parts, after, measured) = backward(before, batch, key)
