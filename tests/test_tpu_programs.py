@@ -107,14 +107,14 @@ class Slice:
 
 
 def train_step(
-    name, layouts, axes, rows=ROWS, has_weights=False, mesh=None, rules=None, **options
+    name, layouts, axes, rows=ROWS, has_weights=False, mesh=None, rules=(), **options
 ):
     """Returns a train step, and the abstract state and batch that it takes."""
     module, build, loss_fn, example = MODELS[name]
     if has_weights:
         example = {**example, "weight": ((), "float32")}
     mesh = mesh or create_slice_mesh(**axes)
-    layout_map = ml.LayoutMap(mesh, {**getattr(module, layouts), **(rules or {})})
+    layout_map = ml.LayoutMap(mesh, {**getattr(module, layouts), **dict(rules)})
     optimizer = optax.adam(1e-3)
     state = ml.TrainState.describe(build, optimizer, layout_map).abstract
     batch = {
@@ -452,7 +452,7 @@ def test_microbatches_of_bfloat16_send_the_gradients_once(tpu, name):
     "options", [{}, pytest.param({"accumulate": 4}, marks=pytest.mark.slow)]
 )
 def test_zero_scatters_gradients_and_gathers_parameters(tpu, options):
-    rules = {"^opt_state/": ml.zero_rule(create_slice_mesh(**EIGHT))}
+    rules = (("^opt_state/", ml.zero_rule(create_slice_mesh(**EIGHT))),)
     state, sent = tpu.sent("mlp", "DATA_PARALLEL", EIGHT, rules=rules, **options)
     assert not [one for one in sent if one.in_loop]
     [scatter] = of_kind(sent, "reduce_scatter")

@@ -120,13 +120,14 @@ class EvalStep(StateStep):
         @jax.jit
         def measure(state: TrainState, batch: Batch) -> Metrics:
             _, denominator = loss.denominators(batch)
-            parts, (_, measured) = loss.parts(
+            parts, (_, values, outputs) = loss.parts(
                 *(state, state.params, state.model_state),
                 *(batch, state.rng, denominator),
             )
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
             weight = total_weight(loss.weights_of(batch), num_examples(batch))
+            measured = loss.measured(values, outputs, batch)
             return metrics_of_batch(parts, {}, weight, measured)
 
         def eval_step(

@@ -26,6 +26,7 @@ from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
+from meshlayout.layout_map.optimizer_slots import find_slots
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.objective import Loss
@@ -56,11 +57,13 @@ class Microbatches:
         count: How many microbatches there are.
         rows: The sharding of the batch's rows; None if they are on no axis.
         params: The parameters' shardings.
+        slots: Those of the optimizer's state.
     """
 
     count: int
     rows: NamedSharding | None = None
     params: tuple[Any, ...] = ()
+    slots: tuple[Any, ...] = ()
 
 
 def gradients_of(
@@ -86,10 +89,10 @@ def gradients_of(
     """
     _check_trainable(state.params)
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
-    batch = without_nan_padding(batch, weights)
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
+    batch = without_nan_padding(batch, weights)
     fraction = 1 / microbatches.count
 
     def scaled(value: Any) -> Any:
@@ -104,13 +107,15 @@ def gradients_of(
             total = sum(part.sum() for part in parts.values())
             return scaled(total), (OrderedDict(parts), *rest)
 
-        return jax.grad(objective, has_aux=True)(params)
+        grads, aux = jax.grad(objective, has_aux=True)(params)
+        parts, after, values, outputs = aux
+        return grads, (parts, after, loss.measured(values, outputs, batch))
 
     if microbatches.count == 1:
         grads, (parts, after, measured) = backward(before, batch, key)
     else:
         grads, (parts, after, measured) = _scanned(
-            backward, params, before, batch, key, weights, microbatches
+            backward, state, batch, key, weights, microbatches
         )
     parts = {name: part.sum() for name, part in parts.items()}
     if weights is not None:
@@ -134,8 +139,7 @@ def gradients_of(
 
 def _scanned(
     backward: Callable[..., Any],
-    params: PyTree,
-    model_state: PyTree,
+    state: TrainState,
     batch: Batch,
     key: jax.Array,
     weights: jax.Array | None,
@@ -147,6 +151,7 @@ def _scanned(
     rows, and no row moves.
     """
     _check_rows(num_examples(batch), microbatches)
+    params, model_state = state.params, state.model_state
     leaves, treedef = jax.tree.flatten(batch)
     rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
     has_examples = None
@@ -189,11 +194,30 @@ def _scanned(
         (zeros, model_state, shapes[1][2].empty()),
         (rows, jnp.arange(microbatches.count), has_examples),
     )
-    # Otherwise the compiler would scatter the sums in the loop, if the optimizer's
-    # state is sharded further than the parameters.
-    arrays, structure = jax.tree.flatten(sums)
+    sums = _like_updates(sums, state.opt_state, microbatches)
+    return sums, (parts, after, metrics)
+
+
+def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -> Any:
+    """Shards sums of gradients as parameters first, and then as their updates.
+
+    Otherwise the compiler would scatter them in the loop, if the optimizer's state is
+    sharded further than the parameters.
+    """
+    params = _paths.flatten(sums)
+    slots = _paths.flatten(opt_state).leaves
+    updates = [*microbatches.params]
+    for slot, leaf, sharding in zip(
+        find_slots(slots, params.leaves), slots, microbatches.slots, strict=True
+    ):
+        if (
+            slot is not None
+            and leaf.value.shape == params.leaves[slot.param].value.shape
+        ):
+            updates[slot.param] = sharding
+    arrays = [leaf.value for leaf in params.leaves]
     arrays = map(_constrained, arrays, microbatches.params)
-    return structure.unflatten(arrays), (parts, after, metrics)
+    return params.unflatten([*map(_constrained, arrays, updates)])
 
 
 def _check_rows(rows: int, microbatches: Microbatches) -> None:
@@ -231,7 +255,9 @@ def _split(leaf: jax.Array, microbatches: Microbatches) -> jax.Array:
 
 
 def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
-    return _jax.constrain(x, sharding) if isinstance(sharding, NamedSharding) else x
+    if not isinstance(sharding, NamedSharding):
+        return x
+    return _jax.constrain(x, NamedSharding(sharding.mesh, sharding.spec))
 
 
 def _check_trainable(params: PyTree) -> None:

@@ -89,7 +89,7 @@ class Loss:
         key: jax.Array,
         denominator: jax.Array,
         fraction: float = 1.0,
-    ) -> tuple[dict[str, jax.Array], tuple[PyTree, Metrics]]:
+    ) -> tuple[dict[str, jax.Array], tuple[PyTree, jax.Array, dict[str, Any]]]:
         """Calls the loss function, with batch statistics of real rows.
 
         Args:
@@ -103,8 +103,8 @@ class Loss:
 
         Returns:
             The parts of the loss by name, each a scalar or what every example
-            contributes, of shape (batch,); the model's other arrays after; and the
-            user's metrics of this batch.
+            contributes, of shape (batch,); and the model's other arrays after, what the
+            loss function returned, and its outputs.
 
         Raises:
             LossError: If there are losses for another number of examples, if the loss
@@ -145,16 +145,23 @@ class Loss:
         for what, name in {"the loss function returned": DATA, **whats}.items():
             value = recorded.get(name, values)
             parts[name] = _part(what, value, rows, weights, denominator, fraction)
-        # Nothing of the metrics is differentiated.
-        values, outputs = jax.lax.stop_gradient((values, outputs))
-        is_scalar = jnp.ndim(values) == 0
-        measured = self.metrics.update_from(
+        return parts, (after, values, outputs)
+
+    def measured(self, values: jax.Array, outputs: Any, batch: Batch) -> Metrics:
+        """Returns the user's metrics of one batch.
+
+        Args:
+            values: What the loss function returned.
+            outputs: Its outputs, by name.
+            batch: The batch.
+        """
+        weights, is_scalar = self.weights_of(batch), jnp.ndim(values) == 0
+        return self.metrics.update_from(
             outputs=outputs,
             batch=batch,
             losses=None if is_scalar else losses.per_example(values, weights),
             weights=weights,
         )
-        return parts, (after, measured)
 
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""

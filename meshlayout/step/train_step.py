@@ -219,8 +219,12 @@ class TrainStep(StateStep):
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
         if count == 1:
             return mesh, Microbatches(1)
-        params = tuple(map(_jax.sharding_of, jax.tree.leaves(state.params)))
-        return mesh, Microbatches(count, row_sharding(batch, self._row_dim), params)
+        rows = row_sharding(batch, self._row_dim)
+        params, slots = (
+            tuple(map(_jax.sharding_of, jax.tree.leaves(tree)))
+            for tree in (state.params, state.opt_state)
+        )
+        return mesh, Microbatches(count, rows, params, slots)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function = functools.partial(_one_step, self._plan, key[1])
