@@ -72,7 +72,7 @@ def test_batches_of_a_call_of_several_steps_come_from_the_host_too(mesh):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_metrics_that_start_on_no_device_make_no_second_program(mesh):
+def test_metrics_that_start_on_no_device_are_no_change_to_warn_of(mesh):
     @ml.compile_step(on_recompile="error")
     def step(state, batch, metrics):
         return state, metrics.update_from(

@@ -180,6 +180,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._programs: dict[Any, _Compiled] = {}
         self._last: _Compiled | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
+        self._placed: set[Any] = set()  # which of their arguments were on no mesh
         self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -305,7 +306,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise _OtherProgram
             now = self._texts(args, kwargs, program.layouts)
         agreement = contextlib.nullcontext(lambda facts: None)
-        why = "" if now is None else self._explain(now)
+        # JAX traces again what came from no mesh and comes back on one, as metrics do.
+        placed = treedef, *(isinstance(x, Tracer) and _is_on_mesh(x) for x in leaves)
+        why = "" if now is None else self._explain(now, is_known=placed in self._placed)
         if now is not None and program.has_peers:
             agreement = self._agreement(program, why)
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
@@ -323,6 +326,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
+            self._placed.add(placed)
         return result
 
     @contextlib.contextmanager
@@ -398,11 +402,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 which = " and ".join(map(repr, names))
                 raise StepError(f"{self.__name__}: {which} {fact}")
 
-    def _explain(self, now: _Seen) -> str:
-        """Warns of what differs from the most similar earlier call, and returns it."""
-        if not self._seen:
+    def _explain(self, now: _Seen, *, is_known: bool) -> str:
+        """Warns of what differs from the most similar earlier call, and returns it.
+
+        If nothing does, it is a setting, or for JAX alone the place of an argument.
+        """
+        changes = min((_changes(x, now) for x in self._seen), key=len, default=[])
+        if not self._seen or not (changes or is_known):
             return ""
-        change = [*min((_changes(x, now) for x in self._seen), key=len), _SETTING][0]
+        change = [*changes, _SETTING][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
             raise StepError(line)
@@ -439,6 +447,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
 def _state_def(treedef: Any) -> Any:
     return treedef.children()[0].children()[0]
+
+
+def _is_on_mesh(leaf: Leaf) -> bool:
+    return not jax.typeof(leaf).sharding.mesh.empty
 
 
 def _is_deleted(leaf: Leaf) -> bool:
