@@ -127,6 +127,7 @@ class _Compiled:
         self.key = treedef, tuple(map(_key, self.layouts))
         self.jitted: Any = None
         self.current: list[Any] = []  # the shardings of the last call's arguments
+        self.num_donated = 0  # the first of them, which are the state
         self.arguments: Any = None  # those of a call, while it is under way
         self.is_looked_at = False  # traced without a call
         devices = (layout.device_set for layout in self.layouts if layout)
@@ -223,7 +224,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 self._in_flight += 1
                 if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     self._in_flight = 0
-                    jax.block_until_ready(result)
+                    # One array will do: a program's results are ready together.
+                    jax.block_until_ready(jax.tree.leaves(result)[:1])
             return result
         finally:
             program.arguments = None
@@ -237,11 +239,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         used up or is donated twice.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        donated = jax.tree.leaves(args[: self._donates])
+        if [getattr(leaf, "sharding", None) for leaf in leaves] != program.current:
+            return False
+        donated = leaves[: program.num_donated]
         ids = {*map(id, donated)}
         return (
-            [getattr(leaf, "sharding", None) for leaf in leaves] == program.current
-            and not any(map(_is_deleted, leaves))
+            not any(map(_is_deleted, leaves))
             and len(ids) == len(donated)
             and ids.isdisjoint(map(id, leaves[len(donated) :]))
         )
@@ -256,6 +259,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             args = (state, *args[1:])
         leaves = jax.tree.leaves((args, kwargs))
         program.current = [getattr(leaf, "sharding", None) for leaf in leaves]
+        program.num_donated = len(jax.tree.leaves(args[: self._donates]))
         return program, args
 
     def _program(
