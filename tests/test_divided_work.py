@@ -180,6 +180,14 @@ def test_rows_that_do_not_divide_are_computed_by_all(caplog):
     assert "does not divide" in caplog.text
 
 
+def test_rows_that_do_not_divide_and_are_replicated_by_hand_are_told(caplog):
+    mesh = ml.create_mesh({"batch": 8})
+    five = jax.tree.map(lambda leaf: leaf[:5], DATA)
+    batch = ml.relayout(five, mesh.layout(...))
+    ml.make_train_step(loss_fn)(state_on(mesh), batch)
+    assert "the batch has 5 rows, which do not divide into 8 shards" in caplog.text
+
+
 @pytest.mark.parametrize("axis", _batches.BATCH_AXES)
 def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     mesh = ml.create_mesh({axis: 8})

@@ -152,8 +152,14 @@ def check_divided(
     if not any(map(_is_sharded, [*leaves, *jax.tree.leaves(state)])):
         shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
         rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
-        # A short last batch that cannot be padded; who has placed it has said so.
-        if rows % shards or re.search(r'\{"\w|devices=\[', text()):
+        if re.search(r'\{"\w|devices=\[', text()):
+            return
+        if rows % shards:  # a short last batch that cannot be padded
+            _log.warning(
+                "the batch has %d rows, which do not divide into %d shards, so that "
+                "all %d devices compute all of it.",
+                *(rows, shards, mesh.size),
+            )
             return
         msg = (
             f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the "
