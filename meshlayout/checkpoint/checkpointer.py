@@ -21,10 +21,10 @@ from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
-from meshlayout.checkpoint.save import Save, failures, interrupts_later
+from meshlayout.checkpoint.save import Save, failures
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
-from meshlayout.cluster.preemption import Preempted, Preemption
+from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.cluster.replicas import replica_difference, replica_sums
 from meshlayout.errors import (
     CheckpointError,
@@ -156,7 +156,9 @@ class Checkpointer:
             return False
         # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
-        with interrupts_later():
+        # Else other processes would wait in Orbax for one that has left.
+        is_alone = jax.process_count() == 1
+        with contextlib.nullcontext() if is_alone else interrupts_later(patience=1):
             token = self._channel.on_first(functools.partial(self._open, step))
             facts: dict[str, Any] = {"format": 4, "step": step, "data": None}
             with self._channel.failure_told(), orbax.undisturbed():

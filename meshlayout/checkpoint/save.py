@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import threading
 import time
 from asyncio import CancelledError
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -144,32 +142,6 @@ def failures(step: int, directory: Path) -> Iterator[None]:
             "Earlier steps are unchanged; the next save starts anew."
         )
         raise CheckpointError(msg) from error
-
-
-@contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Raises Ctrl-C only at its end, on several processes; a second one at once.
-
-    Inside, a process must not leave the others: they would wait for it in Orbax.
-    """
-    handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main and callable(handler)) or jax.process_count() == 1:
-        yield
-        return
-
-    def later(number: int, frame: FrameType | None) -> None:
-        caught.append(frame)
-        if len(caught) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(caught) == 1:
-            handler(signal.SIGINT, caught[0])
 
 
 # Saves that run, or whose error nobody has raised; a forked child lacks their threads.

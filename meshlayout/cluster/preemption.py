@@ -5,11 +5,13 @@ job must save the same step, and the signal may reach only one of them, at any m
 so JAX's preemption service chooses the step. A job without it is on its own.
 """
 
+import contextlib
 import itertools
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -116,6 +118,32 @@ class Preemption:
             self._restore_handler()
             os.kill(os.getpid(), number)
         self._is_signaled = True
+
+
+@contextlib.contextmanager
+def interrupts_later(*, patience: int) -> Iterator[None]:
+    """Raises Ctrl-C at its end; after `patience` of them, the next one at once.
+
+    For what must not be cut off; it may also hang.
+    """
+    handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and callable(handler)):
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        caught.append(frame)
+        if len(caught) > patience:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if 0 < len(caught) <= patience:
+            handler(signal.SIGINT, caught[0])
 
 
 def _obstacle(previous: object) -> str:

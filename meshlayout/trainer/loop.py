@@ -6,20 +6,17 @@ epoch, and an evaluation that would run too far ahead of it.
 
 import contextlib
 import math
-import signal
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.preemption import Preempted, Preemption
+from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.errors import MeshLayoutError, RecompileWarning
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.batches import PlacedBatch
@@ -131,7 +128,7 @@ class FitLoop:
         batches = [placed.batch for placed in group]
         batch = batches if self._group_size > 1 else batches[0]
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
-        with _interrupts_later(), contextlib.ExitStack() as quiet:
+        with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
             if group[0].is_odd:  # it cannot be padded: advice to do so would not help
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
@@ -223,26 +220,3 @@ def _check_metrics(trainer: "Trainer", step: str, result: Any) -> None:
             f"type ml.metrics.Metrics, got {_checks.shown(result)}."
         )
         raise MeshLayoutError(msg)
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Raises Ctrl-C at its end; the third one at once, as the step seems to hang."""
-    handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main and callable(handler)):
-        yield
-        return
-
-    def later(number: int, frame: FrameType | None) -> None:
-        caught.append(frame)
-        if len(caught) > 2:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if 0 < len(caught) < 3:
-            handler(signal.SIGINT, caught[0])
