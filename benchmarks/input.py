@@ -314,7 +314,7 @@ class Step:
 
 
 def again(batch: Any) -> Iterator[Any]:
-    """Yields the same batch for ever."""
+    """Yields the same batch forever."""
     while True:
         yield batch
 

@@ -29,7 +29,7 @@ PARTS = ("query", "key", "value", "out", "up", "down", "gate", "norm", "scale", 
 def make_tree(leaves: int) -> dict[str, Any]:
     """Returns a model of blocks with ten parts of ten parameters each."""
     shape = jax.ShapeDtypeStruct((512, 512), "float32")
-    block = lambda: {p: {f"w_{n}": shape for n in "abcdefghij"} for p in PARTS}  # noqa: E731
+    block = lambda: {p: {f"w_{n}": shape for n in "abcdefghij"} for p in PARTS}
     return {"layers": {str(at): block() for at in range(leaves // 100)}}
 
 

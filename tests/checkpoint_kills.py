@@ -83,7 +83,7 @@ def save(checkpointer, step, base):
 
 
 def live(index, processes, port, directory, mode, life):
-    """Looks at what is there, and then saves one step after another for ever."""
+    """Looks at what is there, and then saves one step after another forever."""
 
     def say(kind, value=None):
         if index == 0:

@@ -142,7 +142,7 @@ def llama(
     block = llama_block(d, heads, kv_heads, head, hidden)
     blocks = [block] * layers
     if scanned:
-        is_shape = lambda x: type(x) is tuple  # noqa: E731
+        is_shape = lambda x: type(x) is tuple
         blocks = jax.tree.map(lambda x: (layers, *x), block, is_leaf=is_shape)
     shapes = {"embed": (vocab, d), "blocks": blocks, "norm": (d,), "head": (d, vocab)}
 

@@ -104,7 +104,7 @@ def test_a_gradient_does_not_see_relayout(value, source, target):
 @pytest.mark.parametrize("target", EIGHT[:-1])
 def test_a_gradient_inside_jit_does_not_see_relayout(value, target):
     x = jax.device_put(value, target.with_rank(2).sharding)
-    loss = lambda x: (ma.relayout(x, target) * jnp.sin(x)).sum()  # noqa: E731
+    loss = lambda x: (ma.relayout(x, target) * jnp.sin(x)).sum()
     plain = jax.grad(lambda x: (x * jnp.sin(x)).sum())(jnp.asarray(value))
     # A sum in another order: float32 rounding, nothing else.
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, atol=2e-5)

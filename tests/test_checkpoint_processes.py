@@ -45,7 +45,7 @@ def mesh_of(axes):
 
 def place(value, layout):
     """Puts a value that every process has on the mesh of all."""
-    cut = lambda index: value[index]  # noqa: E731
+    cut = lambda index: value[index]
     return jax.make_array_from_callback(value.shape, layout.sharding, cut)
 
 

@@ -513,7 +513,7 @@ def test_a_place_that_a_shorter_source_does_not_have_is_an_error(text):
     for _ in range(2):
         next(it)
     other = iter(distributed(SHORTER[text](5), **options))
-    set_state = lambda: other.set_state(it.get_state(), skip=True)  # noqa: E731
+    set_state = lambda: other.set_state(it.get_state(), skip=True)
     assert message(lambda: (set_state(), next(other))) == text
 
 

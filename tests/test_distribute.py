@@ -111,7 +111,7 @@ def test_each_replica_draws_its_own_random_numbers():
     strategy = mirrored(4)
     with strategy.scope():
         rngs = nnx.Rngs(0)
-    draw = lambda: jax.random.normal(rngs.default(), (2,))  # noqa: E731
+    draw = lambda: jax.random.normal(rngs.default(), (2,))
     first, second = (strategy.gather(strategy.run(draw), axis=0) for _ in range(2))
     assert len({*first.tolist(), *second.tolist()}) == 16
 
@@ -318,7 +318,7 @@ def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
 
     def step(state, x, *, summed=True):
         params, opt_state = state
-        loss_fn = lambda params: (model.apply(params, x) ** 2).sum()  # noqa: E731
+        loss_fn = lambda params: (model.apply(params, x) ** 2).sum()
         grads = jax.grad(loss_fn)(params)
         if summed:
             grads = get_replica_context().all_reduce("SUM", grads)
@@ -336,7 +336,7 @@ def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
     forgotten = functools.partial(step, summed=False)
     with pytest.raises(StrategyError, match=r"kernel(.|\n)*all_reduce"):
         two.run(forgotten, (state, split(two, x)))
-    descended = lambda params, x: optax.apply_updates(  # noqa: E731
+    descended = lambda params, x: optax.apply_updates(
         params, jax.grad(lambda params: model.apply(params, x).sum())(params)
     )
     with pytest.raises(StrategyError, match="kernel"):

@@ -103,7 +103,7 @@ def test_arrays_in_host_memory_can_be_passed_as_arguments():
 
 
 def test_devices_without_host_memory_are_refused(monkeypatch):
-    kinds = lambda device: (("device",), "device")  # noqa: E731
+    kinds = lambda device: (("device",), "device")
     monkeypatch.setattr("meshlayout._jax.memory_kinds", kinds)
     assert message_of(CentralStorageStrategy, error=StrategyError) == (
         "CentralStorageStrategy keeps variables in pinned_host memory, which programs "

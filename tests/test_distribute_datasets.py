@@ -94,7 +94,7 @@ def test_one_replica_gets_plain_arrays_and_a_last_batch_with_fewer_rows():
     strategy = ml.distribute.OneDeviceStrategy(jax.devices()[1])
     x = np.arange(5, dtype=np.int32)
     batches = list(strategy.distribute_dataset(x, 4))
-    cut = lambda context: [x[:4], x[4:]]  # noqa: E731
+    cut = lambda context: [x[:4], x[4:]]
     batches += strategy.distribute_datasets_from_function(cut)
     assert [x.tolist() for x in batches] == [[0, 1, 2, 3], [4]] * 2
     value = strategy.distribute_values_from_function(lambda context: {"x": 2.0})

@@ -113,7 +113,7 @@ def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
     with two.scope():
         metric = make()
     plain = make()
-    update = lambda values: metric.update(values=values)  # noqa: E731
+    update = lambda values: metric.update(values=values)
     for _ in range(2):
         for rows in (8, 8, last):
             values = (RNG.normal(size=rows) + 3).astype("f")
@@ -150,7 +150,7 @@ def test_values_that_are_not_of_rows_of_a_padded_batch_are_refused(strategy):
     with strategy.scope():
         average = nnx.metrics.Average()
     full, short = batches(strategy, X)
-    test_step = lambda x: average.update(values=x.ravel())  # noqa: E731
+    test_step = lambda x: average.update(values=x.ravel())
     strategy.run(test_step, args=full)
     with pytest.raises(StrategyError, match="are not one per row of") as error:
         strategy.run(test_step, args=short)
@@ -166,7 +166,7 @@ def test_batch_statistics_are_those_of_each_replicas_real_rows(strategy):
     variables = linen.init(jax.random.key(0), X)
 
     def forward(x):
-        loss_fn = lambda m: (m(x).sum(), m(x))  # noqa: E731
+        loss_fn = lambda m: (m(x).sum(), m(x))
         output = nnx.value_and_grad(loss_fn, has_aux=True)(model)[0][1]
         return output, linen.apply(variables, x, mutable=["batch_stats"])[0]
 

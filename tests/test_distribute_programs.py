@@ -69,7 +69,7 @@ def test_a_model_is_trained_and_evaluated_however_it_is_reached(two):
 
     def step(x):
         for held, optimizer in zip(ways, optimizers, strict=True):
-            mean = lambda m: ml.losses.compute_average_loss(m(x))  # noqa: E731
+            mean = lambda m: ml.losses.compute_average_loss(m(x))
             optimizer.update(held(), nnx.grad(mean)(held()))
         return [held()(x).sum() for held in ways]
 
@@ -157,7 +157,7 @@ def test_modes_and_static_attributes_are_those_of_the_call(two):
     with two.scope():
         dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     rows, forward = split(two, np.ones((4, 4), "f")), lambda x: dropout(x)
-    run = lambda: two.gather(two.run(forward, (rows,)), 0)  # noqa: E731
+    run = lambda: two.gather(two.run(forward, (rows,)), 0)
     assert not run().all()
     dropout.eval()
     assert run().tolist() == np.ones((4, 4)).tolist()
@@ -173,7 +173,7 @@ def test_modes_and_static_attributes_are_those_of_the_call(two):
 def test_numbers_are_seen_by_a_function_that_is_defined_anew(two):
     namespace = {"number": 1.0}
     define = functools.partial(exec, "def step(x): return x.sum() * number", namespace)
-    sums = lambda fn: total(two, two.run(fn, (split(two, X),))) / X.sum()  # noqa: E731
+    sums = lambda fn: total(two, two.run(fn, (split(two, X),))) / X.sum()
     define()
     for expected in (1, 1, 2):
         assert sums(namespace["step"]) == expected
@@ -182,7 +182,7 @@ def test_numbers_are_seen_by_a_function_that_is_defined_anew(two):
         namespace["number"] = 2.0
     cells = [lambda x, k=k: x.sum() * k for k in (1, 2.0)]
     assert [sums(fn) for fn in cells] == [1, 2]
-    times = lambda x, factor: x.sum() * factor  # noqa: E731
+    times = lambda x, factor: x.sum() * factor
     assert [sums(functools.partial(times, factor=k)) for k in (1, 2.0)] == [1, 2]
 
 
@@ -195,7 +195,7 @@ class Counting:
 
     def train(self, x):
         print("traced")  # noqa: T201
-        loss_fn = lambda m: ml.losses.compute_average_loss(m(x) ** 2)  # noqa: E731
+        loss_fn = lambda m: ml.losses.compute_average_loss(m(x) ** 2)
         loss, grads = nnx.value_and_grad(loss_fn)(self.model)
         self.optimizer.update(self.model, grads)
         return loss, self.optimizer.step[...]
@@ -362,8 +362,8 @@ def test_attributes_of_modules_are_put_back_and_a_change_is_refused(two):
     with two.scope():
         block = nnx.Sequential(Scale(1.0), Scale(2.0))
     layer, other = block.layers[0], nnx.Sequential(Scale(3.0)).layers
-    adds = lambda x: setattr(block.layers[0], "extra", nnx.Param(x))  # noqa: E731
-    replaces = lambda x: setattr(block, "layers", other)  # noqa: E731
+    adds = lambda x: setattr(block.layers[0], "extra", nnx.Param(x))
+    replaces = lambda x: setattr(block, "layers", other)
     for fn, what in ((adds, "changes Scale.extra"), (replaces, "changes Sequen")):
         with pytest.raises(StrategyError, match=what):
             two.run(fn, args=(1.0,))
@@ -383,7 +383,7 @@ def test_threads_see_a_model_as_it_is_and_lose_no_update(two):
     two.run(step, args=(x,))
     assert seen == [0]
     with ThreadPoolExecutor(4) as threads:
-        run = lambda _: two.run(lambda: train_step(model, optimizer, ROWS))  # noqa: E731
+        run = lambda _: two.run(lambda: train_step(model, optimizer, ROWS))
         list(threads.map(run, range(20)))
     np.testing.assert_allclose(model.bias, -21)
 
@@ -401,7 +401,7 @@ def test_arguments_of_later_calls_are_placed_as_those_of_the_first(two, kind):
 
 
 def test_a_bool_among_the_arguments_is_one_for_python(two):
-    step = lambda x, training: x if training else -x  # noqa: E731
+    step = lambda x, training: x if training else -x
     for training in (True, False, True):
         result = two.run(step, args=(1.0,), kwargs={"training": training})
         assert float(result) == (1 if training else -1)
@@ -417,7 +417,7 @@ def train_step(model, optimizer, x):
     optimizer.update(model, nnx.grad(loss_of)(model, x))
 
 
-reduced = lambda op, grads: get_replica_context().all_reduce(op, grads)  # noqa: E731
+reduced = lambda op, grads: get_replica_context().all_reduce(op, grads)
 COMBINED = {
     "by the optimizer": lambda grads: grads,
     "by a sum": lambda grads: reduced("SUM", grads),
@@ -458,7 +458,7 @@ def test_gradients_of_a_loss_that_is_combined_are_added_up_as_in_tensorflow(two)
     model, optimizer = made(two)
 
     def step(x):
-        loss = lambda model: reduced("SUM", loss_of(model, x))  # noqa: E731
+        loss = lambda model: reduced("SUM", loss_of(model, x))
         optimizer.update(model, nnx.grad(loss)(model))
 
     two.run(step, (split(two, ROWS),))
@@ -471,7 +471,7 @@ def test_gradients_that_were_sent_around_a_ring_are_refused(two):
     model, optimizer = made(two)
 
     def step(x):
-        send = lambda x: jax.lax.ppermute(x, "batch", [(0, 1), (1, 0)])  # noqa: E731
+        send = lambda x: jax.lax.ppermute(x, "batch", [(0, 1), (1, 0)])
         grads = nnx.grad(loss_of)(model, x)
         optimizer.update(model, jax.tree.map(lambda x: x + send(x), grads))
 
@@ -483,8 +483,8 @@ def test_gradients_that_were_sent_around_a_ring_are_refused(two):
 
 def test_gradients_may_be_results_and_arguments(two):
     model, optimizer = made(two)
-    gradients = lambda x: nnx.grad(loss_of)(model, x)  # noqa: E731
-    update = lambda grads: optimizer.update(model, grads)  # noqa: E731
+    gradients = lambda x: nnx.grad(loss_of)(model, x)
+    update = lambda grads: optimizer.update(model, grads)
     for _ in range(2):
         grads = two.run(gradients, args=(split(two, ROWS),))
         two.run(update, args=(grads,))

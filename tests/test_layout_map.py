@@ -53,7 +53,7 @@ def test_it_is_a_mapping(mesh):
 
 
 def test_what_a_map_gives_back_makes_an_equal_map(mesh):
-    function = lambda path, shape, dtype: None  # noqa: E731
+    function = lambda path, shape, dtype: None
     layouts = ml.LayoutMap(
         mesh,
         {

@@ -136,10 +136,10 @@ def initial_state(name, flax, layouts):
     _, nnx_type, linen_type = MODELS[name]
     optimizer = optax.adam(1e-3)
     if flax == "nnx":
-        build = lambda: nnx_type(rngs=nnx.Rngs(KEY))  # noqa: E731
+        build = lambda: nnx_type(rngs=nnx.Rngs(KEY))
         return ml.TrainState.create(build, optimizer, layouts)
     model, sample = linen_type(), jnp.zeros((1, 28, 28, 1))
-    build = lambda: model.init(jax.random.key(KEY), sample)  # noqa: E731
+    build = lambda: model.init(jax.random.key(KEY), sample)
     return ml.TrainState.create(build, optimizer, layouts, module=model)
 
 
@@ -149,7 +149,7 @@ def losses_on_one_device(name, flax, split, size):
     mean, deviation = split.pixel_statistics()
     if flax == "nnx":
         graph, params = nnx.split(nnx_type(rngs=nnx.Rngs(KEY)))
-        apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+        apply = lambda params, x: nnx.merge(graph, params)(x)
     else:
         sample = jnp.zeros((1, 28, 28, 1))
         params = linen_type().init(jax.random.key(KEY), sample)

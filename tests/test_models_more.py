@@ -134,7 +134,7 @@ def test_the_examples_in_docstrings_hold():
 
 
 def convolutions(width, in_features=1):
-    norm = lambda features: 2 * features  # noqa: E731
+    norm = lambda features: 2 * features
     stem = 9 * in_features * width + norm(width)
     total, features = stem, width
     for out in (width, 2 * width, 4 * width):
@@ -176,7 +176,7 @@ def test_the_default_sizes_are_these():
 
 @pytest.mark.slow
 def test_the_sizes_of_a_resnet_are_those_that_were_asked_for(mesh_2x4):
-    build = lambda: ResNet(3, width=4, in_features=2, rngs=nnx.Rngs(KEY))  # noqa: E731
+    build = lambda: ResNet(3, width=4, in_features=2, rngs=nnx.Rngs(KEY))
     state = nnx.state(nnx.eval_shape(build), nnx.Param)
     sizes = map(np.prod, shapes_by_path(state, mesh_2x4).values())
     assert sum(sizes) == convolutions(4, in_features=2) + (16 + 1) * 3
@@ -380,9 +380,9 @@ def test_too_long_sequences_are_refused(flax):
         "the tokens have the shape (2, 9), and the model has positions for 8 tokens. "
         "Give shorter sequences, or make the model with max_length=9."
     )
-    build = lambda: Transformer(SMALL, rngs=nnx.Rngs(KEY))(tokens)  # noqa: E731
+    build = lambda: Transformer(SMALL, rngs=nnx.Rngs(KEY))(tokens)
     if flax == "linen":
-        build = lambda: LinenTransformer(SMALL).init(jax.random.key(KEY), tokens)  # noqa: E731
+        build = lambda: LinenTransformer(SMALL).init(jax.random.key(KEY), tokens)
     with pytest.raises(ValueError, match="the tokens have the shape") as refused:
         jax.eval_shape(build)
     assert str(refused.value).partition("\n")[0] == message  # JAX adds lines to it
@@ -462,7 +462,7 @@ def on_one_device():
     found = {}
     for name in LAYOUTS:
         model = a_model(name, SIZES[name])
-        loss_of = lambda model, batch, name=name: mean_loss(name, model, batch)  # noqa: E731
+        loss_of = lambda model, batch, name=name: mean_loss(name, model, batch)
         loss, grads = nnx.jit(nnx.value_and_grad(loss_of))(model, batch_of(name))
         flat = nnx.to_flat_state(grads)
         grads = {path_text(path): leaf[...] for path, leaf in flat}
@@ -545,13 +545,13 @@ def test_batch_statistics_are_of_the_global_batch(on_one_device):
     ["MODEL_PARALLEL", pytest.param("FSDP_MODEL_PARALLEL", marks=pytest.mark.slow)],
 )
 def test_transformers_are_born_sharded_with_the_same_bits(rules, mesh_2x4):
-    build = lambda: nnx_model("transformer", SIZES["transformer"])  # noqa: E731
+    build = lambda: nnx_model("transformer", SIZES["transformer"])
     check_birth(build, ml.LayoutMap(mesh_2x4, rules_of("transformer", rules)))
 
 
 @pytest.mark.slow
 def test_blocks_of_a_resnet_are_born_sharded_with_the_same_bits(mesh_2x4):
-    build = lambda: resnet.Block(8, 8, strides=2, rngs=nnx.Rngs(KEY))  # noqa: E731
+    build = lambda: resnet.Block(8, 8, strides=2, rngs=nnx.Rngs(KEY))
     check_birth(build, ml.LayoutMap(mesh_2x4, resnet.MODEL_PARALLEL))
 
 

@@ -82,7 +82,7 @@ def paths(tree):
 
 def mirrors(tree, params):
     """Every subtree with the structure of the parameters, masked parts allowed."""
-    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    masked = lambda node: isinstance(node, optax.MaskedNode)
     if isinstance(tree, dict) and tree.keys() == params.keys():
         yield jax.tree.map(
             lambda one, part: (

@@ -100,7 +100,7 @@ class Model:
         build, module = self.build, self.module
         if module is not None:
             sample = jnp.zeros((1, *self.inputs[0]), self.inputs[1])
-            build = lambda: module.init(jax.random.key(0), sample)  # noqa: E731
+            build = lambda: module.init(jax.random.key(0), sample)
         return ml.TrainState.describe(build, OPTIMIZER, layouts, module=module)
 
     def step(self, activations: ml.LayoutMap | None = None) -> Any:

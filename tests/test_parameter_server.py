@@ -32,7 +32,7 @@ class Net(nnx.Module):
 
 
 def batches(seed=0):
-    """Batches of one shape, for ever."""
+    """Batches of one shape, forever."""
     rng = np.random.default_rng(seed)
     while True:
         x = rng.normal(size=(4, 3)).astype(np.float32)
@@ -62,7 +62,7 @@ class Training:
 
         self.strategy, self.coordinator, self.step = strategy, coordinator, step
         self.model, self.optimizer, self.num_steps = model, optimizer, num_steps
-        dataset_fn = lambda context: data(context.input_pipeline_id)  # noqa: E731
+        dataset_fn = lambda context: data(context.input_pipeline_id)
         self.iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
 
     def schedule(self, count):
@@ -216,7 +216,7 @@ class Noisy(nnx.Module):
 @pytest.mark.slow
 def test_statistics_dropout_and_modes_are_those_of_a_closures_model(make_training):
     def trained():
-        data = lambda _: itertools.repeat(next(batches()))  # noqa: E731
+        data = lambda _: itertools.repeat(next(batches()))
         training = make_training(make=Noisy, tx=optax.sgd(0.0), data=data)
         return training, training.run(4)
 
@@ -229,7 +229,7 @@ def test_statistics_dropout_and_modes_are_those_of_a_closures_model(make_trainin
     for pair in ((model.norm.mean, norm.mean), (model.norm.var, norm.var)):
         np.testing.assert_allclose(*(v[...] for v in pair), rtol=1e-5, atol=1e-6)
     model.eval()
-    predict = lambda x: model(x)  # noqa: E731
+    predict = lambda x: model(x)
     predicted = training.coordinator.schedule(predict, (x,)).fetch()
     np.testing.assert_allclose(predicted, model(x), rtol=1e-5, atol=1e-6)
 
@@ -295,14 +295,14 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
 
     data = coordinator.create_per_worker_dataset(dataset)
     iterator = iter(data)
-    pair = lambda batches: next(batches)["x"] + 10 * next(batches)["x"]  # noqa: E731
+    pair = lambda batches: next(batches)["x"] + 10 * next(batches)["x"]
     results = [coordinator.schedule(pair, (iterator,)) for _ in range(3)]
     assert message_of(coordinator.join).endswith(
         "<lambda> asked for a batch, and the worker's dataset has ended: let the "
         "dataset function return one that repeats."
     )
     assert coordinator.fetch(results[:2]) == [10.0, 32.0]
-    rest = lambda batches: sum(batch["x"] for batch in batches)  # noqa: E731
+    rest = lambda batches: sum(batch["x"] for batch in batches)
     assert coordinator.schedule(rest, (iter(data),)).fetch() == 10.0
 
 
@@ -362,8 +362,8 @@ def test_closures_that_would_be_wrong_are_refused(make_training):
         coordinator.schedule(step)
         return message_of(coordinator.join)
 
-    by_hand = lambda: model.out.bias.__setitem__(..., 0.1)  # noqa: E731
-    for_itself = lambda: own.__setitem__(..., 1)  # noqa: E731
+    by_hand = lambda: model.out.bias.__setitem__(..., 0.1)
+    for_itself = lambda: own.__setitem__(..., 1)
     for step, name in ((by_hand, "model/out/bias"), (for_itself, "own")):
         assert refused(step) == (
             f"the closure assigns {name}, as others may. To add changes up, make it with "

@@ -176,10 +176,10 @@ def normalized(x, norm):
 @pytest.mark.parametrize(("in_features", "strides"), [(4, 2), (8, 1)])
 def test_a_bottleneck_is_what_numpy_computes(in_features, strides):
     """With the stride in the 3x3 convolution, and in the projection."""
-    build = lambda: Bottleneck(in_features, 8, strides=strides, rngs=nnx.Rngs(0))  # noqa: E731
+    build = lambda: Bottleneck(in_features, 8, strides=strides, rngs=nnx.Rngs(0))
     block = randomized(build)
     x = np.random.default_rng(1).normal(size=(2, 6, 6, in_features))
-    kernel = lambda name: np.asarray(getattr(block, name).kernel[...], "float64")  # noqa: E731
+    kernel = lambda name: np.asarray(getattr(block, name).kernel[...], "float64")
     y = np.maximum(normalized(convolved(x, kernel("conv1"), 1), block.norm1), 0)
     y = np.maximum(normalized(convolved(y, kernel("conv2"), strides), block.norm2), 0)
     y = normalized(convolved(y, kernel("conv3"), 1), block.norm3)
@@ -363,7 +363,7 @@ def test_replicas_normalize_their_own_images_otherwise(batch):
 
 def test_synchronized_norms_are_for_replicas_until_they_are_undone():
     model = nnx.eval_shape(narrow)
-    call = lambda: nnx.eval_shape(lambda model, x: model(x), model, photos(2))  # noqa: E731
+    call = lambda: nnx.eval_shape(lambda model, x: model(x), model, photos(2))
     synchronize_norms(model)
     with pytest.raises(NameError, match="unbound axis name: batch"):
         call()

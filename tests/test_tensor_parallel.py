@@ -97,7 +97,7 @@ def _args(x):
 
 
 def test_convolutions_are_paired_by_channels_and_flattening_ends_them(mesh_2x4):
-    build = lambda: convnet.ConvNet(rngs=nnx.Rngs(0))  # noqa: E731
+    build = lambda: convnet.ConvNet(rngs=nnx.Rngs(0))
     layouts = tensor_parallel(mesh_2x4, build, IMAGES)
     assert cut_dims(layouts, nnx.eval_shape(build)) == {
         "conv1/bias": 0,
@@ -112,14 +112,14 @@ def test_convolutions_are_paired_by_channels_and_flattening_ends_them(mesh_2x4):
 
 
 def test_an_instance_an_abstract_model_and_a_builder_give_the_same_rules(mesh_2x4):
-    build = lambda: mlp.MLP(rngs=nnx.Rngs(0))  # noqa: E731
+    build = lambda: mlp.MLP(rngs=nnx.Rngs(0))
     maps = [
         tensor_parallel(mesh_2x4, model, inputs)
         for model in (build, build(), nnx.eval_shape(build))
         for inputs in (IMAGES, (IMAGES,), np.zeros(IMAGES.shape))
     ]
     module, key = mlp.LinenMLP(), jax.random.key(0)
-    init = lambda: module.init(key, jnp.zeros(IMAGES.shape))  # noqa: E731
+    init = lambda: module.init(key, jnp.zeros(IMAGES.shape))
     maps += [
         tensor_parallel(mesh_2x4, module, IMAGES),
         tensor_parallel(mesh_2x4, init, IMAGES, call=module.apply),
@@ -204,7 +204,7 @@ def test_depthwise_kernels_are_sharded_so_that_their_gradients_are_right(
     mesh_2x4, module
 ):
     images = np.random.default_rng(0).normal(size=(8, 12, 12, 1)).astype("float32")
-    init = lambda: module.init(jax.random.key(0), images)  # noqa: E731
+    init = lambda: module.init(jax.random.key(0), images)
     layouts = tensor_parallel(mesh_2x4, module, images)
     params = ml.create(init, layouts)
     grads = jax.jit(jax.grad(lambda p, x: (module.apply(p, x) ** 2).mean()))
@@ -397,7 +397,7 @@ class ScannedNnx(nnx.Module):
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_scanned_modules_are_cut_by_heads_and_hidden_features(mesh_2x4, kind):
     if kind == "nnx":
-        model = lambda: ScannedNnx(nnx.Rngs(0))  # noqa: E731
+        model = lambda: ScannedNnx(nnx.Rngs(0))
         tree = nnx.eval_shape(model)
     else:
         model, tokens = ScannedLinen(), jnp.zeros(*_args(TOKENS))
@@ -580,13 +580,13 @@ PARTS = {
 
 def rows_of_layers(p, x, read):
     """Layers of a stack, which a loop reads by a counter of some kind."""
-    layer = lambda x, w: x + jax.nn.relu(x @ w["a"]) @ w["b"]  # noqa: E731
+    layer = lambda x, w: x + jax.nn.relu(x @ w["a"]) @ w["b"]
     return read(p, x, lambda x, n: layer(x, jax.tree.map(lambda w: w[n], p)))
 
 
 def counted(p, x, layer):
     """Carries its own counter, and the stack with it."""
-    step = lambda carry, _: ((layer(*carry[:2]), carry[1] + 1, carry[2]), None)  # noqa: E731
+    step = lambda carry, _: ((layer(*carry[:2]), carry[1] + 1, carry[2]), None)
     return jax.lax.scan(step, (x, 0, p), None, length=4)[0][0]
 
 

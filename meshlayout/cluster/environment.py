@@ -126,7 +126,7 @@ def _text(found: _Found, name: str) -> str:
 
 
 def _agreed(first: _Found, second: _Found) -> _Found:
-    """Returns what two sources say, who may not contradict each other."""
+    """Merges what two sources say, which must not contradict each other."""
     for name in [x for x in (COUNT, INDEX, ADDRESS) if x in first and x in second]:
         if first[name][0] != second[name][0]:
             msg = f"initialize: {_text(first, name)} and {_text(second, name)} "

@@ -171,7 +171,7 @@ def _check_not_started() -> None:
 
 
 def _start(settings: Settings, heartbeat_timeout_s: float) -> None:
-    # gRPC would ask a proxy in the environment for process 0, and wait for ever where
+    # gRPC would ask a proxy in the environment for process 0, and wait forever where
     # that cannot reach the cluster's machines. The meeting has just connected directly.
     host = settings.coordinator_address.rpartition(":")[0].strip("[]")
     others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")

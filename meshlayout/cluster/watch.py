@@ -228,7 +228,7 @@ class _Watch:
         while not self._is_over.wait(self._pause_s):
             live = self._live  # before what is read: "ended" is written before it
             try:
-                # This has a time-out; the other one waits for ever for process 0.
+                # This has a time-out; the other one waits forever for process 0.
                 self._client.blocking_key_value_get(f"{_NAMES}{self._index}", 1000)
                 entries = self._client.key_value_dir_get(_ROOT)
             except jax.errors.JaxRuntimeError:

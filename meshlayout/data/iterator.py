@@ -1,7 +1,7 @@
 """One iteration over a dataset: `DataIterator`, and the thread that works ahead of it.
 
 A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do, but
-for one thing: Python waits for those before it exits, for ever if a source blocks. A
+for one thing: Python waits for those before it exits, forever if a source blocks. A
 daemon thread that is in JAX or other C++ code while Python exits crashes the process,
 so the exit closes them, and waits a moment for all. A thread refers to the
 `_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
