@@ -222,7 +222,7 @@ def _as_metric(name: str, metric: object) -> Any:
         return Accuracy(labels="labels", threshold=threshold)
     is_class = isinstance(metric, type)
     if is_class and issubclass(metric, (Metric, nnx.metrics.Metric)):
-        fact = f"is a class, and a metric is an instance of it: {metric.__name__}()."
+        fact = f"is no metric; an instance of it is: {metric.__name__}()."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (
             f"is not a metric: it must have {', '.join(_PROTOCOL)}, like those of this "
