@@ -510,11 +510,6 @@ BAD_BUILDERS = [
         "create: what the builder returned holds no arrays, got None. A function that "
         "ends without `return` gives None.",
     ),
-    (
-        lambda: lambda: {"a": [None, ()], "b": 3, "c": "x"},
-        "create: what the builder returned holds no arrays, got {'a': [None, ()], 'b': "
-        "3, 'c': 'x'}. A function that ends without `return` gives None.",
-    ),
     (lambda: lambda: float(jnp.ones(())), READS),
     (lambda: lambda: 1 if jnp.ones(()) > 0 else 2, READS),
     (
