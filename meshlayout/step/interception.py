@@ -112,7 +112,11 @@ def _wrapper(original: Any) -> Callable[..., Any]:
 
 
 def _linen_call(
-    interceptors: Interceptors, proceed: Any, args: PyTree, kwargs: PyTree, context: Any
+    interceptors: Interceptors,
+    proceed: Callable[..., Any],
+    args: PyTree,
+    kwargs: PyTree,
+    context: Any,
 ) -> Any:
     if context.method_name == "__call__":
         path = "/".join(context.module.path)

@@ -8,7 +8,7 @@ right if that axis shards the channels, of images and kernel alike.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +24,7 @@ from meshlayout.errors import StepError
 _Axes: TypeAlias = frozenset[str]
 
 
-class _Array(NamedTuple):
+class _Sharded(NamedTuple):
     shape: tuple[int, ...]
     axes: list[_Axes]  # those of the mesh that shard each dim
 
@@ -74,17 +74,17 @@ def _is_kernel_gradient(eqn: Equation) -> bool:
     return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: Any) -> _Array:
+def _array(shape: tuple[int, ...], sharding: Any) -> _Sharded:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
-    return _Array(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
+    return _Sharded(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
 
 
 def _check(
     eqn: Equation,
     eqns: Sequence[Equation],
-    params: Sequence[_Array],
-    batch: Sequence[_Array],
+    params: Sequence[_Sharded],
+    batch: Sequence[_Sharded],
     sizes: Mapping[str, int],
 ) -> None:
     """Raises StepError if this gradient of a kernel would be multiplied."""
@@ -109,8 +109,8 @@ def _check(
 def _blamed(
     eqn: Equation,
     eqns: Sequence[Equation],
-    params: Sequence[_Array],
-    batch: Sequence[_Array],
+    params: Sequence[_Sharded],
+    batch: Sequence[_Sharded],
     every: _Axes,
     sizes: Mapping[str, int],
 ) -> _Axes:
@@ -160,7 +160,7 @@ def _blamed(
     return _Axes() if has_channels and is_whole else spare
 
 
-def _union(sets: Any) -> _Axes:
+def _union(sets: Iterable[_Axes]) -> _Axes:
     return _Axes().union(*sets)
 
 

@@ -139,7 +139,9 @@ class Loss:
             parts[name] = part(f"the model recorded, as {name!r},", value)
         return parts, (after, values, outputs)
 
-    def measured(self, values: jax.Array, outputs: Any, batch: Batch) -> Metrics:
+    def measured(
+        self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch
+    ) -> Metrics:
         """Returns the user's metrics of what the loss function returned for a batch."""
         weights, is_scalar = self.weights_of(batch), jnp.ndim(values) == 0
         return self.metrics.update_from(
@@ -155,7 +157,7 @@ class Loss:
 
 
 def _losses_and_outputs(
-    loss_fn: Callable[..., Any], result: Any
+    loss_fn: Callable[..., Any], result: PyTree
 ) -> tuple[Any, dict[str, Any]]:
     """Returns losses and outputs from what a loss function returned."""
     values, outputs = result, {}
@@ -202,7 +204,7 @@ def _weighted_rows(
 def metrics_of_batch(
     parts: Mapping[str, jax.Array],
     notes: Mapping[str, jax.Array],
-    weight: Any,
+    weight: jax.Array,
     users: Metrics,
 ) -> Metrics:
     """Returns the metrics of one batch: of the loss, of the update, the user's."""
@@ -238,7 +240,7 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
     return jax.tree.map(settled, metrics)
 
 
-def total_weight(batch_weights: jax.Array | None, num_examples: int) -> Any:
+def total_weight(batch_weights: jax.Array | None, num_examples: int) -> jax.Array:
     """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
     if batch_weights is None:
         return jnp.float32(num_examples)

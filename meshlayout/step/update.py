@@ -14,7 +14,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 from meshlayout import _jax
-from meshlayout._annotations import Leaf
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.state import TrainState
 from meshlayout.step.gradients import Gradients, select
 
@@ -53,7 +53,7 @@ class Update:
         if not missing:
             return state
 
-        def scalar(value: Any) -> Any:
+        def scalar(value: Leaf) -> Any:
             if isinstance(state.step, jax.ShapeDtypeStruct):  # an abstract state
                 return state.step.update(dtype=value.dtype)
             return _jax.put(value, state.step.sharding)
@@ -144,6 +144,6 @@ def _average(param: Leaf) -> Any:
     return jnp.array(param, dtype)  # a copy: the parameter is donated
 
 
-def _has_rate(node: Any) -> bool:
+def _has_rate(node: PyTree) -> bool:
     # `optax.inject_hyperparams` keeps it there, also for a schedule.
     return "learning_rate" in (getattr(node, "hyperparams", None) or ())
