@@ -127,8 +127,7 @@ class EvalStep(StateStep):
         def measure(state: TrainState, batch: Batch) -> Metrics:
             _, denominator = loss.denominators(batch)
             parts, (_, values, outputs) = loss.parts(
-                *(state, state.params, state.model_state),
-                *(batch, state.rng, denominator),
+                state, batch, state.rng, denominator
             )
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
@@ -217,7 +216,7 @@ class PredictStep(StateStep):
         def predict_step(state: TrainState, batch: Batch) -> Any:
             return call_model(
                 lambda model: function(model, batch),
-                *(policy, state, state.params, state.model_state, state.rng),
+                *(policy, state, state.rng),
                 train=False,
             ).result
 

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, weights_of
 from meshlayout.errors import LossError, MetricError, StepError
-from meshlayout.losses.reduction import check_denominator, weighted
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
@@ -85,8 +84,6 @@ class Loss:
     def parts(
         self,
         state: TrainState,
-        params: PyTree,
-        model_state: PyTree,
         batch: Batch,
         key: jax.Array,
         denominator: jax.Array,
@@ -104,7 +101,7 @@ class Loss:
             raise StepError(msg)
         interceptors: list[Interceptor] = []
         if self.remat != "none":
-            interceptors.append(Rematting(self.remat, params))
+            interceptors.append(Rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
@@ -116,9 +113,7 @@ class Loss:
             return self.loss_fn(model, batch, **extras)
 
         result, recorded, after = call_model(
-            function,
-            *(self.policy, state, params, model_state, key, interceptors),
-            train=self.train,
+            function, self.policy, state, key, interceptors, train=self.train
         )
         values, outputs = _losses_and_outputs(self.loss_fn, result)
         for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
@@ -193,7 +188,7 @@ def _weighted_rows(
         )
         raise LossError(msg)
     try:
-        return weighted(losses.per_example(value, weights), weights)
+        return losses.weighted(losses.per_example(value, weights), weights)
     except LossError as error:
         raise LossError(f"{what} losses that do not fit: {error}") from None
 
@@ -271,7 +266,8 @@ def make_loss(
 ) -> Loss:
     """Returns what the options of `where`, `make_train_step` or its like, mean."""
     check_function("loss_fn", where, loss_fn)
-    check_denominator(denominator)
+    choices = get_args(losses.Denominator)
+    _checks.choice("denominator", denominator, choices, error=LossError)
     check_remat(remat)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (

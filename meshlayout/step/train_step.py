@@ -1,7 +1,7 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-`_one_step` is all of it, from top to bottom; `placement`, `objective`, `gradients`,
-`update` and `batch_metrics` are its parts.
+`_one_step` is all of it, from top to bottom; `placement`, `objective` and `update` are
+its parts.
 """
 
 import functools
@@ -22,7 +22,6 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.gradients import Microbatches, gradients_of, select
 from meshlayout.step.interception import Remat
 from meshlayout.step.objective import (
     Loss,
@@ -34,7 +33,13 @@ from meshlayout.step.objective import (
 from meshlayout.step.placement import check_batch, place_batch, row_sharding
 from meshlayout.step.state_step import StateStep
 from meshlayout.step.steps_per_call import stacked, steps_of
-from meshlayout.step.update import OnNonfinite, Update
+from meshlayout.step.update import (
+    Microbatches,
+    OnNonfinite,
+    Update,
+    gradients_of,
+    select,
+)
 
 
 @user_call
