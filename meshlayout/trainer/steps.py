@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import WeightsKey
-from meshlayout.errors import LossError, MeshLayoutError, did_you_mean
+from meshlayout._batches import WeightsKey, num_examples
+from meshlayout.errors import LossError, MeshLayoutError, MetricError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
@@ -57,9 +57,7 @@ class TrainerSteps:
     ) -> None:
         if predict_fn is not None:
             check_function("predict_fn", "Trainer", predict_fn)
-        if loss_fn is not None:
-            check_function("loss_fn", "Trainer", loss_fn)
-        self._check_options(options, is_used=loss_fn is not None, metrics=metrics)
+        _check_options(options, metrics, is_used=loss_fn is not None)
         self.loss_fn, self._predict_fn = loss_fn, predict_fn
         self.weights = options.get("weights", "weight")
         if not isinstance(self.weights, (str, int)) or isinstance(self.weights, bool):
@@ -76,19 +74,18 @@ class TrainerSteps:
         quiet: StepOptions = {"on_recompile": "ignore", **options}
         shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
         if loss_fn is not None:
-            # Batches left over at the end of an epoch are too few for `_many`.
+            # Fewer batches than a call takes run one by one.
             single: StepOptions = {**options, "steps_per_call": 1}
             self._one = make_train_step(loss_fn, **shared, **single)
-            if self.group_size > 1:
-                self._many = make_train_step(loss_fn, **shared, **options)
-            taken = _options_of(make_eval_step, quiet)
-            self._eval = make_eval_step(loss_fn, **shared, **taken)
+            self._many = make_train_step(loss_fn, **shared, **options)
+            quiet_eval = _options_of(make_eval_step, quiet)
+            self._eval = make_eval_step(loss_fn, **shared, **quiet_eval)
 
-        @functools.lru_cache(maxsize=4)  # the last function given may be a new one
+        @functools.lru_cache(maxsize=4)  # the last function may be a new one
         def predict_step(function: PredictFn | None, structure: Any) -> Any:
             function = function or functools.partial(self._predict, structure)
-            taken = _options_of(make_predict_step, quiet)
-            return make_predict_step(function, layouts=layouts, **taken)
+            quiet_predict = _options_of(make_predict_step, quiet)
+            return make_predict_step(function, layouts=layouts, **quiet_predict)
 
         self._predict_step = predict_step
 
@@ -99,9 +96,13 @@ class TrainerSteps:
         # A batch may itself be a list, of arrays.
         batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
         self._see("train_step", *batches[:1])
-        if len(batches) == 1:
-            return self._one(state, batches[0], metrics)
-        return self._many(state, batches, metrics)
+        sizes = {num_examples(one) for one in batches}
+        if len(batches) == self.group_size > 1 and len(sizes) == 1:
+            return self._many(state, batches, metrics)
+        result: Any = state, metrics
+        for one in batches:
+            result = self._one(result[0], one, result[1])
+        return result
 
     def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
         """Measures a batch."""
@@ -121,12 +122,12 @@ class TrainerSteps:
     def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave out examples by a batch's weights.
 
-        A loss function that returns a mean cannot. This traces the step, as its first
-        call would, and runs nothing.
+        A loss function that returns a mean cannot, nor can some metrics of others. This
+        traces the step, as its first call would, and runs nothing.
         """
         try:
             (self._one if train else self._eval).trace(state, batch)
-        except LossError:
+        except (LossError, MetricError):
             return False
         return True
 
@@ -145,21 +146,17 @@ class TrainerSteps:
         """Returns the loss function's outputs; the model's for data without labels."""
         inputs = _without(batch, self.weights)
         leaves = jax.tree.leaves(inputs)
-        if structure is None or len(leaves) >= structure.num_leaves:
-            # A single array where a tuple or a dict of one was trained on.
-            if structure is not None and len(leaves) == 1:
-                batch = structure.unflatten(leaves)
-            return self._outputs(model, batch)
-        note = (
-            "predict calls the model itself, as its data has fewer arrays than the "
-            "batches of the loss function. Call it in another way by predict_fn=, a "
-            "function of the model and a batch."
-        )
-        with _checks.noted(note):
-            return model(leaves[0] if len(leaves) == 1 else inputs)
-
-    def _outputs(self, model: Any, batch: Batch) -> PyTree:
-        """Returns the outputs of the loss function."""
+        if structure is not None and len(leaves) < structure.num_leaves:
+            note = (
+                "predict calls the model itself, as its data has fewer arrays than the "
+                "batches of the loss function. Call it in another way by predict_fn=, "
+                "a function of the model and a batch."
+            )
+            with _checks.noted(note):
+                return model(leaves[0] if len(leaves) == 1 else inputs)
+        # A single array where a tuple or a dict of one was trained on.
+        if structure is not None and len(leaves) == 1:
+            batch = structure.unflatten(leaves)
         loss_fn: Any = self.loss_fn
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         names = inspect.signature(loss_fn).parameters
@@ -171,8 +168,8 @@ class TrainerSteps:
             "and a batch."
         )
         with _checks.noted(note):
-            given = {key: value for key, value in extras.items() if key in names}
-            result = loss_fn(model, batch, **given)
+            taken = {key: value for key, value in extras.items() if key in names}
+            result = loss_fn(model, batch, **taken)
         if not isinstance(result, tuple) or not result[1]:
             msg = (
                 f"predict: {name} returns losses but no outputs. Return a pair of "
@@ -182,25 +179,23 @@ class TrainerSteps:
             raise MeshLayoutError(msg)
         return result[1]
 
-    def _check_options(
-        self, options: Mapping[str, Any], *, is_used: bool, metrics: Any
-    ) -> None:
-        known = [*StepOptions.__annotations__]
-        for name in options:
-            if name not in known:
-                names = [*known, "loss_fn", "metrics", "layouts", "predict_fn", "pad"]
-                near = did_you_mean(name, [*names, "data_layout"])
-                msg = f"Trainer has no option {name!r}.{near} The options of its steps"
-                raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
-        needless = [x for x in options if x not in ("weights", "steps_per_call")]
-        needless += [] if metrics is None else ["metrics"]
-        if needless and not is_used:
-            msg = (
-                f"Trainer got no loss function, but {', '.join(needless)} for the "
-                "steps that are made from one. Give loss_fn, or leave these to your "
-                "own steps."
-            )
-            raise MeshLayoutError(msg)
+
+def _check_options(options: Mapping[str, Any], metrics: Any, *, is_used: bool) -> None:
+    known = [*StepOptions.__annotations__]
+    own = ["loss_fn", "metrics", "layouts", "predict_fn", "data_layout", "pad"]
+    for name in options:
+        if name not in known:
+            near = did_you_mean(name, [*known, *own])
+            msg = f"Trainer has no option {name!r}.{near} The options of its steps"
+            raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
+    needless = [x for x in options if x not in ("weights", "steps_per_call")]
+    needless += [] if metrics is None else ["metrics"]
+    if needless and not is_used:
+        msg = (
+            f"Trainer got no loss function, but {', '.join(needless)} for the steps "
+            "that are made from one. Give loss_fn, or leave these to your own steps."
+        )
+        raise MeshLayoutError(msg)
 
 
 def _without(batch: Batch, key: WeightsKey) -> Any:

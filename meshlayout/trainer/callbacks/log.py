@@ -61,8 +61,7 @@ class Log(Callback):
         if self._kind not in (".csv", ".jsonl"):
             options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
             self._tensorboard = _optional.require("tensorboardX", **options)
-        self._every, self._pending = every, AsyncMetrics()
-        self._has_begun = False
+        self._every, self._pending, self._has_begun = every, AsyncMetrics(), False
         self._file: Any = None  # while it is open
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -71,15 +70,11 @@ class Log(Callback):
             return
         resumed = trainer.input is not None and trainer.input.is_resumed
         mode = "a+" if self._has_begun or resumed else "w+"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._tensorboard is not None:  # a new file, beside those of other runs
-                self._file = self._tensorboard.SummaryWriter(str(self._path))
-            else:
-                self._file = self._path.open(mode, encoding="utf-8", newline="")
-        except OSError as error:
-            msg = f"Log: cannot write {str(self._path)!r}: {error}."
-            raise MeshLayoutError(msg) from error
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._tensorboard is not None:  # a new file, beside those of other runs
+            self._file = self._tensorboard.SummaryWriter(str(self._path))
+        else:
+            self._file = self._path.open(mode, encoding="utf-8", newline="")
         self._has_begun = True
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
@@ -105,17 +100,16 @@ class Log(Callback):
     def _write(
         self, epoch: int, step: int, values: Mapping[str, Any], prefix: str = ""
     ) -> None:
-        numbers = {"epoch": epoch, "step": step}
+        row = {"epoch": epoch, "step": step, **scalars(values)}
         if self._kind == ".jsonl":
             lists = {
-                name: _finite(np.asarray(x).tolist()) for name, x in values.items()
+                x: _finite(np.asarray(value).tolist()) for x, value in values.items()
             }
-            self._file.write(json.dumps({**numbers, **lists}) + "\n")
+            self._file.write(json.dumps({**row, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.
             columns = next(csv.reader(self._file), None)
-            row = {**numbers, **scalars(values)}
             self._file.seek(0, os.SEEK_END)
             writer = csv.DictWriter(self._file, columns or [*row])
             if columns is None:
