@@ -121,19 +121,19 @@ class TrainerInput:
         self._steps, self._trains, self._marks = steps_per_epoch, trains, marks
         self._layout, self._key = trainer._layout(), trainer._steps.weights
         if batch_size is not None or labels is not None or is_columns(data):
+            if batch_size is not None:
+                batch_size = _checks.count("batch_size", batch_size, where=where)
             if not isinstance(data, Rows):
                 data = rows_of(where, name, data, labels, batch_size, self._key)
-            data = self._dataset(data, batch_size, shuffle)
+            data = self._dataset(data, batch_size or 0, shuffle)
         if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
             what = "an iterable of batches, or a function that returns one"
             msg = f"{name} must be {what}, got {_checks.shown(data)}."
             raise MeshLayoutError(msg)
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
             msg = (
-                f"{name} is an iterator, which yields its batches only once, but "
-                f"epochs={num_epochs}. Give the number of batches in an epoch, "
-                "steps_per_epoch=, or a list, or a function that returns a new "
-                "iterator."
+                f"{name} is an iterator, which has one pass, but epochs={num_epochs}. "
+                "Give steps_per_epoch=, or a function that returns an iterator."
             )
             raise MeshLayoutError(msg)
         self._data, self._has_batches = data, False
@@ -208,10 +208,6 @@ class TrainerInput:
         if isinstance(data, DistributedDataset) and not self._trains:
             data = data.iterator(epoch=0)
         data = data if isinstance(data, Iterable) else data()
-        if not isinstance(data, Iterable):
-            what = f"is a function that returned {_checks.shown(data)}"
-            msg = f"{self._name} {what}, not an iterable of batches."
-            raise MeshLayoutError(msg)
         self._pass, self._num_given = iter(data), 0
         return self._pass
 
@@ -286,14 +282,13 @@ class TrainerInput:
         return relayout(batch, layouts)
 
     def _dataset(
-        self, rows: Rows, batch_size: int | None, shuffle: int | None
+        self, rows: Rows, size: int, shuffle: int | None
     ) -> DistributedDataset:
         """Returns the batches of rows, with weights if they can mark its padding.
 
         Otherwise each is a `PlacedBatch`, whose rows beyond its examples are padding.
         """
         layout, key = self._layout, self._key
-        size = _checks.count("batch_size", batch_size, where=self._opening)
         if layout is None:  # on the device to which JAX sends arrays by default
             device = next(iter(jnp.zeros(()).devices()))
             grid = jax.sharding.Mesh(np.array([device]), ("batch",))

@@ -121,9 +121,9 @@ class FitLoop:
             if group[-1].is_odd:  # it cannot be padded: advice to do so would not help
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
-            result = trainer.train_step(trainer.state, batch, self._metrics)
-            _check_metrics(trainer, "train_step", result)
-            trainer.state, self._metrics = result
+            state, metrics = trainer.train_step(trainer.state, batch, self._metrics)
+            _check_metrics("train_step", metrics)
+            trainer.state, self._metrics = state, metrics
             trainer.steps_in_call = count
             examples = sum(placed.num_examples for placed in group)
             trainer.position = replace(
@@ -185,7 +185,7 @@ def evaluate(
     for number, (placed,) in enumerate(source.groups(), 1):
         with _checks.noted(source.where):
             metrics = trainer.eval_step(trainer.state, placed.batch, metrics)
-            _check_metrics(trainer, "eval_step", metrics)
+            _check_metrics("eval_step", metrics)
         pending.append(metrics)
         if len(pending) > _MAX_PENDING:
             for leaf in jax.tree.leaves(pending.popleft()):
@@ -196,15 +196,9 @@ def evaluate(
     return {} if metrics is None else metrics.to_host()
 
 
-def _check_metrics(trainer: "Trainer", step: str, result: Any) -> None:
+def _check_metrics(step: str, metrics: Any) -> None:
     """Raises MeshLayoutError if an overridden step returns anything else."""
-    metrics, expected = result, "metrics"
-    if step == "train_step":
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        metrics, expected = result[1] if is_pair else None, "(state, metrics)"
     if not isinstance(metrics, Metrics):
-        msg = (
-            f"{type(trainer).__name__}.{step} must return {expected}, with metrics of "
-            f"type ml.metrics.Metrics, got {_checks.shown(result)}."
-        )
+        shown = _checks.shown(metrics)
+        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
         raise MeshLayoutError(msg)

@@ -46,21 +46,18 @@ _log = logging.getLogger("meshlayout")
 class Trainer:
     """Trains, evaluates and predicts; you may override each of its steps.
 
-    Use this for a training loop with epochs, validation, callbacks and resuming. The
-    loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
+    The loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
     waits for the device only at the end of an epoch, and where a callback reads a
-    value. A subclass may define `train_step`, `eval_step` or `predict_step` with the
-    same signatures; if it defines all that it uses, the state may be any tree of
-    arrays.
+    value. A subclass may define `train_step`, `eval_step` or `predict_step`; if it
+    defines all that it uses, the state may be any tree of arrays.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
     devices are used unchanged. Others are sharded over the mesh, and a short batch is
     padded to the size of the first, so that one program serves all. To mark the
     padding, with weight 0, batches get weights: in a dict under the key `weight` (or
-    another one, `weights=`), in a tuple at the end if `weights` is that index; not in
-    arrays whose rows need no padding. If nothing can leave padding out (the loss
-    function returns a mean, or a tuple has no place for weights), a short batch keeps
-    its size, for which a second program is compiled.
+    another one, `weights=`), in a tuple at the end if `weights` is that index. If
+    nothing can leave padding out (the loss function returns a mean, or a tuple has no
+    place for weights), a short batch keeps its size, which takes a second program.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
@@ -74,10 +71,9 @@ class Trainer:
             sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
             `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
-        **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
-            `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
-            the train step takes a list of n batches, up to those of a whole epoch, and
-            at its end a list of those left over.
+        **options: Options of `make_train_step`, such as `clip_norm=1.0`, which also
+            hold for the other steps. With `steps_per_call=n`, a call of the train step
+            takes a list of n batches, and at the end of an epoch of those left over.
 
     Attributes:
         state: The state after the last finished step.
@@ -128,7 +124,6 @@ class Trainer:
         self.stopped, self.steps_in_call = "", 1
         self.input: TrainerInput | None = None
         self.validation: TrainerInput | None = None
-        self._is_fitting = False
         self._told: set[str] = set()
 
     # The steps, which may be overridden.
@@ -176,12 +171,12 @@ class Trainer:
     ) -> History:
         """Trains for a number of epochs, or resumes an interrupted run.
 
-        `fit(x, y, epochs=5, batch_size=32)` trains on arrays; batches are tuples
-        `(x, y)`, or dicts for a dict of arrays. `fit(batches, 5)` trains on batches.
+        `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
+        dicts for a dict of arrays; `fit(batches, 5)` on batches.
 
         Ctrl-C, and any error of the data or a callback, leaves in `state` the result of
         the last finished step, and in `history` the finished epochs; another `fit`
-        continues from there. Ctrl-C waits for the running call of a step to return.
+        continues from there.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75,
@@ -196,8 +191,7 @@ class Trainer:
                 returns one; or an iterator. Or arrays with one row per example: an
                 array, or a dict or tuple of arrays.
             labels: More arrays of the same examples; or `epochs`, after batches.
-            epochs: The number of epochs; with `resume`, including those before the
-                interruption.
+            epochs: The number of epochs, with those before an interruption.
             batch_size: Rows of a global batch, for arrays.
             shuffle: A seed, which with the epoch determines the order of the rows of
                 arrays; None keeps it. Batches keep theirs.
@@ -211,25 +205,17 @@ class Trainer:
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
             resume: Whether to resume from the newest checkpoint of the first
-                `Checkpoint`, if there is one. Without `resume`, its directory must not
-                hold steps later than the one that training begins at.
+                `Checkpoint`, if any. Without `resume`, its directory must not hold
+                steps later than the one that training begins at.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
             MeshLayoutError: If an argument is wrong, or the data yields no batch.
-            CheckpointError: If the checkpoint cannot be resumed from; a note says
-                whether the trainer's state is used up.
+            CheckpointError: If the checkpoint cannot be resumed from.
             Preempted: After SIGTERM; it ends the process.
         """
-        if self._is_fitting:
-            msg = (
-                "fit was called inside a fit of the same trainer, by a callback or the "
-                "data. Call it after the other one has returned, or make another "
-                "Trainer."
-            )
-            raise MeshLayoutError(msg)
         # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
         if isinstance(labels, (int, np.integer)):
             if epochs != 1:
@@ -278,11 +264,8 @@ class Trainer:
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.input, self._is_fitting = source, True
-        try:
-            loop.run(resume=resume)
-        finally:
-            self._is_fitting = False
+        self.input = source
+        loop.run(resume=resume)
         return self.history
 
     @user_call
@@ -293,15 +276,9 @@ class Trainer:
         *,
         batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Returns the loss and the metrics of the state on a dataset.
+        """Returns the loss and the metrics of the state on data like that of `fit`.
 
-        Args:
-            data: Batches or arrays, as for `fit`; one pass.
-            labels: As for `fit`.
-            batch_size: As for `fit`.
-
-        Returns:
-            The values by name, as floats; values with dims as NumPy arrays.
+        The values are floats by name, and NumPy arrays for metrics that have dims.
         """
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
         return evaluate(self, source)
@@ -318,14 +295,9 @@ class Trainer:
 
         Data as `fit` and `evaluate` had it goes through the loss function, whose
         outputs are returned. Data with fewer arrays, without labels, goes to the model.
-        Padding that the trainer or `distribute_dataset` added is left out; rows to
-        which you gave weight 0 yourself are not.
-
-        Args:
-            data: Batches or arrays, as for `fit`; one pass.
-            batch_size: As for `fit`.
-            predict_fn: A function of the model, in evaluation mode, and a batch, to
-                call instead.
+        To call something else, give `predict_fn`, a function of the model, in
+        evaluation mode, and a batch. Padding that the trainer or `distribute_dataset`
+        added is left out; rows to which you gave weight 0 yourself are not.
 
         Returns:
             A tree of NumPy arrays with one row per example.
@@ -333,8 +305,9 @@ class Trainer:
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        names = "predict", "data"
-        source = TrainerInput(self, *names, data, None, batch_size, marks=False)
+        source = TrainerInput(
+            *(self, "predict", "data", data, None, batch_size), marks=False
+        )
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
@@ -343,25 +316,10 @@ class Trainer:
             if len(pending) > 1:  # read while the device computes the next batch
                 parts.append(real_rows(*pending.popleft(), key))
         parts.append(real_rows(*pending.popleft(), key))
-        try:
-            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        except ValueError as error:
-            msg = (
-                "predict: the outputs of the batches cannot be concatenated; each must "
-                "be the same tree of arrays, which differ only in their first dim."
-            )
-            raise MeshLayoutError(msg) from error
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def stop(self, reason: str) -> None:
-        """Ends training after the current step or epoch; for callbacks.
-
-        The reason is shown by `stopped`, the history and the progress.
-        """
-        if not isinstance(reason, str) or not reason:
-            got = _checks.shown(reason)
-            raise MeshLayoutError(
-                f"stop: reason must be a non-empty string, got {got}."
-            )
+        """Ends training after the current step or epoch, and says why."""
         self.stopped = self.stopped or reason
 
     def __repr__(self) -> str:

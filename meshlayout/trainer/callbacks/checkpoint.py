@@ -9,7 +9,7 @@ come from the checkpoint, where the metrics of the epoch are a tree beside the s
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 
@@ -21,12 +21,14 @@ from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.epochs import TrainerInput
-    from meshlayout.trainer.trainer import Trainer
+from meshlayout.trainer.callbacks.callback import (
+    Callback,
+    Logs,
+    Trainer,
+    is_due,
+    scalars,
+)
+from meshlayout.trainer.epochs import TrainerInput
 
 
 # The metrics of the epoch so far, beside the state.
@@ -51,32 +53,24 @@ class Checkpoint(Callback):
     Args:
         checkpointer: Where to save; the callback does not close it.
         every: `"epoch"`, or a number of steps.
-
-    Attributes:
-        checkpointer: The checkpointer.
     """
 
     @user_call
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        is_class = isinstance(checkpointer, type)
-        if is_class or not callable(getattr(checkpointer, "save", None)):
-            msg = (
-                "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
-                f"{_checks.shown(checkpointer)}."
-            )
-            raise MeshLayoutError(msg)
+        if isinstance(checkpointer, type) or not hasattr(checkpointer, "save"):
+            msg = "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got"
+            raise MeshLayoutError(f"{msg} {_checks.shown(checkpointer)}.")
         if every != "epoch":
             hint = "Or write every='epoch'."
             every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
-        best = getattr(checkpointer, "best", None)
-        self._best: str | None = best[0] if best else None  # the name of a metric
+        self._best: str | None = (checkpointer.best or [None])[0]  # a metric's name
         # The step of the last save, and whether an epoch ended there.
         self._saved_at: tuple[int, bool] | None = None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Raises CheckpointError if a new run would mix its steps with another's."""
         self._saved_at, first = None, trainer.position.step
         if trainer.input is not None and trainer.input.is_resumed:
@@ -92,33 +86,31 @@ class Checkpoint(Callback):
             )
             raise CheckpointError(msg)
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
         if self._every != "epoch" and is_due(trainer, int(self._every)):
             self._save(trainer, metrics)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
         if self._best is not None or self._every == "epoch":
             self._save(trainer, None, force=self._best is not None)
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Saves the end and waits for it, so that a failure is raised here."""
         position = trainer.position
         if position.step_in_fit and (self._saved_at or (None,))[0] != position.step:
             self._save(trainer, None, force=True)
         self.checkpointer.wait()
 
-    def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
+    def save_now(self, trainer: Trainer, metrics: Metrics | None) -> None:
         """Saves, due or not, and waits for it; metrics are None at an epoch's end."""
         if self._saved_at != (trainer.position.step, metrics is None):
             self._save(trainer, metrics, force=True)
         self.checkpointer.wait()
 
     def _save(
-        self, trainer: "Trainer", metrics: Metrics | None, *, force: bool = False
+        self, trainer: Trainer, metrics: Metrics | None, *, force: bool = False
     ) -> None:
         step, history, source = trainer.position.step, trainer.history, trainer.input
         assert source is not None
@@ -132,21 +124,17 @@ class Checkpoint(Callback):
             measured.setdefault(self._best, math.nan)
 
         def metadata() -> dict[str, Any]:
-            position = trainer.position
+            counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
             notes = {
                 "place": place,
                 "is_end": is_end,
                 "stopped": trainer.stopped,
                 "batch_rows": source.size,
-                "position": {
-                    "step_in_epoch": position.step_in_epoch,
-                    "steps_per_epoch": position.steps_per_epoch,
-                    "examples_in_epoch": position.examples_in_epoch,
-                },
+                "position": {name: getattr(trainer.position, name) for name in counts},
                 "history": {"epochs": history.epochs, "values": history.to_dict()},
             }
             ends = {"logs": logs} if is_end else {}
-            return {"epoch": position.epoch, "resume": notes, **ends}
+            return {"epoch": trainer.position.epoch, "resume": notes, **ends}
 
         if self.checkpointer.save(
             step,
@@ -159,7 +147,7 @@ class Checkpoint(Callback):
         ):
             self._saved_at = step, is_end
 
-    def resume(self, trainer: "Trainer", source: "TrainerInput") -> Metrics | None:
+    def resume(self, trainer: Trainer, source: TrainerInput) -> Metrics | None:
         """Restores a trainer from the newest intact checkpoint, if there is one.
 
         Returns the metrics of the epoch so far; None if it is over. Raises

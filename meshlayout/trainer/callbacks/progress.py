@@ -3,28 +3,27 @@
 import html
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
-from meshlayout._checks import shown
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
 from meshlayout._tracebacks import user_call
-from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, scalars
+from meshlayout.trainer.callbacks.callback import (
+    AsyncMetrics,
+    Callback,
+    Logs,
+    Trainer,
+    scalars,
+)
 from meshlayout.trainer.epochs import TrainingPosition
 from meshlayout.trainer.history import value_text
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
 
 
 # Seconds between two updates of the bar; each computes metrics on the device.
@@ -108,13 +107,10 @@ class Progress(Callback):
 
     @user_call
     def __init__(self, console: Console | None = None) -> None:
-        if console is not None and not isinstance(console, Console):
-            msg = f"Progress: console must be a rich Console, got {shown(console)}."
-            raise MeshLayoutError(msg)
         self._console, self._pending = console, AsyncMetrics()
         self._display: _Terminal | _Notebook | None = None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
@@ -123,39 +119,37 @@ class Progress(Callback):
             console = self._console or console_on(sys.stdout)
             self._display = _Notebook() if in_cell else _Terminal(console)
 
-    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
         """Starts a bar."""
-        self._pending.clear()
+        self._pending.pending.clear()
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
         self._show(trainer.position)
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
         # At most one in flight: a slow device would fall behind further and further.
-        if not self._pending and self._is_time_to_look():
+        if not self._pending.pending and self._is_time_to_look():
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
             rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
             self._show(position, "".join([*texts, f"  {rate}"]))
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
         self._show_validation(trainer, 0)
 
-    def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
+    def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
         """Moves the bar, now and then."""
         if self._is_time_to_look():
             self._show_validation(trainer, step)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's line."""
         if self._display is None:
             return
@@ -194,27 +188,25 @@ class Progress(Callback):
         return is_time
 
     def _show(self, position: TrainingPosition, facts: str = "") -> None:
-        self._show_steps(
-            position, position.step_in_epoch, position.steps_per_epoch, facts
-        )
+        done, total = position.step_in_epoch, position.steps_per_epoch
+        self._move_bar(position, "", done, total, facts)
 
-    def _show_validation(self, trainer: "Trainer", step: int) -> None:
+    def _show_validation(self, trainer: Trainer, step: int) -> None:
         total = trainer.validation.num_steps if trainer.validation else None
-        self._show_steps(trainer.position, step, total, doing="validating  ")
+        self._move_bar(trainer.position, "validating  ", step, total)
 
-    def _show_steps(
+    def _move_bar(
         self,
         position: TrainingPosition,
+        doing: str,
         done: int,
         total: int | None,
         facts: str = "",
-        doing: str = "",
     ) -> None:
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            self._display.show(
-                f"{_title(position)}  {doing}{count}{facts}", done, total
-            )
+            text = f"{_title(position)}  {doing}{count}{facts}"
+            self._display.show(text, done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before

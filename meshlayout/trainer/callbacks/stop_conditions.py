@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,23 +13,24 @@ from meshlayout._tracebacks import user_call
 from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, is_due
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
+from meshlayout.trainer.callbacks.callback import (
+    AsyncMetrics,
+    Callback,
+    Logs,
+    Trainer,
+    is_due,
+)
 
 
 _log = logging.getLogger("meshlayout")
 
 
-def _measured(where: str, name: str, values: Mapping[str, Any]) -> float:
+def _measured(where: str, name: str, values: Logs) -> float:
     """Returns a value that a callback watches, which must be a single number."""
     if name not in values:
         names, near = ", ".join(map(repr, values)), did_you_mean(name, values)
-        raise MeshLayoutError(
-            f"{where}: no value is named {name!r}, only {names}.{near}"
-        )
+        msg = f"{where}: no value is named {name!r}, only {names}.{near}"
+        raise MeshLayoutError(msg)
     if np.ndim(values[name]):
         shown = _checks.shown(values[name])
         msg = f"{where}: {name!r} is {shown}; monitor a value that is a single number."
@@ -72,15 +72,13 @@ class EarlyStopping(Callback):
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._restore_best, self._weights = restore_best, None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Forgets other runs."""
         is_resumed = trainer.input is not None and trainer.input.is_resumed
         self._first = 0 if is_resumed else len(trainer.history.epochs)
         self._best_epoch, self._weights = 0, None
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
@@ -100,7 +98,7 @@ class EarlyStopping(Callback):
             never = "was not a number in any epoch"
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Restores the best parameters."""
         if self._weights is not None:
             trainer.state = _map_states(_with_weights, trainer.state, self._weights)
@@ -154,11 +152,11 @@ class StopOnNaN(Callback):
         self._every = _checks.count("every", every, where="StopOnNaN")
         self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
-    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
         """Drops the values of an earlier epoch."""
-        self._pending.clear()
+        self._pending.pending.clear()
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Checks the values that are ready."""
         if is_due(trainer, self._every):
             names = {self._monitor} & {*metrics}
@@ -168,14 +166,12 @@ class StopOnNaN(Callback):
             # Another name, or one with dims, is refused at the end of the epoch.
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
             value = _measured("StopOnNaN", self._monitor, logs)
             self._check(trainer, trainer.position.step, value)
 
-    def _check(self, trainer: "Trainer", step: int, value: float) -> None:
+    def _check(self, trainer: Trainer, step: int, value: float) -> None:
         if not math.isfinite(value) and not trainer.stopped:
             trainer.stop(f"{self._monitor} is {value} at step {step}")
