@@ -17,7 +17,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.remat import Remat
+from meshlayout.step.interception import Remat
 from meshlayout.step.update import OnNonfinite
 
 
