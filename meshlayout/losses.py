@@ -142,24 +142,23 @@ def compute_average_loss(
     if weights is not None:
         weights = _fitting_weights(weights, losses)
     context = get_replica_context()
-    mask = None if context is None else context.mask
-    if mask is not None and len(mask) == len(losses):
-        context.mask_was_read = True
-        size = context.num_examples if size is None else size
-        # A user's weights may be NaN for padding.
-        factors = mask if weights is None else weights
-        weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
-    # A part of the batch, say, of a function that has looked at the mask itself.
-    elif mask is not None and (
-        weights is None or size is None or not context.mask_was_read
-    ):
-        msg = (
-            f"{where}: the losses have {len(losses)} rows and this replica's batch "
-            f"{len(mask)}, of which some may be padding. Give one loss per row; or, "
-            "for a part of the batch, both global_batch_size and sample_weight, with 0 "
-            "where get_replica_context().example_mask is 0."
-        )
-        raise LossError(msg)
+    if context is not None and context.mask is not None:
+        mask = context.mask
+        if len(mask) == len(losses):
+            context.mask_was_read = True
+            size = context.num_examples if size is None else size
+            # A user's weights may be NaN for padding.
+            factors = mask if weights is None else weights
+            weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+        # Else a part of the batch, of a function that has looked at the mask itself.
+        elif weights is None or size is None or not context.mask_was_read:
+            msg = (
+                f"{where}: the losses have {len(losses)} rows and this replica's batch "
+                f"{len(mask)}, of which some may be padding. Give one loss per row; or, "
+                "for a part of the batch, both global_batch_size and sample_weight, "
+                "with 0 where get_replica_context().example_mask is 0."
+            )
+            raise LossError(msg)
     if size is None:
         size = len(losses) * _num_replicas()
     size = real_array("global_batch_size", size, where).astype("float32")

@@ -11,7 +11,6 @@ import jax
 
 from meshlayout import losses
 from meshlayout._annotations import Batch
-from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -25,7 +24,6 @@ from meshlayout.step.objective import (
     make_loss,
     merged,
     metrics_of_batch,
-    total_weight,
 )
 from meshlayout.step.state_step import StateStep
 
@@ -131,7 +129,7 @@ class EvalStep(StateStep):
             )
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
-            weight = total_weight(loss.weights_of(batch), num_examples(batch))
+            weight = loss.total_weight(batch)
             measured = loss.measured(values, outputs, batch)
             return metrics_of_batch(parts, {}, weight, measured)
 

@@ -71,7 +71,14 @@ class Loss:
         """Returns a batch's weights, or None; NaN for negative ones."""
         # An error cannot be raised on the device; a loss of NaN is noticed.
         weights = weights_of(batch, self.weights)
-        return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
+        if weights is None:
+            return None
+        return jnp.where(weights >= 0, weights, jnp.nan).astype("float32")
+
+    def total_weight(self, batch: Batch) -> jax.Array:
+        """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
+        weights = self.weights_of(batch)
+        return jnp.float32(num_examples(batch)) if weights is None else weights.sum()
 
     def denominators(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns the number of losses, and by what their weighted sum is divided."""
@@ -117,10 +124,7 @@ class Loss:
         )
         values, outputs = _losses_and_outputs(self.loss_fn, result)
         for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
-            msg = (
-                f"the model records a loss as {name!r}, which is also the name of "
-                "another number in the step's metrics. Record it under another name."
-            )
+            msg = f"the model records a loss as {name!r}, as the step: rename it."
             raise LossError(msg)
 
         def part(what: str, value: jax.Array) -> jax.Array:
@@ -172,7 +176,6 @@ def _losses_and_outputs(
 def _weighted_rows(
     what: str, value: jax.Array, weights: jax.Array | None, rows: int
 ) -> jax.Array:
-    """Returns losses of examples times their weights."""
     shape = jnp.shape(value)
     if not shape:
         msg = (
@@ -233,13 +236,6 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
         return _jax.constrain(leaf, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(settled, metrics)
-
-
-def total_weight(batch_weights: jax.Array | None, num_examples: int) -> jax.Array:
-    """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
-    if batch_weights is None:
-        return jnp.float32(num_examples)
-    return jnp.asarray(batch_weights).astype("float32").sum()
 
 
 # Options.

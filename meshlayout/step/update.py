@@ -56,7 +56,8 @@ class Gradients(NamedTuple):
     measured: Metrics  # the user's
 
 
-class Microbatches(NamedTuple):
+@dataclass(frozen=True)
+class Microbatches:
     """How a global batch is cut."""
 
     count: int
