@@ -154,7 +154,7 @@ def compute_average_loss(
         elif weights is None or size is None or not context.mask_was_read:
             msg = (
                 f"{where}: the losses have {len(losses)} rows and this replica's batch "
-                f"{len(mask)}, of which some may be padding. Give one loss per row; or, "
+                f"{len(mask)}, some of which may be padding. Give one loss per row; or "
                 "for a part of the batch, both global_batch_size and sample_weight, "
                 "with 0 where get_replica_context().example_mask is 0."
             )
