@@ -3,19 +3,20 @@
 They go through a channel and not through a collective: JAX's own helpers
 (`multihost_utils`) need devices, make 64 bits 32, and given trees that differ, or calls
 in another order, they hang or return another call's values. Here every message says
-which call it is for.
-
-Calls are paired by their order, which only a single thread has: the main thread.
+which call it is for. Calls are paired by their order, which only the main thread has.
 """
 
+import functools
 import hashlib
 import re
 import threading
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 _HINT = "All processes must make the same calls of ml.cluster, in the same order."
 _NUM_SHOWN = 6  # elements of an array in a message
-_NUM_LISTED, _LONGEST_TEXT = 3, 80  # differences in a message, characters of a value
+_NUM_LISTED = 3  # differences in a message
 
 
 def barrier(name: str, timeout_s: float = 600.0) -> None:
@@ -54,13 +55,12 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
 def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of process 0 on all processes.
 
-    Use this for what only one process can know, such as a run's name, a random seed or
-    a file that only process 0 reads. Values keep their dtypes: float64 and int64 stay
-    what they are, also without `jax_enable_x64`. Arrays of JAX become NumPy arrays.
+    Use this for what only one process can know, such as a run's name or a seed. Dtypes
+    stay what they are, also without `jax_enable_x64`; JAX's arrays become NumPy's.
 
     Args:
-        tree: Arrays, numbers and text, or a pytree of those. What the other processes
-            give does not matter.
+        tree: A pytree of arrays, numbers and text. That of the other processes does
+            not matter.
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
@@ -79,12 +79,11 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of all processes, stacked in a first dim, on all of them.
 
     Use this for figures that each process has for itself, such as its number of rows or
-    its time. Values keep their dtypes, as for `broadcast`; text becomes an array of
-    objects. The index in the first dim is the process.
+    its time. Dtypes stay what they are; text becomes an array of objects.
 
     Args:
-        tree: Arrays, numbers and text, or a pytree of those, of the same structure,
-            shapes and dtypes on all processes.
+        tree: A pytree of arrays, numbers and text, of the same structure, shapes and
+            dtypes on all processes.
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
@@ -110,16 +109,15 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     list of files.
 
     Args:
-        value: Arrays, numbers and text, or a pytree of those. Only digests of large
-            arrays are sent. A global array that is replicated is compared as this
-            process has it.
+        value: A pytree of arrays, numbers and text; of large arrays, digests are sent.
+            A replicated global array is compared as this process has it.
         what: What it is, to begin the message with.
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        ClusterError: If values differ. It names what differs, and the process that has
-            another value than most; or if a process does not come, or is at another
-            call.
+        ClusterError: If values differ, which names what differs, and the process that
+            has another value than most; or if a process does not come, or is at
+            another call.
 
     Example:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
@@ -137,9 +135,6 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
 def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
     """Describes what differs between processes, and on which; empty if nothing does.
 
-    Args:
-        facts: For each process, values as texts by the names of what they belong to.
-
     Example:
         >>> difference({0: {"lr": "1"}, 1: {"lr": "2", "seed": "5"}, 2: {"lr": "1"}})
         'lr is 2 on process 1, and 1 on processes 0,2; seed is 5 on process 1, and
@@ -153,13 +148,19 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
         if len(processes) > 1:
             # Most processes are right; of two, process 0.
             groups = sorted(processes.items(), key=lambda g: (len(g[1]), -g[1][0]))
-            parts = [f"{text} on {processes_text(group)}" for text, group in groups]
+            parts = [f"{_short(x)} on {processes_text(group)}" for x, group in groups]
             if len(parts) > _NUM_LISTED:
                 parts = [*parts[: _NUM_LISTED - 1], "other values elsewhere", parts[-1]]
             texts.append(f"{name} is {', '.join(parts[:-1])}, and {parts[-1]}")
     if len(texts) > _NUM_LISTED:
         texts = [*texts[:_NUM_LISTED], f"and {len(texts) - _NUM_LISTED} more differ"]
     return "; ".join(texts)
+
+
+def _short(text: str) -> str:
+    return (
+        text if len(text) < 100 else f"{text[:80]}... (digest {digest(text.encode())})"
+    )
 
 
 def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int, Any]:
@@ -188,38 +189,37 @@ def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int
 
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
     """Returns a text for each leaf of a tree by its path, and the tree's structure."""
-    texts = {
-        jax.tree_util.keystr(path) or "the value": text(leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    pairs = jax.tree.leaves_with_path(tree)
+    texts = {jax.tree_util.keystr(p) or "the value": text(leaf) for p, leaf in pairs}
     # Nodes of other libraries may show where they are in memory.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
-    return {**texts, "the structure": _shortened(structure)}
+    return {**texts, "the structure": structure}
 
 
 def _on_host(tree: PyTree, where: str) -> Any:
     """Returns a tree with NumPy arrays, this process's copy of what is replicated."""
-    return jax.tree.map(lambda leaf: _leaf_on_host(leaf, where), tree)
 
-
-def _leaf_on_host(leaf: Leaf, where: str) -> Any:
-    if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+    def on_host(leaf: Leaf) -> Any:
+        problem = ""
+        if isinstance(leaf, Tracer):
+            problem = "a value inside jit is not known yet. Call this outside"
+        elif isinstance(leaf, jax.Array):
+            leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
+            if leaf.is_fully_addressable or leaf.is_fully_replicated:
+                return np.asarray(leaf.addressable_data(0))
+            problem = f"{_render.array_text(leaf.dtype, leaf.shape)} is sharded over "
+            problem += "several processes. Gather it with ml.to_numpy(x)"
+        elif not isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            is_array = isinstance(leaf, (np.ndarray, np.generic))
+            if not is_array or leaf.dtype.hasobject:
+                problem = f"got {_checks.shown(leaf)}. Processes exchange arrays, "
+                problem += "numbers and text"
+        if problem:
+            msg = f"{where}: {problem}."
+            raise ClusterError(msg)
         return leaf
-    if isinstance(leaf, Tracer):
-        msg = f"{where}: a value inside jit is not known yet. Call this outside."
-        raise ClusterError(msg)
-    if isinstance(leaf, jax.Array):
-        leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
-        if leaf.is_fully_addressable:
-            return np.asarray(leaf)
-        if leaf.is_fully_replicated:
-            return np.asarray(leaf.addressable_data(0))
-        msg = f"{where}: {_render.array_text(leaf.dtype, leaf.shape)} is sharded over "
-        raise ClusterError(f"{msg}several processes. Gather it with ml.to_numpy(x).")
-    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype.hasobject:
-        msg = f"{where}: got {_checks.shown(leaf)}. Processes exchange arrays, numbers "
-        raise ClusterError(f"{msg}and text.")
-    return leaf
+
+    return jax.tree.map(on_host, tree)
 
 
 def _stacked(*leaves: Leaf) -> Any:
@@ -232,34 +232,89 @@ def _stacked(*leaves: Leaf) -> Any:
 
 
 def _type_text(leaf: Leaf) -> str:
-    is_array = isinstance(leaf, (np.ndarray, np.generic))
-    return (
-        _render.array_text(leaf.dtype, leaf.shape) if is_array else type(leaf).__name__
-    )
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return _render.array_text(leaf.dtype, leaf.shape)
+    return type(leaf).__name__
 
 
 def value_text(leaf: Leaf) -> str:
     """Returns a text that is the same for two leaves if they have the same bits."""
     if not isinstance(leaf, (np.ndarray, np.generic)):
-        return _shortened(repr(leaf))
+        return repr(leaf)
     # NaNs of different bits look the same.
     if leaf.size <= _NUM_SHOWN and bool((leaf == leaf).all()):
-        return _shortened(f"{_type_text(leaf)} {leaf.tolist()}")
+        return f"{_type_text(leaf)} {leaf.tolist()}"
     content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return f"{_type_text(leaf)} (digest {digest(content)})"
 
 
-def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST_TEXT:
-        return text
-    return f"{text[:_LONGEST_TEXT]}... (digest {digest(text.encode())})"
-
-
 def digest(content: Any) -> str:
-    """Returns a digest of bytes or of an array that is the same in all processes.
-
-    Example:
-        >>> digest(b"abc")
-        'd8bb14d833d59559'
-    """
+    """Returns a digest of bytes or of an array that is the same in all processes."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def replica_sums(
+    arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
+) -> dict[tuple[int, ...], int]:
+    """Returns a sum of bits for each group of processes that hold the same shards.
+
+    A program per device sums the bits of one copy of each shard that several processes
+    hold; nothing but the sums comes to the host.
+    """
+    everybody = tuple(range(jax.process_count()))
+    sums, shards = defaultdict[Any, int](int), defaultdict[Any, list[Any]](list)
+    for number, array in enumerate(arrays if len(everybody) > 1 else ()):
+        if not isinstance(array, jax.Array):
+            sums[everybody] += zlib.crc32(array.tobytes(), number)
+            continue
+        shared = _shared_shards(array.sharding, array.shape)
+        for shard in array.addressable_shards if shared else ():
+            if shard.device in shared:
+                index, group = shared[shard.device]
+                factor = np.uint32(zlib.crc32(f"{number} {index}".encode()) | 1)
+                shards[group, shard.device].append((shard.data, factor))
+    for (group, _), parts in shards.items():
+        sums[group] += int(_sum_of_bits(*zip(*parts, strict=True)))
+    return dict(sums)
+
+
+def replica_difference(sums: Mapping[int, Mapping[tuple[int, ...], int]]) -> str:
+    """Describes between which processes the sums differ; empty if nowhere."""
+    groups = sorted({group for of_process in sums.values() for group in of_process})
+    name = "the sum of the arrays and numbers that processes share"
+    texts = (
+        difference({p: {name: f"{sums[p].get(group, 0):x}"} for p in group})
+        for group in groups
+    )
+    return next(filter(None, texts), "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_shards(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[Any, tuple[str, tuple[int, ...]]]:
+    """Returns shards on several processes and those, by one device of each process."""
+    devices = defaultdict[str, dict[int, Any]](dict)
+    for device, index in sharding.devices_indices_map(shape).items():
+        devices[str(index)].setdefault(device.process_index, device)
+    rows = {index: row for index, row in devices.items() if len(row) > 1}
+    groups = {index: tuple(sorted(row)) for index, row in rows.items()}
+    return {x: (i, groups[i]) for i, row in rows.items() for x in row.values()}
+
+
+@jax.jit
+def _sum_of_bits(arrays: Sequence[jax.Array], factors: Sequence[Any]) -> jax.Array:
+    total = jnp.uint32(0)
+    for array, factor in zip(arrays, factors, strict=True):
+        is_complex = jnp.iscomplexobj(array)
+        for x in (array.real, array.imag) if is_complex else (array,):
+            if x.dtype != bool:
+                info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+                bits = min(32, int(info(x.dtype).bits))
+                x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
+            words = x.astype(jnp.uint32).ravel()
+            # Odd factors and a shift: a change of any one word changes the sum.
+            words += jax.lax.iota(jnp.uint32, words.size)
+            words *= jnp.uint32(2654435761)
+            total += factor * jnp.sum(words ^ (words >> 15))
+    return total

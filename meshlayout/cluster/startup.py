@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -45,12 +46,10 @@ def initialize(
     `jax.devices()` are those of all of them. If one of them fails later, all others
     name it and end; docs/scaling.md says after how long.
 
-    What is not given as an argument comes from JAX's variables
-    (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID,
-    JAX_COORDINATOR_BIND_ADDRESS, JAX_LOCAL_DEVICE_IDS), from TF_CONFIG (chief and
-    workers), or from JAX's own detection of SLURM, Open MPI, Kubernetes and Google
-    Cloud TPU. The choice is logged at level info. A second call with the same settings
-    does nothing.
+    What is not given as an argument comes from JAX's variables (JAX_COORDINATOR_ADDRESS
+    and so on, by the names of the arguments), from TF_CONFIG (chief and workers), or
+    from JAX's own detection of SLURM, Open MPI, Kubernetes and Google Cloud TPU. The
+    choice is logged at level info. A second call with the same settings does nothing.
 
     Args:
         coordinator_address: The host of process 0 and a free port on it, as
@@ -86,16 +85,12 @@ def initialize(
         "local_device_ids": local_device_ids,
         "coordinator_bind_address": coordinator_bind_address,
     }
-    timeouts = {
-        "timeout_s": timeout_s,
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "step_timeout_s": 1.0 if step_timeout_s is None else step_timeout_s,
-    }
+    timeouts = {"timeout_s": timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+    timeouts |= {} if step_timeout_s is None else {"step_timeout_s": step_timeout_s}
+    where: dict[str, Any] = {"where": "initialize", "error": ClusterError}
     for name, value in timeouts.items():
         # Sockets and locks take no more than nine billion seconds.
-        _checks.number(
-            name, value, above=0, at_most=1e9, where="initialize", error=ClusterError
-        )
+        _checks.number(name, value, above=0, at_most=1e9, **where)
     detect = functools.partial(_jax.detect_cluster, timeout_s=timeout_s)
     settings = find_settings(arguments, os.environ, detect)
     if _running is not None:
@@ -106,9 +101,9 @@ def initialize(
     if settings.num_processes > 1 or settings.local_device_ids is not None:
         _check_not_started()
     if settings.num_processes > 1:
-        rendezvous.meet(settings, timeout_s)
+        names = rendezvous.meet(settings, timeout_s)
         _start(settings, heartbeat_timeout_s)
-        watch.start(heartbeat_timeout_s, step_timeout_s)
+        watch.start(names, heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
         _jax.restrict_devices(settings.local_device_ids)
     _running = settings
@@ -128,18 +123,12 @@ def shutdown() -> None:
 
 
 def process_index() -> int:
-    """Returns the index of this process, from 0.
-
-    After `initialize`, it does not start JAX's devices.
-    """
+    """Returns the index of this process, from 0; it starts no devices."""
     return _jax.process_index() if _running is None else _running.process_index
 
 
 def process_count() -> int:
-    """Returns the number of processes of the program.
-
-    After `initialize`, it does not start JAX's devices.
-    """
+    """Returns the number of processes of the program."""
     return _jax.process_count() if _running is None else _running.num_processes
 
 
@@ -155,19 +144,20 @@ def is_main() -> bool:
 
 def _check_not_started() -> None:
     """Refuses to start when JAX's devices, or its processes, have been started."""
+    problem = ""
     if jax.distributed.is_initialized():
-        msg = (
-            "initialize: jax.distributed.initialize was called before. Call "
-            "ml.initialize instead of it; it takes the same arguments."
+        problem = (
+            ": jax.distributed.initialize was called before. Call ml.initialize "
+            "instead of it; it takes the same arguments."
         )
-        raise ClusterError(msg)
-    if _jax.has_backend():
-        msg = (
-            "initialize comes too late: JAX has already started its devices, and other "
-            "processes can no longer join them. Call it before any other use of JAX, "
+    elif _jax.has_backend():
+        problem = (
+            " comes too late: JAX has already started its devices, and other processes "
+            "can no longer join them. Call it before any other use of JAX, "
             "virtual_devices included; in a notebook, restart the kernel first."
         )
-        raise ClusterError(msg)
+    if problem:
+        raise ClusterError(f"initialize{problem}")
 
 
 def _start(settings: Settings, heartbeat_timeout_s: float) -> None:

@@ -143,7 +143,7 @@ class StateDescription(Generic[T]):
                 layouts[path] = _abstract(leaf, layout)
                 if not isinstance(leaf, ComputedArray):
                     values[f"the array for {path}"] = leaf
-        return program_facts(layouts | values, str(jaxpr.jaxpr), {})
+        return program_facts(layouts | values, str(jaxpr.jaxpr))
 
 
 def describe(

@@ -349,7 +349,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
         arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr), {})
+        return program_facts(arguments, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
