@@ -1,18 +1,24 @@
-"""Values that processes exchange: barriers, broadcasts, comparisons.
+"""What processes exchange and compare: values of theirs, programs, replicas.
 
-They go through a channel and not through a collective: JAX's own helpers
+Values go through a channel and not through a collective: JAX's own helpers
 (`multihost_utils`) need devices, make 64 bits 32, and given trees that differ, or calls
-in another order, they hang or return another call's values. Here every message says
-which call it is for. Calls are paired by their order, which only the main thread has.
+in another order, they hang or return another call's values. Calls are paired by their
+order, which only the main thread has, and every message says which call it is for.
+
+Every process compiles its own program, and JAX compares nothing: with another mesh,
+batch shape, seed or function on one process, all run on, and each gets other numbers.
+So before the first call of a program, its processes compare a digest of what they
+compile and of what they call it with. Later calls cost nothing.
 """
 
+import contextlib
 import functools
 import hashlib
 import re
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -30,21 +36,24 @@ from meshlayout.errors import ClusterError
 T = TypeVar("T")
 
 _HINT = "All processes must make the same calls of ml.cluster, in the same order."
+_PROGRAMS_HINT = (
+    "All processes must compile the same programs, in the same order. One that needs "
+    "no new program runs an earlier one, and waits in it for the others."
+)
+_FAILURE_WAIT_S = 5.0  # for the others to read an error, if they come at all
+_VALUE_BYTES = 2**20  # values of larger arguments are not compared
 _NUM_SHOWN = 6  # elements of an array in a message
 _NUM_LISTED = 3  # differences in a message
 
 
 def barrier(name: str, timeout_s: float = 600.0) -> None:
-    """Waits until all processes have come to this barrier.
+    """Waits until all processes have come to the barrier of this name.
 
     Use this before a process reads what another one wrote. No device is involved.
 
-    Args:
-        name: The name of the barrier, the same on all processes. It may be used again.
-        timeout_s: How long to wait for the others, in seconds.
-
     Raises:
-        ClusterError: If a process does not come, which is named, or is at another call.
+        ClusterError: If a process does not come in time, which is named, or is at
+            another call. So do the others.
 
     Example:
         >>> barrier("the vocabulary is written")
@@ -55,16 +64,9 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
 def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of process 0 on all processes.
 
-    Use this for what only one process can know, such as a run's name or a seed. Dtypes
-    stay what they are, also without `jax_enable_x64`; JAX's arrays become NumPy's.
-
-    Args:
-        tree: A pytree of arrays, numbers and text. That of the other processes does
-            not matter.
-        timeout_s: How long to wait for the others, in seconds.
-
-    Raises:
-        ClusterError: If a process does not come, or is at another call.
+    Use this for what only one process can know, such as a run's name or a seed: a
+    pytree of arrays, numbers and text. Dtypes stay what they are, also without
+    `jax_enable_x64`; JAX's arrays become NumPy's.
 
     Example:
         >>> broadcast({"name": "run-3", "seed": 7})
@@ -78,16 +80,9 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
 def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of all processes, stacked in a first dim, on all of them.
 
-    Use this for figures that each process has for itself, such as its number of rows or
-    its time. Dtypes stay what they are; text becomes an array of objects.
-
-    Args:
-        tree: A pytree of arrays, numbers and text, of the same structure, shapes and
-            dtypes on all processes.
-        timeout_s: How long to wait for the others, in seconds.
-
-    Raises:
-        ClusterError: If trees differ, a process does not come, or is at another call.
+    Use this for figures that each process has for itself, such as its number of rows:
+    a pytree as for `broadcast`, of the same structure, shapes and dtypes on all
+    processes, or ClusterError says what differs. Text becomes an array of objects.
 
     Example:
         >>> all_gather({"host": "a", "rows": 12})
@@ -105,19 +100,18 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
 def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """Raises an error on all processes unless all have the same value, bit by bit.
 
-    Use this for what all processes must compute alike, such as a configuration or a
-    list of files.
+    Use this for what all processes must compute alike, such as a configuration: a
+    pytree as for `broadcast`. Of large arrays, digests are sent; a replicated global
+    array is compared as this process has it.
 
     Args:
-        value: A pytree of arrays, numbers and text; of large arrays, digests are sent.
-            A replicated global array is compared as this process has it.
+        value: The value.
         what: What it is, to begin the message with.
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        ClusterError: If values differ, which names what differs, and the process that
-            has another value than most; or if a process does not come, or is at
-            another call.
+        ClusterError: With what differs, and the process that has another value than
+            most; or as for `barrier`.
 
     Example:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
@@ -148,19 +142,13 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
         if len(processes) > 1:
             # Most processes are right; of two, process 0.
             groups = sorted(processes.items(), key=lambda g: (len(g[1]), -g[1][0]))
-            parts = [f"{_short(x)} on {processes_text(group)}" for x, group in groups]
+            parts = [f"{x[:200]} on {processes_text(group)}" for x, group in groups]
             if len(parts) > _NUM_LISTED:
                 parts = [*parts[: _NUM_LISTED - 1], "other values elsewhere", parts[-1]]
             texts.append(f"{name} is {', '.join(parts[:-1])}, and {parts[-1]}")
     if len(texts) > _NUM_LISTED:
         texts = [*texts[:_NUM_LISTED], f"and {len(texts) - _NUM_LISTED} more differ"]
     return "; ".join(texts)
-
-
-def _short(text: str) -> str:
-    return (
-        text if len(text) < 100 else f"{text[:80]}... (digest {digest(text.encode())})"
-    )
 
 
 def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int, Any]:
@@ -197,15 +185,15 @@ def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
 
 
 def _on_host(tree: PyTree, where: str) -> Any:
-    """Returns a tree with NumPy arrays, this process's copy of what is replicated."""
-
     def on_host(leaf: Leaf) -> Any:
         problem = ""
         if isinstance(leaf, Tracer):
             problem = "a value inside jit is not known yet. Call this outside"
         elif isinstance(leaf, jax.Array):
             leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
-            if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            if leaf.is_fully_addressable:
+                return np.asarray(leaf)
+            if leaf.is_fully_replicated:
                 return np.asarray(leaf.addressable_data(0))
             problem = f"{_render.array_text(leaf.dtype, leaf.shape)} is sharded over "
             problem += "several processes. Gather it with ml.to_numpy(x)"
@@ -253,13 +241,100 @@ def digest(content: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+@contextlib.contextmanager
+def new_program(
+    name: str, devices: Iterable[_jax.Device], why: str = ""
+) -> Iterator[Callable[[Callable[[], Mapping[str, str]]], None]]:
+    """A context in which all processes of some devices make a program.
+
+    It yields a function to call once, before the program runs, with one that returns
+    the program's facts: it raises ClusterError if another process has others. An error
+    inside is told to the others. `why` is why there is a new program.
+    """
+    processes = sorted({device.process_index for device in devices})
+    is_alone = len(processes) == 1 or _jax.process_index() not in processes
+    if is_alone or _jax.coordination_client() is None:
+        yield lambda facts: None
+        return
+    what = f"a new program of {name} ({why})" if why else f"the first call of {name}"
+    key = f"programs/{'-'.join(map(str, processes))}"
+    channel = shared_channel(key, processes, what=what, hint=_PROGRAMS_HINT)
+    failure = "process {process} cannot come to {what}: {failure}"
+    is_compared = False
+
+    def compare(facts: Callable[[], Mapping[str, str]]) -> None:
+        nonlocal is_compared
+        texts = {"the program's name": name, **facts()}
+        is_compared, own = True, digest(repr(texts).encode())
+        digests = channel.exchange(own, what=what, failure=failure)
+        if len({*digests.values()}) > 1:
+            text = difference(channel.exchange(texts, what=what))
+            msg = f"{name} is not the same program on all processes: {text}. All "
+            msg += "processes must run the same program, with the same arguments, "
+            raise ClusterError(f"{msg}made from the same seed.")
+
+    try:
+        yield compare
+    except Exception as error:
+        if not is_compared:
+            channel.fail(error, what=what, timeout_s=_FAILURE_WAIT_S)
+        raise
+
+
+def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
+    """Returns what processes compare of a program: its arguments, and its text."""
+    facts, meshes = dict[str, str](), set[str]()
+    for name, leaf in arguments.items():
+        sharding: Any = _jax.sharding_of(leaf)
+        spec = [str(getattr(sharding, key, "")) for key in ("spec", "memory_kind")]
+        is_array = hasattr(leaf, "shape")
+        kind = _render.array_text(leaf.dtype, leaf.shape) if is_array else type(leaf)
+        facts[name] = " ".join(filter(None, [str(kind), *spec]))
+        if mesh := getattr(sharding, "mesh", None):
+            ids = _render.ranges_text([device.id for device in mesh.devices.flat])
+            meshes.add(f"{dict(mesh.shape)} of devices {ids}")
+        value = _shared_value(leaf)
+        if value is not None:
+            facts[f"the value of {name}"] = value_text(np.asarray(value))
+    facts["the mesh"] = ", ".join(sorted(meshes))
+    facts["the program"] = f"one of digest {digest(_stable(text).encode())}"
+    return facts
+
+
+def _shared_value(leaf: Leaf) -> Any:
+    """Returns the value of a small argument, if all processes have all of it."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape"):
+        return None
+    leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
+    if leaf.size * leaf.dtype.itemsize > _VALUE_BYTES:
+        return None
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf.addressable_data(0) if leaf.is_fully_replicated else None
+    return leaf
+
+
+def _stable(text: str) -> str:
+    """Returns a program's text without addresses, and with sets of names in order.
+
+    Example:
+        >>> _stable("jvp=<function f at 0x7f00> axes=frozenset({'b', 'a'})")
+        "jvp=<function f> axes=frozenset({'a', 'b'})"
+    """
+    return re.sub(
+        r"\{('[^{}\n]*')\}",
+        lambda match: f"{{{', '.join(sorted(match[1].split(', ')))}}}",
+        re.sub(r" at 0x[0-9a-f]+", "", text),
+    )
+
+
 def replica_sums(
     arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
 ) -> dict[tuple[int, ...], int]:
     """Returns a sum of bits for each group of processes that hold the same shards.
 
-    A program per device sums the bits of one copy of each shard that several processes
-    hold; nothing but the sums comes to the host.
+    A program per device sums one copy of each such shard; only sums come to the host.
     """
     everybody = tuple(range(jax.process_count()))
     sums, shards = defaultdict[Any, int](int), defaultdict[Any, list[Any]](list)
@@ -280,20 +355,19 @@ def replica_sums(
 
 def replica_difference(sums: Mapping[int, Mapping[tuple[int, ...], int]]) -> str:
     """Describes between which processes the sums differ; empty if nowhere."""
-    groups = sorted({group for of_process in sums.values() for group in of_process})
     name = "the sum of the arrays and numbers that processes share"
-    texts = (
-        difference({p: {name: f"{sums[p].get(group, 0):x}"} for p in group})
-        for group in groups
-    )
-    return next(filter(None, texts), "")
+    for group in sorted({group for groups in sums.values() for group in groups}):
+        text = difference({p: {name: f"{sums[p].get(group, 0):x}"} for p in group})
+        if text:
+            return text
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)
 def _shared_shards(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[Any, tuple[str, tuple[int, ...]]]:
-    """Returns shards on several processes and those, by one device of each process."""
+    """Returns each shard on several processes, by one device of each of them."""
     devices = defaultdict[str, dict[int, Any]](dict)
     for device, index in sharding.devices_indices_map(shape).items():
         devices[str(index)].setdefault(device.process_index, device)

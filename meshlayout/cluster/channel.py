@@ -3,8 +3,7 @@
 No device is involved, so a background thread can exchange values while the devices
 compute, which is not true of a collective. A process that has ended its program instead
 of coming is named by those that wait for it; one that is lost or has failed ends them
-(see `watch`). Keys are written once. A process deletes its own key once all others must
-have read it, which their later messages prove.
+(see `watch`).
 """
 
 import contextlib
@@ -44,14 +43,8 @@ class _Problem(NamedTuple):
 class Channel:
     """A sequence of exchanges between processes, each of which takes part in all.
 
-    Args:
-        name: The same on all processes, and used once in a run.
-        processes: The processes that take part, including this one; None for all.
-        what: What they do together, to complete "did not come to ...".
-        hint: A sentence to end a message with: what all processes must do.
-        timeout_s: How long to wait for the others.
-        warn_after_s: How long to wait before logging who is late.
-        error: The class to raise.
+    `name` is the same on all processes, and used once in a run. `what` they do together
+    completes "did not come to ...", and `hint` ends the message: what all must do.
     """
 
     def __init__(
@@ -78,10 +71,9 @@ class Channel:
         timeout_s: float | None = None,
         failure: str = "{failure}",
     ) -> dict[int, Any]:
-        """Sends a value, and returns every process's, by process index in order.
+        """Sends a value, and returns those of all, by process: `LEFT` if it has left.
 
-        The value is what pickle can hold; that of a process that has left is `LEFT`. If
-        another process failed, has ended, or sends nothing in time, this raises the
+        If another process failed, has ended, or sends nothing in time, this raises the
         channel's error: of a failure, in the words of the template `failure`.
         """
         here = _jax.process_index()
@@ -147,23 +139,16 @@ class Channel:
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Tells the others of an error inside, at the exchange that comes next.
-
-        One that came from another process inside is known to all.
-        """
+        """Tells the others of an error inside, at the exchange that comes next."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error.__cause__, watch.PeerError):
+            if not isinstance(error.__cause__, watch.PeerError):  # which all know
                 self.fail(error)
             raise
 
     def fail(self, error: BaseException, **options: Any) -> None:
-        """Sends an error instead of a value: the others raise it in their exchange.
-
-        Waits for them, as `exchange` with these options, so that this process does not
-        end before they have read it.
-        """
+        """Sends an error instead of a value, and waits for the others to read it."""
         is_ours = isinstance(error, MeshLayoutError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.

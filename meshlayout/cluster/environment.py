@@ -1,13 +1,14 @@
 """Which processes a program consists of: from arguments, variables, or JAX's detection.
 
-Arguments override variables. Variables that contradict each other are an error: one of
+Arguments override the rest. Variables that contradict each other are an error: one of
 them is a leftover, and only the user knows which. Where another launcher has started
 several processes that nothing here finds, each would run alone: that is an error, too.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,9 +18,9 @@ from meshlayout.errors import ClusterError
 
 ADDRESS, COUNT, INDEX = _FACTS = ("coordinator_address", "num_processes", "process_id")
 BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
+_VARIABLES = {name: f"JAX_{name.upper()}" for name in (*_FACTS, BIND, DEVICES)}
 
-# What is known: a value and its source, by the argument of `initialize`.
-_Facts: TypeAlias = dict[str, tuple[Any, str]]
+_Facts: TypeAlias = dict[str, Any]  # by the argument of `initialize`
 
 # Numbers of processes, in variables of launchers that JAX does not (always) detect.
 _OTHER_COUNTS = (
@@ -50,10 +51,10 @@ class Settings:
     source: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        where = f"{self.coordinator_address}, bound to {self.bind_address}"
         text = f"process {self.process_index} of {self.num_processes}, coordinator "
+        text += self.coordinator_address
         source = f" (from {self.source})" if self.source else ""
-        return (text + where if self.num_processes > 1 else "one process") + source
+        return (text if self.num_processes > 1 else "one process") + source
 
 
 def find_settings(
@@ -72,35 +73,48 @@ def find_settings(
         ClusterError: If a value is malformed or missing, or if sources contradict each
             other.
     """
-    facts = _Facts()
-    _add(facts, ((n, x, n) for n, x in arguments.items() if x is not None))
-    names = [BIND, DEVICES]
+    given = {k: _checked(k, x, k) for k, x in arguments.items() if x is not None}
+    facts, told = given, dict[str, _Facts]()
     if not _is_complete(facts):
-        _add(facts, _from_tf_config(environment.get("TF_CONFIG", "").strip()))
-        names += _FACTS
-    variables = {name: f"JAX_{name.upper()}" for name in names}
-    texts = {name: environment.get(x, "").strip() for name, x in variables.items()}
-    _add(facts, ((n, text, variables[n]) for n, text in texts.items() if text))
+        told["TF_CONFIG"] = _from_tf_config(environment.get("TF_CONFIG", "").strip())
+        told["JAX's variables"] = _from_variables(_FACTS, environment)
+        facts = {**told["JAX's variables"], **told["TF_CONFIG"], **facts}
     if not _is_complete(facts) and _may_be_a_cluster(environment):
-        _add(facts, _detected(detect, facts))
-    told = [_text(name, *facts[name]) for name in _FACTS if name in facts]
-    if not told:
+        found = detect(facts.get(ADDRESS), None, None)
+        if found is not None:
+            scheduler, *values, ids = found
+            detected: _Facts = dict(zip(_FACTS, values, strict=True))
+            # GPUs are one per process under SLURM and Open MPI. One process has all.
+            if ids is not None and detected[COUNT] > 1:
+                detected[DEVICES] = tuple(ids)
+            told[f"JAX's detection of {scheduler}"] = detected
+            facts = {**detected, **facts}
+    for (first, a), (second, b) in itertools.combinations(told.items(), 2):
+        for name in a.keys() & b.keys() - given.keys():
+            if a[name] != b[name]:
+                msg = (
+                    f"initialize: {name} is {a[name]!r} by {first}, and {b[name]!r} by "
+                )
+                msg += f"{second}. Unset what was not meant for this program, or give "
+                raise ClusterError(f"{msg}all of {', '.join(_FACTS)}.")
+    facts = {**_from_variables((BIND, DEVICES), environment), **facts}
+    text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
+    if not text:
         _check_not_one_of_several(environment)
-    values = {name: value for name, (value, _) in facts.items()}
-    count, index = values.get(COUNT, 0 if told else 1), values.get(INDEX, 0)
+    count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
     problem = ""
-    if count != 1 and len(told) < 3:
+    if count != 1 and not facts.keys() >= {*_FACTS}:
         problem = f"which is not all. {_ALL_THREE}"
     elif index >= count:
         problem = "but an index must be below the number."
     if problem:
-        raise ClusterError(f"initialize: got {' and '.join(told)}, {problem}")
-    source = ", ".join(dict.fromkeys(source for _, source in facts.values()))
-    devices = values.get(DEVICES)
+        raise ClusterError(f"initialize: got {text}, {problem}")
+    sources = ["arguments"] * bool(given) + [name for name in told if told[name]]
+    source, devices = ", ".join(sources), facts.get(DEVICES)
     if count == 1:
         return Settings(local_device_ids=devices, source=source)
-    bind = values.get(BIND, values[ADDRESS])
-    return Settings(values[ADDRESS], count, index, bind, devices, source)
+    bind = facts.get(BIND, facts[ADDRESS])
+    return Settings(facts[ADDRESS], count, index, bind, devices, source)
 
 
 def split_address(address: object) -> tuple[str, int] | None:
@@ -111,52 +125,46 @@ def split_address(address: object) -> tuple[str, int] | None:
 
 
 def _is_complete(facts: _Facts) -> bool:
-    return facts.keys() >= {*_FACTS} or facts.get(COUNT, (0,))[0] == 1
-
-
-def _text(name: str, value: object, source: str) -> str:
-    return f"{name}={value!r} (from {source})"
-
-
-def _add(facts: _Facts, told: Iterable[tuple[str, Any, str]]) -> None:
-    """Adds what a source says; variables and detection must not contradict another."""
-    for name, told_value, source in told:
-        if facts.get(name, ("", ""))[1] != name:  # else an argument has said it
-            value = _checked(name, told_value, source)
-            known = facts.setdefault(name, (value, source))
-            if known[0] != value:
-                msg = f"initialize: {_text(name, *known)} and "
-                msg += f"{_text(name, value, source)} contradict each other. Unset the "
-                msg += "variable that was not meant for this program, or give all of "
-                raise ClusterError(f"{msg}{', '.join(_FACTS)}.")
+    return facts.keys() >= {*_FACTS} or facts.get(COUNT) == 1
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """Returns a value as it is used, if it is one; that of a variable is a text."""
+    """Returns a value as it is used, if it is one."""
     where: dict[str, Any] = {"where": "initialize", "error": ClusterError}
-    is_text = source.startswith("JAX_")
-    if name == DEVICES:
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        values = value.split(",") if is_text else value if is_list else [value]
-        values = [int(x) if is_text and x.strip().isdecimal() else x for x in values]
-        return tuple(_checks.count(source, x, at_least=0, **where) for x in values)
     if name in (COUNT, INDEX):
-        value = int(value) if is_text and value.isdecimal() else value
         return _checks.count(source, value, at_least=int(name == COUNT), **where)
+    if name == DEVICES:
+        is_several = isinstance(value, Sequence) and not isinstance(value, str)
+        ids = value if is_several else [value]
+        return tuple(_checks.count(source, x, at_least=0, **where) for x in ids)
     if split_address(value) is None:
         msg = f"initialize: {source} must be a host and a port, such as "
         raise ClusterError(f"{msg}'10.0.0.1:1234', got {_checks.shown(value)}.")
     return value
 
 
-def _from_tf_config(text: str) -> Iterable[tuple[str, Any, str]]:
+def _from_variables(names: Sequence[str], environment: Mapping[str, str]) -> _Facts:
+    """Returns what JAX's own variables say; an empty one says nothing."""
+    facts: _Facts = {}
+    for name in names:
+        value: Any = environment.get(_VARIABLES[name], "").strip()
+        if value and name in (COUNT, INDEX, DEVICES):
+            words = [word.strip() for word in value.split(",")]
+            value = [int(word) if word.isdecimal() else word for word in words]
+            value = value if name == DEVICES or len(value) > 1 else value[0]
+        if value != "":
+            facts[name] = _checked(name, value, _VARIABLES[name])
+    return facts
+
+
+def _from_tf_config(text: str) -> _Facts:
     """Returns what TF_CONFIG says: the chief is process 0, then come the workers."""
     try:
         config = json.loads(text or "{}")
         jobs, task = config.get("cluster") or {}, config.get("task") or {}
         addresses = [*jobs.get("chief", []), *jobs.get("worker", [])]
         if len(addresses) < 2:
-            return []  # as platforms set it on a single machine
+            return {}  # as platforms set it on a single machine
         # Those of parameter servers and evaluators are not among the addresses.
         index = addresses.index(jobs[task["type"]][int(task["index"])])
     except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -164,8 +172,8 @@ def _from_tf_config(text: str) -> Iterable[tuple[str, Any, str]]:
         msg += " All processes train: the chief, if there is one, and the workers. "
         msg += f"Right for the first of two is {_TF_CONFIG!r}."
         raise ClusterError(msg) from None
-    values = zip(_FACTS, (addresses[0], len(addresses), index), strict=True)
-    return [(name, value, "TF_CONFIG") for name, value in values]
+    address = _checked(ADDRESS, addresses[0], "TF_CONFIG")
+    return {ADDRESS: address, COUNT: len(addresses), INDEX: index}
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
@@ -182,20 +190,6 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
     for name in names & {"TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"}:
         return "," in environment[name] or "MEGASCALE_COORDINATOR_ADDRESS" in names
     return "KUBERNETES_SERVICE_HOST" not in names or "JOB_COMPLETION_INDEX" in names
-
-
-def _detected(
-    detect: Callable[..., Any], facts: _Facts
-) -> Iterable[tuple[str, Any, str]]:
-    """Returns what JAX's detection says, given the coordinator's address if known."""
-    detected = detect(facts.get(ADDRESS, (None,))[0], None, None)
-    if detected is None:
-        return []
-    scheduler, address, count, index, ids = detected
-    values = {ADDRESS: address, COUNT: count, INDEX: index}
-    # GPUs are one per process under SLURM and Open MPI. One process has all of them.
-    values |= {DEVICES: ids} if ids is not None and count > 1 else {}
-    return [(n, x, f"JAX's detection of {scheduler}") for n, x in values.items()]
 
 
 def _check_not_one_of_several(environment: Mapping[str, str]) -> None:

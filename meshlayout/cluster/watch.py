@@ -72,13 +72,7 @@ _watch: "_Watch | None" = None
 def start(
     names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
 ) -> None:
-    """Starts the watch, after `jax.distributed.initialize`.
-
-    Args:
-        names: The names of all processes, for messages.
-        heartbeat_s: After how long without a heartbeat a process is lost.
-        step_timeout_s: After how long without a step or a meeting a run is stuck.
-    """
+    """Starts the watch, after `jax.distributed.initialize`; names are for messages."""
     global _watch
     _watch = _Watch(names, heartbeat_s, step_timeout_s)
 
@@ -100,7 +94,7 @@ def delay_abort() -> None:
 
 
 class _Watch:
-    """The watch that one process keeps over all; arguments as for `start`."""
+    """The watch that one process keeps over all."""
 
     def __init__(
         self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None

@@ -29,7 +29,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout._tracebacks import show_user_frames
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection
