@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -58,7 +57,7 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
     Example:
         >>> barrier("the vocabulary is written")
     """
-    _exchange(f"barrier {name!r}", lambda: None, timeout_s)
+    _exchange(f"barrier {name!r}", timeout_s, lambda: None)
 
 
 def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
@@ -73,8 +72,7 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
         {'name': 'run-3', 'seed': 7}
     """
     sent = tree if startup.is_main() else None
-    values = _exchange("broadcast", lambda: _on_host(sent, "broadcast"), timeout_s)
-    return values[0]
+    return _exchange("broadcast", timeout_s, _on_host, sent)[0]
 
 
 def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
@@ -88,11 +86,10 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
         >>> all_gather({"host": "a", "rows": 12})
         {'host': array(['a'], dtype=object), 'rows': array([12])}
     """
-    call = "all_gather"
-    trees = _exchange(call, lambda: _on_host(tree, call), timeout_s)
+    trees = _exchange("all_gather", timeout_s, _on_host, tree)
     text = difference({p: _texts(x, _type_text) for p, x in trees.items()})
     if text:
-        msg = f"{call}: the trees differ between processes: {text}."
+        msg = f"all_gather: the trees differ between processes: {text}."
         raise ClusterError(msg)
     return jax.tree.map(_stacked, *trees.values())
 
@@ -116,11 +113,8 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     Example:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
     """
-
-    def texts() -> dict[str, str]:
-        return _texts(_on_host(value, what), value_text)
-
-    text = difference(_exchange(f"assert_same {what!r}", texts, timeout_s))
+    call = f"assert_same {what!r}"
+    text = difference(_exchange(call, timeout_s, _texts, value, value_text))
     if text:
         msg = f"{what} must be the same on all processes: {text}."
         raise ClusterError(msg)
@@ -151,22 +145,19 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
     return "; ".join(texts)
 
 
-def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int, Any]:
+def _exchange(
+    call: str, timeout_s: float, value: Callable[..., Any], *args: Any
+) -> dict[int, Any]:
     """Returns the values of all processes that make a call; all raise its errors."""
     _checks.number("timeout_s", timeout_s, above=0, where=call, error=ClusterError)
     if startup.process_count() == 1:
-        return {startup.process_index(): value()}
-    problem = ""
-    if _jax.coordination_client() is None:
-        problem = "the processes cannot exchange messages: call ml.initialize() first"
-    elif threading.current_thread() is not threading.main_thread():
-        problem = "call it in the main thread, as threads have no common order"
-    if problem:
-        msg = f"{call}: {problem}."
+        return {startup.process_index(): value(*args)}
+    if threading.current_thread() is not threading.main_thread():
+        msg = f"{call}: call it in the main thread, as threads have no common order."
         raise ClusterError(msg)
     channel = shared_channel("cluster", what="a call of ml.cluster", hint=_HINT)
     with channel.failure_told():
-        message = call, value()
+        message = call, value(*args)
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
     calls = difference({p: {"the call": name} for p, (name, _) in messages.items()})
     if calls:
@@ -177,46 +168,30 @@ def _exchange(call: str, value: Callable[[], Any], timeout_s: float) -> dict[int
 
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
     """Returns a text for each leaf of a tree by its path, and the tree's structure."""
-    pairs = jax.tree.leaves_with_path(tree)
+    pairs = jax.tree.leaves_with_path(_on_host(tree))
     texts = {jax.tree_util.keystr(p) or "the value": text(leaf) for p, leaf in pairs}
     # Nodes of other libraries may show where they are in memory.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
     return {**texts, "the structure": structure}
 
 
-def _on_host(tree: PyTree, where: str) -> Any:
+def _on_host(tree: PyTree) -> Any:
+    """Returns a tree with NumPy arrays, this process's copy of what is replicated."""
+
     def on_host(leaf: Leaf) -> Any:
-        problem = ""
-        if isinstance(leaf, Tracer):
-            problem = "a value inside jit is not known yet. Call this outside"
-        elif isinstance(leaf, jax.Array):
-            leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
-            if leaf.is_fully_addressable:
-                return np.asarray(leaf)
-            if leaf.is_fully_replicated:
-                return np.asarray(leaf.addressable_data(0))
-            problem = f"{_render.array_text(leaf.dtype, leaf.shape)} is sharded over "
-            problem += "several processes. Gather it with ml.to_numpy(x)"
-        elif not isinstance(leaf, (bool, int, float, complex, str, bytes)):
-            is_array = isinstance(leaf, (np.ndarray, np.generic))
-            if not is_array or leaf.dtype.hasobject:
-                problem = f"got {_checks.shown(leaf)}. Processes exchange arrays, "
-                problem += "numbers and text"
-        if problem:
-            msg = f"{where}: {problem}."
-            raise ClusterError(msg)
-        return leaf
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        is_key = _jax.is_extended(leaf.dtype)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
     return jax.tree.map(on_host, tree)
 
 
 def _stacked(*leaves: Leaf) -> Any:
-    is_text = isinstance(leaves[0], (str, bytes))
-    is_int = isinstance(leaves[0], int)
-    if is_text or (is_int and max(map(abs, leaves)) >= 2**63):
-        # NumPy would cut off zeros at the end of text, and make large integers floats.
-        return np.array(leaves, object)
-    return np.stack([np.asarray(leaf) for leaf in leaves])
+    # NumPy would cut off zeros at the end of text, and make large integers floats.
+    is_int = isinstance(leaves[0], int) and max(map(abs, leaves)) >= 2**63
+    is_object = is_int or isinstance(leaves[0], (str, bytes))
+    return np.array(leaves, object) if is_object else np.stack(leaves)
 
 
 def _type_text(leaf: Leaf) -> str:
@@ -307,12 +282,14 @@ def _shared_value(leaf: Leaf) -> Any:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape"):
         return None
-    leaf = jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
     if leaf.size * leaf.dtype.itemsize > _VALUE_BYTES:
         return None
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf.addressable_data(0) if leaf.is_fully_replicated else None
-    return leaf
+        if not leaf.is_fully_replicated:
+            return None
+        leaf = leaf.addressable_data(0)
+    with jax.ensure_compile_time_eval():  # the program is being traced
+        return jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
 
 
 def _stable(text: str) -> str:

@@ -23,12 +23,10 @@ from meshlayout import _jax
 logger = logging.getLogger("meshlayout.checkpoint")
 
 # EX_TEMPFAIL of sysexits.h, "temporary failure; try again". Neither Python (1, 2) nor
-# shells (126 to 165, including signals) use it, so that a scheduler can distinguish a
-# run that should be restarted from one that failed.
+# shells (126 to 165, including signals) use it.
 EXIT_STATUS = 75
 
-# JAX compares this count between processes, and it must never decrease: one for all
-# loops of a process.
+# JAX compares this count between processes, and it must never decrease.
 _turns = itertools.count(1)
 
 
@@ -53,10 +51,9 @@ class Preemption:
 
     Use this in a loop that saves by itself; `Checkpointer.save` and `Trainer` have it
     built in. With `jax.distributed`, a SIGTERM to one process counts for all, and all
-    learn of it at the same step, some tenths of a second later; they must ask equally
-    often. Otherwise this object handles the signal inside the `with` block, in the main
-    thread. A second SIGTERM goes to the previous handler, and so does the first one at
-    the end of the block if `is_due` was not called after it.
+    learn of it at the same step, if they ask equally often. Otherwise this handles the
+    signal inside the `with` block, in the main thread. A second SIGTERM goes to the
+    previous handler; so does the first one if nobody asks before the end of the block.
 
     Example:
         >>> import os, signal
@@ -87,10 +84,7 @@ class Preemption:
         return self
 
     def is_due(self) -> bool:
-        """Returns whether to save and end now; call it once after each step.
-
-        Once it is due it stays due.
-        """
+        """Returns whether to save and end now; call it once after each step."""
         if _jax.has_preemption_service():
             self._is_signaled |= _jax.reached_preemption_sync_point(next(_turns))
         self._is_reported = self._is_signaled
@@ -116,10 +110,7 @@ class Preemption:
 
 @contextlib.contextmanager
 def interrupts_later(*, patience: int) -> Iterator[None]:
-    """Raises Ctrl-C at its end; after `patience` of them, the next one at once.
-
-    For what must not be cut off; it may also hang.
-    """
+    """Raises Ctrl-C at its end; after `patience` of them, the next one at once."""
     handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and callable(handler)):
