@@ -14,6 +14,7 @@ compile and of what they call it with. Later calls cost nothing.
 import contextlib
 import functools
 import hashlib
+import pickle
 import re
 import threading
 import zlib
@@ -157,13 +158,13 @@ def _exchange(
         raise ClusterError(msg)
     channel = shared_channel("cluster", what="a call of ml.cluster", hint=_HINT)
     with channel.failure_told():
-        message = call, value(*args)
+        message = call, pickle.dumps(value(*args))
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
     calls = difference({p: {"the call": name} for p, (name, _) in messages.items()})
     if calls:
         msg = f"processes are at different calls: {calls}. {_HINT}"
         raise ClusterError(msg)
-    return {process: value for process, (_, value) in messages.items()}
+    return {process: pickle.loads(value) for process, (_, value) in messages.items()}
 
 
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:

@@ -176,7 +176,8 @@ class Channel:
         return {int(k.rpartition("/")[2]): pickle.loads(value) for k, value in entries}
 
     def _key(self, turn: int, process: int | str = "") -> str:
-        return f"meshlayout/{self._name}/{turn}/{process}"
+        # The name of another channel may go on after this one's, with a slash.
+        return f"meshlayout/{self._name}:{turn}/{process}"
 
 
 # The channels that `shared_channel` has opened, with the service's client of their run.
