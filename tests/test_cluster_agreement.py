@@ -109,7 +109,7 @@ def refusals(index):
     told = {}
     told["absent"] = message(cluster.barrier, "a", 0.6) if not other else ""
     if other:
-        time.sleep(1.2)
+        time.sleep(3)
         told["absent"] = message(cluster.barrier, "a", 5)
     told["call"] = message(*[(cluster.barrier, "b"), (cluster.all_gather, 1)][index])
     told["barrier"] = message(cluster.barrier, "bc"[index])
