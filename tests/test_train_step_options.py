@@ -562,7 +562,7 @@ STEPS = {
     ),
     "remat": (
         lambda: ml.make_train_step(squares, remat="all"),
-        "remat='all' is none of 'none', 'blocks', 'full', or a policy of "
+        "remat must be 'none', 'blocks' or 'full', got 'all'. Or give one of "
         "jax.checkpoint_policies, for the blocks.",
     ),
     "metrics that are no dict": (
@@ -631,13 +631,13 @@ CALLS = {
         lambda model, batch: (1, 2, 3),
         {},
         {},
-        f"<lambda> returned a tuple of an int, an int, an int; {RETURNS}",
+        f"<lambda> returned an int and an int and an int; {RETURNS}",
     ),
     "whole numbers": (
         lambda model, batch: jnp.ones(16, "int32"),
         {},
         {},
-        f"<lambda> returned losses of int32; {RETURNS}",
+        f"<lambda> returned an array of int32; {RETURNS}",
     ),
     "losses of other rows": (
         lambda model, batch: squares(model, batch)[:4],
@@ -678,8 +678,7 @@ CALLS = {
         {"remat": "blocks"},
         {},
         "remat: the model has no blocks (numbered submodules, as 'layers/0', that hold "
-        "submodules with parameters). Use nnx.remat or nn.remat in the model, or "
-        "remat='full'.",
+        "submodules with parameters). Take remat='full'.",
     ),
     "one batch of a call of two": (
         squares,
