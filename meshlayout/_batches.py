@@ -2,9 +2,8 @@
 
 A batch is any tree of arrays with one row per example. A short batch is padded to the
 static shape, and a weight of 0 marks the padding; so all code that makes, pads, splits
-or measures batches must agree on where the weights are and which rows are real. When
-data, step and trainer each decided this separately, padding was trained on wherever
-two of them disagreed. Now they all ask here.
+or measures batches must agree on where the weights are and which rows are real. So
+data, step and trainer all ask here.
 
 Weights are found by a key: a mapping's key, a tuple's or list's index, or the name of
 a field. Arrays of weights that the library itself put into a batch are remembered by
@@ -66,8 +65,7 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
             f"{rank}. Name fewer dims: those left out are unsharded."
         )
         raise LayoutError(msg)
-    filled = [*specs, *[None] * (rank - len(specs))]
-    return layout.with_specs(filled)
+    return layout.with_specs([*specs, *[None] * (rank - len(specs))])
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,15 +82,15 @@ def num_examples(batch: Batch) -> int:
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
     if len(sizes) == 1:
         return sizes.pop()
-    # Paths are only needed for the message: finding them takes longer than a step.
-    names: dict[int, str] = {}
-    for leaf in _paths.flatten(batch).leaves:
-        shape = np.shape(leaf.value)
-        if shape:
-            names.setdefault(shape[0], leaf.path or "the batch")
-    if not names:
+    if not sizes:
         msg = "the batch has no array with a batch dim."
         raise StepError(msg)
+    # Paths are only needed for the message: finding them takes longer than a step.
+    names = {
+        np.shape(leaf.value)[0]: leaf.path or "the batch"
+        for leaf in _paths.flatten(batch).leaves
+        if np.ndim(leaf.value)
+    }
     (rows, name), (other_rows, other_name), *_ = names.items()
     msg = (
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "
@@ -123,19 +121,16 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     weights = get_weights(batch, key)
     if weights is None:
         return None
-    dtype = getattr(weights, "dtype", None)
+    dtype: Any = getattr(weights, "dtype", np.dtype(object))
     kinds = (jnp.number, jnp.bool_)
-    is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-    if not is_real or np.ndim(weights) == 0:
-        text = f"a {type(weights).__name__}"
-        if dtype is not None:
-            text = f"of dtype {dtype} and shape {np.shape(weights)}"
-        msg = (
-            f"the batch's {key!r} is taken for its weights, one per example, but it is "
-            f"{text}. Give the weights another name with weights=."
-        )
-        raise StepError(msg)
-    return weights
+    if np.ndim(weights) and any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        return weights
+    msg = (
+        f"the batch's {key!r} is taken for its weights, one per example, but it is a "
+        f"{type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}. "
+        "Give the weights another name with weights=."
+    )
+    raise StepError(msg)
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:
@@ -154,43 +149,28 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
     Raises:
         StepError: If the batch has no place for weights.
     """
-    if isinstance(batch, Mapping):
-        return _with_item(batch, key, weights)
-    if isinstance(batch, (tuple, list)) and isinstance(key, int):
-        is_named = hasattr(batch, "_fields")
-        if -len(batch) <= key < len(batch):
-            items = list(batch)
-            items[key] = weights
-            return type(batch)(*items) if is_named else type(batch)(items)
-        if key == len(batch) and not is_named:
-            return type(batch)((*batch, weights))
-    holder: Any = batch
-    if key in getattr(holder, "_fields", ()):
-        return holder._replace(**{str(key): weights})
-    if key in getattr(holder, "__dataclass_fields__", ()):
-        return dataclasses.replace(holder, **{str(key): weights})
-    raise StepError(_no_place(batch, key))
-
-
-def _with_item(batch: Batch, key: WeightsKey, weights: Leaf) -> Any:
+    record: Any = batch
+    is_record = dataclasses.is_dataclass(batch) or hasattr(batch, "_fields")
+    if key in getattr(batch, "_fields", ()):
+        return record._replace(**{str(key): weights})
+    if key in getattr(batch, "__dataclass_fields__", ()):
+        return dataclasses.replace(record, **{str(key): weights})
     if isinstance(batch, MutableMapping):
         copied = copy.copy(batch)  # a defaultdict keeps its default
         copied[key] = weights
         return copied
-    try:
-        copied = type(batch)({**batch, key: weights})
-    except (TypeError, ValueError):  # a dataclass, whose fields are all of its keys
-        copied = {}
-    if set(copied) != {*batch, key}:
-        raise StepError(_no_place(batch, key))
-    return copied
-
-
-def _no_place(batch: Batch, key: WeightsKey) -> str:
-    return (
+    if isinstance(batch, Mapping) and not is_record:
+        return type(record)({**batch, key: weights})
+    if isinstance(batch, (tuple, list)) and isinstance(key, int):
+        items = [*batch, *[None] * (key == len(batch) and not is_record)]
+        if -len(batch) <= key < len(items):
+            items[key] = weights
+            return type(record)(*items) if is_record else type(batch)(items)
+    msg = (
         f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
         "arrays; or a tuple, with weights= its length."
     )
+    raise StepError(msg)
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:

@@ -1,12 +1,8 @@
 """Checks of a user's arguments: one wording for each kind of mistake.
 
 A check returns the value in the type that the caller needs, or raises the caller's own
-error class with a sentence. They are in one file because the same question ("is this a
-number of steps?") was once answered differently in nine places: True counted as 1 in
-one, NaN passed a `< 0` in another, and a third refused NumPy integers.
-
-The rules, the same everywhere: a bool is not a number, NaN is not a number, NumPy
-scalars are as good as Python's, and a string is never parsed.
+error class with a sentence. The rules are the same everywhere: a bool is not a number,
+NaN is not a number, NumPy scalars are as good as Python's, and no string is parsed.
 """
 
 import contextlib
@@ -22,7 +18,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from meshlayout.errors import MeshLayoutError, did_you_mean
 
@@ -79,9 +74,12 @@ def count(
         with contextlib.suppress(TypeError):
             index = operator.index(value)
     if index is None or (at_least is not None and index < at_least):
-        kinds = {None: "an", 0: "a non-negative", 1: "a positive"}
-        what = f"{kinds.get(at_least, 'an')} integer"
-        what += f" of at least {at_least}" * (at_least not in kinds)
+        kinds = {
+            None: "an integer",
+            0: "a non-negative integer",
+            1: "a positive integer",
+        }
+        what = kinds.get(at_least, f"an integer of at least {at_least}")
         raise _refusal(name, value, what, **context)
     return index
 
@@ -94,44 +92,27 @@ def number(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    finite: bool = True,
     **context: Unpack[Context],
 ) -> float:
-    """Returns a real number within its bounds; NaN only if it need not be `finite`."""
-    real = _as_float(value)
-    bounds: list[tuple[str, float | None, Callable[[Any, Any], bool]]] = [
-        ("of at least", at_least, operator.ge),
-        ("above", above, operator.gt),
-        ("of at most", at_most, operator.le),
-        ("below", below, operator.lt),
+    """Returns a finite real number within its bounds."""
+    real = math.nan
+    # Not of a string, which `float` would parse, nor inside jit, where it would raise.
+    is_scalar = isinstance(value, (np.ndarray, jax.Array)) and not value.shape
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    if (is_scalar or isinstance(value, numbers.Real)) and not is_bool:
+        with contextlib.suppress(TypeError, OverflowError):
+            real = float(value)
+    bounds = [
+        ("of at least", at_least, real.__ge__),
+        ("above", above, real.__gt__),
+        ("of at most", at_most, real.__le__),
+        ("below", below, real.__lt__),
     ]
-    given = [(word, end, holds) for word, end, holds in bounds if end is not None]
-    if (
-        real is None
-        or (finite and not math.isfinite(real))
-        or not all(holds(real, end) for _, end, holds in given)
-    ):
-        kind = "a finite number" if finite else "a number"
-        limits = " and ".join(f"{word} {end:g}" for word, end, _ in given)
-        raise _refusal(name, value, f"{kind} {limits}".rstrip(), **context)
+    asked = [(word, end, holds) for word, end, holds in bounds if end is not None]
+    if not math.isfinite(real) or not all(holds(end) for _, end, holds in asked):
+        limits = " and ".join(f"{word} {end:g}" for word, end, _ in asked)
+        raise _refusal(name, value, f"a finite number {limits}".rstrip(), **context)
     return real
-
-
-def _as_float(value: Any) -> float | None:
-    """Returns a real scalar as a float; None for anything else."""
-    # `float` would parse "1e-3", and raise its own error inside jit.
-    if isinstance(value, (bool, np.bool_, Tracer)):
-        return None
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:  # an int or a fraction beyond all floats
-            return math.inf
-    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
-    if not is_array or value.shape or np.iscomplexobj(value):
-        return None
-    is_number = jax.numpy.issubdtype(value.dtype, jax.numpy.number)
-    return float(value) if is_number else None
 
 
 def flag(name: str, value: Any, **context: Unpack[Context]) -> bool:
@@ -195,8 +176,8 @@ def function(
     except (TypeError, ValueError):
         return value
     try:
-        asked = {name: None for name in keywords if name in signature.parameters}
-        signature.bind(*args, **asked)
+        passed = dict.fromkeys(set(keywords).intersection(signature.parameters))
+        signature.bind(*args, **passed)
     except TypeError:
         names = ", ".join(signature.parameters)
         called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
@@ -238,34 +219,25 @@ def real_array(name: str, value: Any, **context: Unpack[Context]) -> jax.Array:
     """
     array = None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        array = _device_array(value)
+        host = value
+        # Arrays of JAX's, also in a list, hold no large integers; tracers no values.
+        if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+            host = np.asarray(value)
+            narrow = jax.dtypes.canonicalize_dtype(host.dtype)
+            if narrow.kind in "iu" and np.any(host.astype(narrow) != host):
+                host = host.astype(np.float32)
+        array = jax.numpy.asarray(host)
     kinds = (jax.numpy.floating, jax.numpy.integer, jax.numpy.bool_)
     if array is None or not any(jax.numpy.issubdtype(array.dtype, k) for k in kinds):
         dtype = f" of dtype {array.dtype}" if array is not None and array.shape else ""
-        got = f"{shown(value)}{dtype}"
-        fact = f"{name} must be an array of real numbers, got {got}."
+        fact = f"{name} must be an array of real numbers, got {shown(value)}{dtype}."
         raise _error(fact, **context)
     return array
 
 
-def _device_array(value: Any) -> jax.Array:
-    # Arrays of JAX's, also in a list, hold no large integers; tracers have no value.
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
-        return jax.numpy.asarray(value)
-    host = np.asarray(value)
-    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
-    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
-    if is_integer and np.any(host.astype(narrow) != host):
-        host = host.astype(np.float32)
-    return jax.numpy.asarray(host)
-
-
 @contextlib.contextmanager
 def noted(note: str | Callable[[], str]) -> Iterator[None]:
-    """Adds a note to an exception of the user's code: which path, row or step.
-
-    The exception keeps its type and traceback; the note is printed below it.
-    """
+    """Adds a note to an exception of the user's code: which path, row or step."""
     try:
         yield
     except Exception as problem:

@@ -9,6 +9,7 @@ swapped, and masks were lost. So all code that places host arrays calls these fu
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlayout import _jax
@@ -31,7 +32,8 @@ def plain_array(
     Nothing is copied if it is one already. Any dtype is allowed, even strings; see
     `host_array` for values that go to a device.
     """
-    if _is_masked(value):
+    nodes = jax.tree.leaves(value, is_leaf=lambda x: not isinstance(x, (list, tuple)))
+    if any(isinstance(node, np.ma.MaskedArray) for node in nodes):
         msg = (
             f"{where} is a masked array, and JAX would lose its mask. Fill it with "
             "x.filled(value), and pass the mask as a separate array if it matters."
@@ -45,8 +47,7 @@ def plain_array(
             reason = "its rows have different lengths."
         msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
-    is_native = array.dtype.isnative
-    return array if is_native else array.astype(array.dtype.newbyteorder("="))
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
@@ -61,7 +62,6 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         msg = f"{where}: {shown(value)} is not an array of numbers."
         raise LayoutError(msg)
     dtype = _jax.canonical_dtype(array.dtype)
-    # Floats lose precision, as everywhere in JAX; integers would become other numbers.
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return array
     low, high = int(array.min()), int(array.max())
@@ -86,10 +86,3 @@ def aligned_empty(shape: tuple[int, ...], dtype: DType) -> np.ndarray[Any, Any]:
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _is_masked(value: object) -> bool:
-    """Returns whether a value is a masked array, or a list that contains one."""
-    if isinstance(value, np.ma.MaskedArray):
-        return True
-    return isinstance(value, (list, tuple)) and any(map(_is_masked, value))

@@ -8,6 +8,7 @@ set the mesh that the builder was traced under, and jit would change bits.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,28 +16,24 @@ from jax._src import core as jax_core
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.sharding import NamedSharding
 
-from meshlayout._annotations import Equation
 from meshlayout._jax import is_explicit, no_mesh
 from meshlayout._patches import SharedPatches
 
 
-def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
-    """Runs one operation of a jaxpr under the configuration that it was traced in.
+def apply_operation(
+    primitive: Any, params: dict[str, Any], context: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """Runs one operation of a jaxpr in the context that it was traced in.
 
-    The mesh is left out of that configuration: the operands already have layouts, and
-    JAX refuses operands on another mesh, or on axes of other types, than those of the
-    mesh that is set. `jax.core.eval_jaxpr` would set it. If JAX binds operations in
-    another way, creation fails, and tests/test_create.py notices.
-
-    Args:
-        eqn: The operation.
-        operands: Its operands.
+    But without its mesh: the operands have layouts, perhaps on another one, and JAX
+    would refuse them. If JAX binds operations in another way, tests/test_create.py
+    notices.
     """
-    bound = eqn.primitive.get_bind_params(eqn.params)
+    bound = primitive.get_bind_params(params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager, no_mesh():
-        results = eqn.primitive.bind(*functions, *operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
+    with context.manager, no_mesh():
+        results = primitive.bind(*functions, *operands, **params)
+    return list(results) if primitive.multiple_results else [results]
 
 
 # Flax asks every value of a Variable for its sharding. For a traced value, JAX answers
@@ -58,10 +55,8 @@ def without_sharding_types(closed: Any) -> Any:
 
     On Explicit axes, the default of `jax.make_mesh`, every traced value has a sharding
     in its type, some operations have one among their parameters, and JAX refuses
-    operands of any other type. This removes shardings from types and parameters, and
-    the operations that only reshard values, also in inner jaxprs. It relies on the
-    classes of jaxprs; if they change, tests/test_create_under_a_mesh.py notices. A
-    jaxpr without Explicit axes is returned unchanged.
+    operands of any other type. It relies on the classes of jaxprs; if they change,
+    tests/test_create_under_a_mesh.py notices. Other jaxprs are returned unchanged.
     """
     jaxpr = closed.jaxpr
     values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
@@ -69,23 +64,19 @@ def without_sharding_types(closed: Any) -> Any:
     if not any(is_explicit(getattr(var.aval, "sharding", None)) for var in every):
         return closed
     with no_mesh():
-        return _without_types(closed)
+        return _untyped(closed)
 
 
-# Operations that only change the sharding of a value.
-_RESHARDING = ("reshard", "sharding_constraint", "mesh_cast")
-
-
-def _without_types(value: Any) -> Any:
-    """Returns a parameter of an operation, or a jaxpr, without shardings."""
+def _untyped(value: Any) -> Any:
+    """Returns a jaxpr, a type or a parameter of an operation without shardings."""
     if type(value) in (tuple, list):  # named tuples hold no types
-        return type(value)(map(_without_types, value))
+        return type(value)(map(_untyped, value))
     if isinstance(value, NamedSharding):
         return None
     if isinstance(value, jax_core.ShapedArray):
-        return _untyped(value)
+        return jax_core.ShapedArray(value.shape, value.dtype, value.weak_type)
     if isinstance(value, jax_core.ClosedJaxpr):
-        return value.replace(jaxpr=_without_types(value.jaxpr))
+        return value.replace(jaxpr=_untyped(value.jaxpr))
     if not isinstance(value, jax_core.Jaxpr):
         return value
     names: dict[Any, Any] = {}
@@ -100,30 +91,22 @@ def _without_types(value: Any) -> Any:
     eqns = []
     for eqn in value.eqns:
         invars = list(map(renamed, eqn.invars))
-        if eqn.primitive.name in _RESHARDING:
+        # These only change the sharding of a value.
+        if eqn.primitive.name in ("reshard", "sharding_constraint", "mesh_cast"):
             names[eqn.outvars[0]] = invars[0]
             continue
-        params = {name: _without_types(param) for name, param in eqn.params.items()}
-        # Of an inner jit: as if its caller had named no sharding.
-        for name in ("in_shardings", "out_shardings"):
-            if name in params:
-                params[name] = (UNSPECIFIED,) * len(params[name])
+        # An inner jit has the shardings of its operands.
+        params = {
+            name: (UNSPECIFIED,) * len(param)
+            if name in ("in_shardings", "out_shardings")
+            else _untyped(param)
+            for name, param in eqn.params.items()
+        }
         outvars = list(map(renamed, eqn.outvars))
-        with eqn.ctx.manager, no_mesh():
-            plain = jax_core.new_jaxpr_eqn(
-                invars, outvars, eqn.primitive, params, eqn.effects, eqn.source_info
-            )
-        eqns.append(plain)
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
     return value.replace(
         invars=list(map(renamed, value.invars)),
         constvars=list(map(renamed, value.constvars)),
         outvars=list(map(renamed, value.outvars)),
         eqns=eqns,
     )
-
-
-def _untyped(aval: Any) -> Any:
-    """Returns an abstract value without its sharding; called where no mesh is set."""
-    if not isinstance(aval, jax_core.ShapedArray):
-        return aval
-    return jax_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)

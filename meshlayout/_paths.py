@@ -21,13 +21,7 @@ from meshlayout.errors import MeshLayoutError
 
 
 class Leaf(NamedTuple):
-    """One leaf of a tree.
-
-    Attributes:
-        path: Its name.
-        value: The array, abstract array or other object there.
-        box: The Flax variable or metadata box around it, or None.
-    """
+    """One leaf of a tree: its path, its value and the Flax box around it, or None."""
 
     path: str
     value: Any
@@ -36,13 +30,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Flat:
-    """A flattened tree.
+    """A flattened tree: its leaves in JAX's order, and how to build one from others.
 
-    Attributes:
-        leaves: Its leaves, in JAX's order.
-        unflatten: Builds a tree of the same structure from other leaves. It has the
-            contents of Flax variables and boxes in their place, so that it is a pytree
-            prefix of the original.
+    What `unflatten` builds has the contents of Flax variables and boxes in their place,
+    so that it is a pytree prefix of the original.
     """
 
     leaves: list[Leaf]
@@ -63,10 +54,9 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     """
     if holds_modules(tree):
         tree = nnx.state(tree)
-    leaves, plain = _named(tree)
+    leaves, unflatten = _named(tree)
     paths = [leaf.path for leaf in leaves]
-    if not whole:
-        paths = _without_params(tree, paths)
+    paths = paths if whole else _without_params(tree, paths)
     for path, count in Counter(paths).items():
         if count > 1:
             msg = (
@@ -75,7 +65,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
             )
             raise MeshLayoutError(msg)
     leaves = [leaf._replace(path=x) for leaf, x in zip(leaves, paths, strict=True)]
-    return Flat(leaves, jax.tree.structure(plain).unflatten)
+    return Flat(leaves, unflatten)
 
 
 def leaf_names(tree: PyTree) -> list[str]:
@@ -87,8 +77,8 @@ def leaf_names(tree: PyTree) -> list[str]:
     return _without_params(tree, [leaf.path for leaf in _named(tree)[0]])
 
 
-def _named(tree: PyTree) -> tuple[list[Leaf], PyTree]:
-    """Returns the leaves, and the tree with the contents of boxes in their place."""
+def _named(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
+    """Returns the leaves, and a function that builds a tree from others."""
     entries, treedef = tree_flatten_with_path(tree, is_leaf=_is_box)
     leaves: list[Leaf] = []
     contents: list[Any] = []
@@ -97,7 +87,7 @@ def _named(tree: PyTree) -> tuple[list[Leaf], PyTree]:
         inside = [((), node)] if box is None else tree_flatten_with_path(content)[0]
         leaves += [Leaf(_path((*keys, *inner)), value, box) for inner, value in inside]
         contents.append(content)
-    return leaves, treedef.unflatten(contents)
+    return leaves, jax.tree.structure(treedef.unflatten(contents)).unflatten
 
 
 def _path(keys: tuple[Any, ...]) -> str:
@@ -113,10 +103,8 @@ def key_name(key: Any) -> str:
 def shared_paths(tree: PyTree) -> dict[str, str]:
     """Returns the other paths of variables that NNX modules share.
 
-    `flatten` names a shared variable once, by the first of its paths.
-
-    Returns:
-        The first path by each other path: `{"out/kernel": "embed/embedding"}`.
+    `flatten` names a shared variable once, by the first of its paths. Here it is, by
+    each other path: `{"out/kernel": "embed/embedding"}`.
     """
     first: dict[int, str] = {}
     others: dict[str, str] = {}
@@ -170,22 +158,15 @@ def box_value(box: Box) -> Any:
 
 
 def _is_box(node: PyTree) -> bool:
-    return _is_box_type(type(node))
+    return _is_kind(type(node), (nnx.Variable, meta.AxisMetadata))
 
 
 def _is_module(node: PyTree) -> bool:
-    return _is_module_type(type(node))
+    return _is_kind(type(node), nnx.Pytree) and not isinstance(node, nnx.State)
 
 
 # Called for every node of a tree, and `issubclass` of nnx.Variable is slow.
-@functools.cache
-def _is_box_type(kind: type) -> bool:
-    return issubclass(kind, (nnx.Variable, meta.AxisMetadata))
-
-
-@functools.cache
-def _is_module_type(kind: type) -> bool:
-    return issubclass(kind, nnx.Pytree) and not issubclass(kind, nnx.State)
+_is_kind = functools.cache(issubclass)
 
 
 def _without_params(tree: PyTree, paths: list[str]) -> list[str]:

@@ -21,8 +21,9 @@ MeshLayoutError(ValueError)
 """
 
 import difflib
-import inspect
 from collections.abc import Iterable
+from inspect import currentframe
+from traceback import walk_stack
 from typing import Any
 
 
@@ -119,17 +120,13 @@ class LayoutWarning(UserWarning):
 
 def stack_level() -> int:
     """Returns the `stacklevel` at which a warning names a line of the user's code."""
-    inside = ("jax", "flax", "meshlayout")
-    plumbing = ("contextlib", "functools")
-    level = 0
-    frame = inspect.currentframe()
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in inside and name not in plumbing:
-            break
-        frame = frame.f_back
-        level += 1
-    return max(1, level)
+    inside = ("jax", "flax", "meshlayout", "contextlib", "functools")
+    names = [
+        str(frame.f_globals.get("__name__", ""))
+        for frame, _ in walk_stack(currentframe())
+    ]
+    users = [name.partition(".")[0] not in inside for name in names]
+    return max(1, users.index(True)) if any(users) else len(users)
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

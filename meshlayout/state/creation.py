@@ -1,9 +1,9 @@
 """`create`: describe a state, lay it out, make it; never larger than its shards.
 
-A builder runs once, abstractly, whatever it returns: NNX modules, Linen variables,
-Optax states or any pytree. Leaves that it computes become results of the trace; leaves
-that exist already (arrays from outside, Python numbers, functions) are kept. Flax's own
-sharding by metadata is off in the meantime, since the layout map decides.
+A builder runs once, abstractly, whatever it returns. Leaves that it computes become
+results of the trace; leaves that exist already (arrays from outside, Python numbers,
+functions) are kept. Flax's own sharding by metadata is off in the meantime, since the
+layout map decides.
 """
 
 import contextlib
@@ -31,8 +31,7 @@ from meshlayout.state.operations import run_on_shards
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # With a default, a bare `StateDescription` means one of any state. typing.TypeVar
-    # has defaults only from Python 3.13 on.
+    # A bare `StateDescription` is one of any state. Python has it from 3.13 on.
     T = TypeVar("T", default=Any)
 else:
     from typing import TypeVar
@@ -56,7 +55,7 @@ class ComputedArray(jax.ShapeDtypeStruct):
 class TracedBuild:
     """A traced builder: its operations, and the tree that it makes."""
 
-    jaxpr: Any  # the operations; their results are the computed leaves
+    jaxpr: Any  # its results are the leaves that the builder computes
     leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
     treedef: Any  # of the tree; for NNX modules, of their state
     graphdef: Any  # the structure of the modules, if there are any
@@ -90,7 +89,7 @@ class StateDescription(Generic[T]):
     layouts: PyTree
     resolutions: tuple[Resolution, ...]
     _traced: TracedBuild = field(repr=False, compare=False)
-    _targets: list[Layout | None] = field(repr=False, compare=False)
+    _placed: list[Leaf] = field(repr=False, compare=False)  # the leaves of `abstract`
     _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
@@ -109,41 +108,39 @@ class StateDescription(Generic[T]):
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        pairs = list(zip(self._traced.leaves, self._targets, strict=True))
-        computed = [
-            layout
-            for leaf, layout in pairs
-            if isinstance(leaf, ComputedArray) and layout is not None
+        traced = self._traced
+        targets = [
+            Layout.of(placed)
+            for leaf, placed in zip(traced.leaves, self._placed, strict=True)
+            if isinstance(leaf, ComputedArray)
         ]
-        jaxpr = self._traced.jaxpr
-        results = iter(run_on_shards(jaxpr, inputs, computed, self._mesh))
+        results = iter(run_on_shards(traced.jaxpr, inputs, targets, self._mesh))
         leaves: list[Leaf] = []
-        for leaf, layout in pairs:
+        for leaf, placed in zip(traced.leaves, self._placed, strict=True):
             if isinstance(leaf, ComputedArray):
                 leaves.append(next(results))
-            elif is_array(leaf) and layout is not None:
+            elif placed is not leaf:
                 # A copy, so that donating the state does not delete the user's array.
-                leaves.append(copy_to_mesh(leaf, layout))
+                leaves.append(copy_to_mesh(leaf, Layout.of(placed)))
             else:
                 leaves.append(leaf)
-        return self._traced.rebuild(leaves)
+        return traced.rebuild(leaves)
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
         jaxpr = self._traced.jaxpr
         # Seeds are constants of the program, in it or beside it.
-        values = {f"input {index}": value for index, value in enumerate(inputs)}
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
-        values |= {f"constant {i}": value for i, value in enumerate(constants)}
-        layouts: dict[str, Leaf] = {}
+        facts: dict[str, Leaf] = {f"input {i}": x for i, x in enumerate(inputs)}
+        facts |= {f"constant {i}": value for i, value in enumerate(constants)}
         paths = _paths.leaf_names(self._traced.node)
-        pairs = zip(self._traced.leaves, self._targets, strict=True)
-        for path, (leaf, layout) in zip(paths, pairs, strict=True):
-            if is_array(leaf) and layout is not None:
-                layouts[path] = _abstract(leaf, layout)
+        leaves = zip(self._traced.leaves, self._placed, strict=True)
+        for path, (leaf, placed) in zip(paths, leaves, strict=True):
+            if placed is not leaf:
+                facts[path] = placed
                 if not isinstance(leaf, ComputedArray):
-                    values[f"the array for {path}"] = leaf
-        return program_facts(layouts | values, str(jaxpr.jaxpr), {})
+                    facts[f"the array for {path}"] = leaf
+        return program_facts(facts, str(jaxpr.jaxpr), {})
 
 
 def describe(
@@ -152,15 +149,7 @@ def describe(
     """Describes the state that `create(build, layouts)` would make, without making it.
 
     Use this to look at shapes and layouts, or to give `Checkpointer.restore` the state
-    to restore into.
-
-    Args:
-        build: As for `create`. It is traced, once.
-        layouts: As for `create`.
-
-    Raises:
-        StateError: As for `create`.
-        LayoutMapError: Likewise.
+    to restore into. Arguments and errors: as for `create`.
 
     Example:
         >>> import meshlayout as ml
@@ -187,15 +176,14 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     Args:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
-            exist are copied to the mesh; leaves that are not arrays are returned
-            unchanged.
+            exist are copied to the mesh; other leaves are returned unchanged.
         layouts: The layouts, by path. Without, every device holds everything, on the
             default mesh or on one of all devices with the axis `batch`, as data
             parallelism has it.
 
     Raises:
         StateError: If the builder cannot be traced, as when it draws from an
-            `nnx.Rngs` made outside of it, or returns no arrays.
+            `nnx.Rngs` made outside of it, or returns nothing.
         LayoutMapError: If the rules disagree or do not fit.
 
     Example:
@@ -208,7 +196,12 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         (8, 4)
     """
     description = describe_state(build, layouts, "create")
-    check_result(description.abstract, "create")
+    built: Any = description.abstract
+    is_leaf = jax.tree_util.all_leaves([built]) and not isinstance(built, nnx.Pytree)
+    if built is None or (is_leaf and not has_layout(built)):
+        _checks.has_arrays(
+            "what the builder returned", built, where="create", error=StateError
+        )
     return description.create()
 
 
@@ -238,29 +231,23 @@ def place(
     if resolve is None:
         layouts._check_used(resolved, traced.shared)
     remaining = iter(jax.tree.leaves(resolved.layouts))
-    targets = [next(remaining) if has_layout(leaf) else None for leaf in traced.leaves]
-    abstract = traced.rebuild(
-        [
-            _abstract(leaf, layout) if is_array(leaf) and layout is not None else leaf
-            for leaf, layout in zip(traced.leaves, targets, strict=True)
-        ]
-    )
+    leaves: list[Leaf] = []
+    for leaf in traced.leaves:
+        layout = next(remaining) if has_layout(leaf) else None
+        if layout is not None and is_array(leaf):
+            # A NumPy array of 64 bits will have 32 on the device.
+            is_computed = isinstance(leaf, ComputedArray)
+            dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
+            leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)
+        leaves.append(leaf)
     return StateDescription(
-        abstract,
+        traced.rebuild(leaves),
         resolved.layouts,
         resolved.resolutions,
         traced,
-        targets,
+        leaves,
         layouts.mesh,
     )
-
-
-def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
-    # An existing NumPy array of 64 bits will have 32 on the device; the dtypes of
-    # computed arrays are JAX's already.
-    is_computed = isinstance(leaf, ComputedArray)
-    dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
@@ -279,18 +266,17 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
-        computed = [leaf for leaf in built if isinstance(leaf, Tracer)]
         leaves.extend(
             ComputedArray(leaf.shape, leaf.dtype) if isinstance(leaf, Tracer) else leaf
             for leaf in built
         )
-        return computed
+        return [leaf for leaf in built if isinstance(leaf, Tracer)]
 
     try:
         with eager_sharding_off(), _jaxprs.short_sharding_errors:
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-            jaxpr = jax.make_jaxpr(flat)(*shapes)
+            jaxpr = _jaxprs.without_sharding_types(jax.make_jaxpr(flat)(*shapes))
     except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
@@ -298,18 +284,20 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
-    except _READS_A_VALUE as error:
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
         msg = (
             "the builder reads the value of an array it computed, as float(x), "
             "np.asarray(x) or 'if x > 0' do, and there is no value while it is traced. "
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
-    jaxpr = _jaxprs.without_sharding_types(jaxpr)
     traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
-    for index, leaf in enumerate(leaves):
+    for path, leaf in zip(_paths.leaf_names(traced.node), leaves, strict=True):
         if type(leaf) is jax.ShapeDtypeStruct:
-            path = _paths.flatten(traced.node).leaves[index].path
             msg = (
                 f"{path or 'the result'} "
                 f"{_render.array_text(leaf.dtype, leaf.shape)}: the builder returned a "
@@ -317,13 +305,6 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             )
             raise StateError(msg)
     return traced
-
-
-_READS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def check_builder(build: object, where: str) -> None:
@@ -339,21 +320,6 @@ def check_builder(build: object, where: str) -> None:
         raise StateError(msg)
     hint = f"Write {example}."
     _checks.function("build", build, where=where, error=StateError, hint=hint)
-
-
-def check_result(tree: PyTree, where: str) -> None:
-    """Raises StateError for a result without arrays, such as a forgotten `return`'s.
-
-    Modules and states without arrays (of `optax.sgd`, say) are fine: their types show
-    that they were meant.
-    """
-    plain = (dict, list, tuple)
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: type(node) not in plain)
-    for node in nodes:
-        is_leaf = jax.tree_util.all_leaves([node]) and not isinstance(node, nnx.Pytree)
-        if is_array(node) or (node is not None and not is_leaf):
-            return
-    _checks.has_arrays("what the builder returned", tree, where=where, error=StateError)
 
 
 def has_layout(value: object) -> bool:
@@ -372,11 +338,10 @@ def eager_sharding() -> bool:
 
 
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
-    """Marks variables as Flax's eager sharding would have, had it been on.
+    """Marks variables as Flax does while eager sharding is on.
 
-    Flax records in each variable whether eager sharding was on. The record is part of
-    the structure: a model built without a layout map would otherwise differ from one
-    built with it.
+    The mark is part of the structure, and `jax.tree.map` would refuse a model made with
+    a layout map together with one made without.
     """
     for _, node in nnx.iter_graph(tree) if is_eager else ():
         if isinstance(node, nnx.Variable):

@@ -5,9 +5,8 @@ While a scope is open, constructing an NNX module or calling Linen's `init` goes
 that is passed to another one later (the layers of an `nnx.Sequential`) is created
 first, under a path that is not final: its arrays are sharded as finely as they divide,
 and get their layouts when the parent is made. An `nnx.Optimizer` is made for a complete
-model, and its slots take the layouts of the model's parameters. Inside jit, vmap and
-other transformations there are no arrays to lay out, and everything is constructed as
-without a scope.
+model. Inside jit and other transformations there are no arrays to lay out, and
+everything is constructed as without a scope.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ from meshlayout import _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved, activate
 from meshlayout.state.creation import (
     eager_sharding,
@@ -92,21 +90,26 @@ class _Scope:
         """Constructs an NNX module, outside of another one's construction."""
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
         objects = {i: x for i, x in enumerate(leaves) if _paths.is_nnx_object(x)}
-        if not any(isinstance(x, nnx.Module) for x in objects.values()):
-            module = self._created(construct, cls, leaves, treedef, objects)
-            self._roots.append(module)
-            return module
-        # Its parts exist and cannot be traced as its own. Parts that it makes itself
-        # come through here one by one; their paths now start at this module.
-        is_eager = eager_sharding()
-        with eager_sharding_off():
-            module = construct(cls, *args, **kwargs)
-        marked(module, is_eager=is_eager)
-        inside = {id(node) for _, node in nnx.iter_graph(module)}
-        self._roots = [root for root in self._roots if id(root) not in inside]
+        if any(isinstance(x, nnx.Module) for x in objects.values()):
+            # Its parts exist and cannot be traced as its own. Parts that it makes
+            # itself come through here one by one; their paths now start at this module.
+            is_eager = eager_sharding()
+            with eager_sharding_off():
+                module = construct(cls, *args, **kwargs)
+            marked(module, is_eager=is_eager)
+            inside = {id(node) for _, node in nnx.iter_graph(module)}
+            self._roots = [root for root in self._roots if id(root) not in inside]
+            with contextlib.suppress(LayoutMapError):  # raised when the scope ends
+                self._move(module)
+        else:
+
+            def build(objects: dict[int, nnx.Pytree]) -> nnx.Module:
+                filled = {**dict(enumerate(leaves)), **objects}
+                args, kwargs = treedef.unflatten(filled.values())
+                return construct(cls, *args, **kwargs)
+
+            module = self._created(build, objects)
         self._roots.append(module)
-        with contextlib.suppress(LayoutMapError):  # raised when the scope ends
-            self._move(module)
         return module
 
     def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,13 +127,10 @@ class _Scope:
         """Makes an optimizer's state for a model, which is assumed to be complete."""
         self._move(model)  # slots are made like the parameters
         init(optimizer, model, *args, **kwargs)
-        params = nnx.state(model, optimizer.wrt)
-        owners = [_current_resolution(leaf) for leaf in _paths.flatten(params).leaves]
         # nnx.ModelAndOptimizer holds the model, too.
-        held = {id(node) for _, node in nnx.iter_graph(model)}
-        paths = {path for path, node in nnx.iter_graph(optimizer) if id(node) in held}
-        slots = nnx.state(optimizer, lambda path, _: path not in paths)
-        resolved = self.layouts._resolve_slots(slots, params, owners)
+        slots = nnx.state(optimizer, lambda path, _: path[0] != "model")
+        params = nnx.state(model, optimizer.wrt)
+        resolved = self.layouts.resolve(slots, params=params)
         _lay_out(optimizer, slots, resolved.layouts)
         self._slots.extend(resolved.resolutions)
 
@@ -150,39 +150,30 @@ class _Scope:
 
     def _created(
         self,
-        construct: Callable[..., nnx.Module],
-        cls: type,
-        leaves: list[Any],
-        treedef: Any,
+        build: Callable[[dict[int, nnx.Pytree]], nnx.Module],
         objects: dict[int, nnx.Pytree],
     ) -> nnx.Module:
-        """Constructs a module through `create`, drawing from the caller's Rngs.
+        """Creates a module that draws from the caller's Rngs.
 
-        A trace must not change objects from outside, so the constructor gets copies of
-        the caller's Rngs, whose counts are written back after the module is made.
+        A trace must not change objects from outside, so the builder gets copies of the
+        caller's Rngs, whose counts are written back after the module is made.
         """
         graphdef, state = nnx.split(objects)
         inputs, state_def = jax.tree.flatten(state)
 
-        def build(*values: Any) -> tuple[nnx.Module, Any]:
+        def build_pair(*values: Any) -> tuple[nnx.Module, Any]:
             copies = nnx.merge(graphdef, state_def.unflatten(values))
-            filled = {**dict(enumerate(leaves)), **copies}
-            args, kwargs = treedef.unflatten(filled.values())
-            return construct(cls, *args, **kwargs), copies
+            return build(copies), copies
 
-        description = place(trace(build, *inputs), self.layouts, self._lenient)
+        description = place(trace(build_pair, *inputs), self.layouts, self._lenient)
         module, copies = description._make(inputs)
-        # A module that keeps its Rngs shares them with the caller, as without a scope.
         nnx.update(objects, nnx.state(copies))
-        originals = {
-            id(copy): original
-            for (_, copy), (_, original) in zip(
-                nnx.iter_graph(copies), nnx.iter_graph(objects), strict=True
-            )
-        }
+        # A module that keeps its Rngs shares them with the caller, as without a scope.
+        pairs = zip(nnx.iter_graph(copies), nnx.iter_graph(objects), strict=True)
+        originals = {id(copy): original for (_, copy), (_, original) in pairs}
         for _, node in list(nnx.iter_graph(module)):
-            values = list(vars(node).items()) if _paths.is_nnx_object(node) else []
-            for name, value in values:
+            attributes = vars(node) if _paths.is_nnx_object(node) else {}
+            for name, value in list(attributes.items()):
                 if id(value) in originals:
                     setattr(node, name, originals[id(value)])
         return module
@@ -214,11 +205,6 @@ class _Scope:
         return resolved.resolutions
 
 
-def _current_resolution(leaf: _paths.Leaf) -> Resolution:
-    x = leaf.value
-    return Resolution(leaf.path, x.shape, x.dtype, Layout.of(x), None, "where it is")
-
-
 def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
     """Moves the arrays in (a part of) an NNX object's state to their layouts."""
     flat = _paths.flatten(state)
@@ -226,10 +212,9 @@ def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) ->
     moved = []
     for leaf in flat.leaves:
         layout = next(remaining) if has_layout(leaf.value) else None
-        if layout is not None and isinstance(leaf.value, jax.Array):
-            moved.append(_jax.put(leaf.value, layout.sharding))
-        else:
-            moved.append(leaf.value)
+        is_array = layout is not None and isinstance(leaf.value, jax.Array)
+        value = _jax.put(leaf.value, layout.sharding) if is_array else leaf.value
+        moved.append(value)
     with eager_sharding_off():
         nnx.update(node, flat.unflatten(moved))
 
@@ -238,11 +223,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that makes the replacement of one of Flax's constructors.
-
-    In an open scope, the replacement calls `around` with the scope, the constructor and
-    the arguments; otherwise, and while JAX traces, just the constructor.
-    """
+    """Returns a function that makes the replacement of one of Flax's constructors."""
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -32,16 +32,16 @@ def optimizer_by_path(
         >>> updates["head"].tolist(), updates["body"].tolist()
         ([-1.0, -1.0], [0.0, 0.0])
     """
-    where = {"where": "optimizer_by_path", "error": StateError}
-    entries = optimizers.items() if isinstance(optimizers, Mapping) else ()
-    patterns = [_checks.pattern("pattern", pattern, **where) for pattern, _ in entries]
-    known = (optax.GradientTransformation, type(None))
-    if not patterns or not all(isinstance(tx, known) for _, tx in entries):
+    is_mapping = isinstance(optimizers, Mapping) and len(optimizers) > 0
+    kinds = (optax.GradientTransformation, type(None))
+    if not is_mapping or not all(isinstance(tx, kinds) for tx in optimizers.values()):
         msg = (
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
         )
         raise StateError(msg)
+    context = {"where": "optimizer_by_path", "error": StateError}
+    patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
 
     # Labeled by index: labels become keys in the optimizer's state, where the `/` of a
     # pattern would separate the keys of a path.
@@ -60,6 +60,6 @@ def optimizer_by_path(
         return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
 
     parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, (_, tx) in enumerate(entries)
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(optimizers.values())
     }
     return optax.multi_transform(parts, labels)

@@ -4,6 +4,7 @@ Parameters stay in the dtype that they were built in, and are cast where they ar
 a cast inside the differentiated function makes their gradients full precision again.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,16 +18,13 @@ from meshlayout.errors import StateError, did_you_mean
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes of a step; None leaves a dtype unchanged.
-
-    Use this for a combination that has no name; `precision="bfloat16"` and
-    `"float16"` cover the usual ones.
+    """Dtypes of a step, for a combination that `precision=` has no name for.
 
     Attributes:
-        compute: The dtype in which layers compute. Parameters are cast where they are
-            used; a layer that was given a dtype keeps it. Statistics of normalization,
-            losses and norms stay in float32.
-        output: The dtype of what the model returns.
+        compute: The dtype in which layers compute; None for that of the parameters,
+            which are cast where they are used. A layer that was given a dtype keeps it.
+            Statistics of normalization, losses and norms stay in float32.
+        output: The dtype of what the model returns; None leaves it unchanged.
 
     Raises:
         StateError: If one of them is not a floating-point dtype.
@@ -39,10 +37,9 @@ class PrecisionPolicy:
         for name, value in list(vars(self).items()):
             if value is None:
                 continue
-            try:
+            dtype = None
+            with contextlib.suppress(TypeError):
                 dtype = jnp.dtype(value)
-            except TypeError:
-                dtype = None
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 msg = (
                     f"PrecisionPolicy({name}={value!r}): expected a floating-point "
@@ -62,15 +59,7 @@ _NAMED = {
 
 
 def parse_precision(precision: Precision) -> PrecisionPolicy:
-    """Returns the policy that a `precision=` argument means.
-
-    Raises:
-        StateError: If it is none.
-
-    Example:
-        >>> parse_precision("bfloat16")
-        PrecisionPolicy(compute=dtype(bfloat16), output=dtype('float32'))
-    """
+    """Returns the policy that a `precision=` argument means."""
     if isinstance(precision, PrecisionPolicy):
         return precision
     if isinstance(precision, str) and precision in _NAMED:
@@ -84,10 +73,9 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
 
 
 def cast(tree: PyTree, dtype: DType | None) -> Any:
-    """Casts floating-point arrays in a tree, but not in NNX objects.
+    """Casts floating-point arrays in a tree.
 
-    Those have to keep their identity: the caller would otherwise get a copy of a module
-    back, whose updates are lost.
+    NNX objects keep their identity: of a copy, the caller would lose the updates.
     """
     if dtype is None:
         return tree

@@ -44,26 +44,13 @@ _WHERE = "TrainState.create"
 class ModelCode:
     """The part of a train state that is code: the model's structure and the optimizer.
 
-    It is static in a compiled step, so every call compares it: by identity first. Two
-    states that were built separately are equal if their structures and optimizers are.
-
-    Attributes:
-        graphdef: The structure of an NNX module; None for Linen.
-        module: The Linen module; None for NNX.
-        boxed: The structure of Linen's parameters with their metadata.
-        tx: The optimizer.
+    It is static in a compiled step, so every call compares it: by identity first.
     """
 
-    graphdef: Any
-    module: Any
-    boxed: Any
-    tx: Any
-
-    def __post_init__(self) -> None:
-        # Cheap, the same in every process, and equal for whatever may be equal: the
-        # hash of a graphdef would visit the whole model.
-        kinds = (type(self.graphdef), type(self.module), type(self.tx))
-        self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
+    graphdef: Any  # the structure of an NNX module; None for Linen
+    module: Any  # the Linen module; None for NNX
+    boxed: Any  # the structure of Linen's parameters with their metadata
+    tx: Any  # the optimizer
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, ModelCode):
@@ -72,7 +59,8 @@ class ModelCode:
         return mine == (other.graphdef, other.module, other.tx)
 
     def __hash__(self) -> int:
-        return self._hash
+        # That of a graphdef would visit the whole model at each call.
+        return hash((type(self.module), type(self.tx)))
 
 
 @jax.tree_util.register_dataclass
@@ -121,8 +109,7 @@ class TrainState(Generic[T]):
 
         Args:
             build: Makes the NNX module; or Linen's variables, together with `module`.
-            optimizer: An Optax transformation, or `optax.MultiSteps`. Its state
-                follows the parameters' layouts.
+            optimizer: An Optax transformation, or `optax.MultiSteps`.
             layouts: The layouts of the parameters. Without, as for `ml.create`: every
                 device holds all of them.
             module: For Linen: the module whose variables `build` returns.
@@ -136,11 +123,10 @@ class TrainState(Generic[T]):
         Example:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-            >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
             >>> state = ml.TrainState.create(
             ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
             ...     optax.adam(1e-3),
-            ...     layouts,
+            ...     ml.LayoutMap(mesh, {"kernel": (None, "model")}),
             ... )
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
@@ -161,11 +147,10 @@ class TrainState(Generic[T]):
         """Describes the state that `create` would make, without making it.
 
         Use this for shapes, layouts and memory, or to give `Checkpointer.restore` the
-        state to restore into; see `ml.describe`. Arguments and errors: as for `create`.
+        state to restore into. Arguments and errors: as for `create`.
         """
         check_builder(build, _WHERE)
-        tx = _transformation(optimizer)
-        is_eager, seed = eager_sharding(), 0
+        tx, is_eager, seed = _transformation(optimizer), eager_sharding(), 0
         if not isinstance(rng, jax.Array):
             options: Any = {"at_least": None, "where": _WHERE, "error": StateError}
             seed = _checks.count("rng", rng, **options)
@@ -201,22 +186,25 @@ class TrainState(Generic[T]):
         Raises:
             StateError: If a step has donated this state's memory.
         """
-        # A step donates all arrays or none, so the first one shows it.
-        for leaf in jax.tree.leaves(self.params)[:1]:
-            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-            if is_array and leaf.is_deleted():
-                msg = (
-                    "a step has used up this state: it reused its memory. Continue "
-                    "with the state that the step returned, or pass the step a copy: "
-                    "jax.tree.map(jnp.copy, state)."
-                )
-                raise StateError(msg)
+        if self._is_used_up():
+            msg = (
+                "a step has used up this state: it reused its memory. Continue with "
+                "the state that the step returned, or pass the step a copy: "
+                "jax.tree.map(jnp.copy, state)."
+            )
+            raise StateError(msg)
         code = self.program
         if code.graphdef is None:
             variables = {"params": self.params, **self.model_state}
             return code.module.bind(variables, mutable=list(self.model_state))
         with eager_sharding_off():
             return nnx.merge(code.graphdef, self.params, self.model_state)
+
+    def _is_used_up(self) -> bool:
+        # A step donates all arrays or none, so the first one shows it.
+        leaf = next(iter(jax.tree.leaves(self.params)), None)
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        return is_array and leaf.is_deleted()
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns the arrays of a model that are not parameters, for `model_state`.
@@ -269,9 +257,10 @@ class TrainState(Generic[T]):
             grads = nnx.to_pure_dict(grads)
         _check_like("the gradients", grads, "state.params", self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        model_state = self.model_state if model is None else self.model_state_of(model)
-        what = "the model's state"
-        _check_like(what, model_state, "state.model_state", self.model_state)
+        model_state = self.model_state
+        if model is not None:
+            model_state, what = self.model_state_of(model), "the model's state"
+            _check_like(what, model_state, "state.model_state", self.model_state)
         return self.replace(
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
@@ -314,21 +303,23 @@ class TrainState(Generic[T]):
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
         """Returns a heading, the column names, and a row per leaf."""
         leaves = _paths.flatten(self).leaves
-        if leaves and all(isinstance(leaf.value, Layout) for leaf in leaves):
+        if isinstance(self.step, Layout):
             rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
             return "TrainState of layouts", ["path", "layout"], rows
         rows = []
         for path, value, _ in leaves:
-            is_array = hasattr(value, "shape")
-            array = _render.array_text(value.dtype, value.shape) if is_array else value
             is_placed = _jax.sharding_of(value) is not None
-            rows.append([path, str(array), str(Layout.of(value)) if is_placed else "?"])
+            array = str(value)
+            if hasattr(value, "dtype"):
+                array = _render.array_text(value.dtype, value.shape)
+            rows.append([path, array, str(Layout.of(value)) if is_placed else "?"])
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
         # Inside jit the step is a tracer, and after a step that donated it deleted.
-        step = self.step
-        is_known = isinstance(step, jax.Array) and not isinstance(step, Tracer)
-        text = str(int(step)) if is_known and not step.is_deleted() else "?"
-        head = f"TrainState(step={text}, {num_params:,} parameters)"
+        is_known = isinstance(self.step, jax.Array) and not isinstance(
+            self.step, Tracer
+        )
+        step = int(self.step) if is_known and not self._is_used_up() else "?"
+        head = f"TrainState(step={step}, {num_params:,} parameters)"
         return head, ["path", "array", "layout"], rows
 
     def __repr__(self) -> str:
@@ -342,13 +333,13 @@ class TrainState(Generic[T]):
 
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
     """Returns a built model's parameters and other arrays as dicts, and its code."""
-    what = "None" if built is None else f"a {type(built).__name__}"
+    kind = "None" if built is None else f"a {type(built).__name__}"
     if module is not None:
         if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
             msg = (
                 f"{_WHERE}: module= is for Linen: a Linen module, with a builder that "
                 "returns what module.init(key, sample) returns. Got "
-                f"{_checks.shown(module)}, and a builder that returns {what}."
+                f"{_checks.shown(module)}, and a builder that returns {kind}."
             )
             raise StateError(msg)
         # Steps work on plain arrays; the boxes are put back to resolve layouts.
@@ -358,7 +349,7 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
     if not isinstance(built, nnx.Module):
         hint = " A function that ends without `return` gives None." * (built is None)
         msg = (
-            f"{_WHERE}: the builder returned {what}, and must return an NNX "
+            f"{_WHERE}: the builder returned {kind}, and must return an NNX "
             f"module, or Linen's variables together with module=.{hint} For any other "
             "pytree use create(build, layouts)."
         )
@@ -373,8 +364,7 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
 def _transformation(optimizer: Any) -> optax.GradientTransformation:
     """Returns an optimizer as a plain Optax transformation."""
     if isinstance(optimizer, optax.MultiSteps):
-        # Its own gradient_transformation() does not pass on extra arguments such as
-        # value=, which some optimizers need.
+        # Its own gradient_transformation() does not pass on arguments such as value=.
         update: Any = optimizer.update
         return optax.GradientTransformationExtraArgs(optimizer.init, update)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -389,18 +379,17 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
     """Raises StateError unless a tree has the structure and shapes of another.
 
-    Optax would not: it broadcasts a gradient of another shape, and silently updates
-    with it.
+    Optax would broadcast a gradient of another shape, and silently update with it.
     """
-    found, expected = (
+    shapes, expected = (
         {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(x).leaves}
         for x in (tree, like)
     )
-    if found != expected or jax.tree.structure(tree) != jax.tree.structure(like):
-        wrong = dict(sorted(found.items() ^ expected.items()))
+    if shapes != expected or jax.tree.structure(tree) != jax.tree.structure(like):
+        wrong = sorted(dict(shapes.items() ^ expected.items()))
         msg = (
             f"{what} and {name} differ in structure or shapes: "
-            f"{', '.join([*wrong][:3]) or 'in the types of containers'}. Pass what was "
+            f"{', '.join(wrong[:3]) or 'in the types of containers'}. Pass what was "
             f"derived from {name}, unchanged."
         )
         raise StateError(msg)
