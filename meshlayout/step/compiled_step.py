@@ -8,10 +8,9 @@ was donated: what has changed, whether the result fits, whether all processes ag
 import contextlib
 import functools
 import inspect
-import itertools
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import (
     Any,
     Generic,
@@ -34,7 +33,6 @@ from meshlayout._tracebacks import show_user_frames
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.state import TrainState
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.kernel_gradients import check_kernel_gradients
 from meshlayout.step.placement import layout_of, mesh_text
@@ -54,6 +52,9 @@ _SETTING = (
     "new model or optimizer), its devices, a Python number for an array, the active "
     "layout map or a JAX setting"
 )
+
+# Type and layout of every argument of a call, by name.
+_Seen: TypeAlias = dict[str, tuple[str, str]]
 
 
 @overload
@@ -110,29 +111,29 @@ def compile_step(
     return make if step is None else make(step)
 
 
-# Type and layout of each argument of a call, by name.
-_Seen: TypeAlias = dict[str, tuple[str, str]]
-
-
 class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
-    """The arguments are not those that the program is for."""
+    """The arguments have another structure than those that the program is for."""
 
 
 class _Program:
-    """The jitted function for arguments of one structure, in one set of layouts."""
+    """The jitted function for one structure of the arguments and one set of layouts."""
 
-    def __init__(self, args: PyTree, kwargs: PyTree, layouts: list[Any]) -> None:
-        self.treedef = jax.tree.structure((args, kwargs))
+    def __init__(self, treedef: Any, layouts: list[Any]) -> None:
         meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
         self.mesh: Any = next(meshes, None)
+        # For what is on no mesh: it would come back on one, and be a recompilation.
         self.whole = self.mesh and NamedSharding(self.mesh, PartitionSpec())
-        self.layouts, self.key = layouts, (self.treedef, *map(_key, layouts))
-        self.is_on_mesh = [isinstance(x, NamedSharding) for x in layouts]
+        self.layouts = [layout or self.whole for layout in layouts]
+        self.treedef, self.key = treedef, (treedef, *map(_key, self.layouts))
         self.jitted: Any = None
-        self.has_run = False  # since it became the program of the last call
-        self.is_looked_at = False  # traced without a call
+        # Of the last call: where its arrays were, without PRNG keys, which have to look
+        # for that and are whole; and how many leaves were the state's.
+        self.shardings: list[Any] = []
+        self.is_compared: list[bool] = []
+        self.num_donated = 0
         self.arguments: Any = None  # those of a call, while it is under way
-        devices = (layout.device_set for layout in layouts if layout)
+        self.is_looked_at = False  # traced without a call
+        devices = (layout.device_set for layout in self.layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
         is_cpu = all(device.platform == "cpu" for device in self.devices)
@@ -140,51 +141,25 @@ class _Program:
         processes = {device.process_index for device in self.devices}
         self.has_peers = len(processes) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
-        # What is known of the arguments of the last call, and the state it returned.
-        self.donated_types: set[Any] = set()
-        self.is_compared: list[bool] = []
-        self.donated: list[Any] = []
-        self.rest: list[Any] = []
-        self.state: Callable[[], TrainState | None] = lambda: None
 
-    def remember(self, donated: PyTree, rest: PyTree) -> None:
-        """Remembers where the arguments of a call are."""
-        leaves = jax.tree.leaves(donated)
-        self.donated_types = {getattr(leaf, "aval", None) for leaf in leaves}
-        # A PRNG key has to look for its sharding, and a single one is whole.
-        dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-        self.is_compared = [not _jax.is_extended(dtype) for dtype in dtypes]
-        self.donated = _shardings(itertools.compress(leaves, self.is_compared))
-        self.rest = _shardings(jax.tree.leaves(rest))
-
-    def is_like_last(self, donated: PyTree, rest: PyTree) -> bool:
-        """Returns, fast, whether arrays are where those of the last call were.
+    def is_like_last(self, leaves: list[Leaf]) -> bool:
+        """Returns, fast, whether the arrays of a call are where those of the last were.
 
         JAX would compile again without a word, or (0.10) end the process for an array
         that was used up or is donated twice.
         """
-        leaves, state = jax.tree.leaves(rest), self.state()
-        if _shardings(leaves) != self.rest or any(map(_is_deleted, leaves)):
+        compared = list(compress(leaves, self.is_compared))
+        donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
+        ids = {*map(id, donated)}
+        try:
+            return (
+                [leaf.sharding for leaf in compared] == self.shardings
+                and True not in [leaf.is_deleted() for leaf in compared]
+                and len(ids) == len(donated)
+                and ids.isdisjoint(map(id, rest))
+            )
+        except AttributeError:  # of what is no array now
             return False
-        types = [getattr(leaf, "aval", None) for leaf in leaves]
-        if (
-            state is not None
-            and state is donated[0]
-            and not state.step.is_deleted()
-            and self.donated_types.isdisjoint(types)
-        ):
-            return True  # it is as it was returned: no need to look at all its arrays
-        donated = jax.tree.leaves(donated)
-        compared, ids = (
-            itertools.compress(donated, self.is_compared),
-            set(map(id, donated)),
-        )
-        return (
-            _shardings(compared) == self.donated
-            and not any(map(_is_deleted, donated))
-            and len(ids) == len(donated)
-            and ids.isdisjoint(map(id, leaves))
-        )
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
@@ -227,9 +202,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=names)
         self._programs: dict[Any, _Program] = {}
         self._last: _Program | None = None
-        self._is_loose = False  # whether arrays have come from no mesh
-        self._has_run = False
         self._seen: list[_Seen] = []  # the last calls that were traced
+        self._was_called = False
         self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -238,95 +212,73 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
 
-    # Calls.
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
-            layouts = list(map(_jax.sharding_of, jax.tree.leaves((args, kwargs))))
-            return self._traced(_Program(args, kwargs, layouts), args, kwargs)
-        program, count = self._last, int(self._donates)
-        if program is not None and self._is_loose:
-            args, kwargs = self._placed(program.whole, args, kwargs)
+            return self._traced(None, args, kwargs)
+        program = self._last
         if program is None or (
             program.is_spread
-            and not program.is_like_last(args[:count], (args[count:], kwargs))
+            and not program.is_like_last(jax.tree.leaves((args, kwargs)))
         ):
-            program, args, kwargs = self._switch(args, kwargs)
-        try:
-            return self._run(program, args, kwargs)
-        except Exception as error:
-            show_user_frames(error)
-            is_other = isinstance(error, _OtherProgram)
-            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
-            # JAX refuses arrays that were used up. A call that fails otherwise with its
-            # arrays gone has run, as collectives do when a process is lost.
-            is_refused = is_other or ("deleted" in str(error) and not error.__context__)
-            if is_gone and not is_refused:
-                raise
-            switched, args, kwargs = self._switch(args, kwargs)
-            if switched is program and not is_other:
-                raise
-        return self._run(switched, args, kwargs)
-
-    def _run(self, program: _Program, args: PyTree, kwargs: PyTree) -> Any:
+            program, args = self._switch(args, kwargs)
         if program.has_peers:
             program.arguments = (args, kwargs)
             counts.steps += program.is_shared
         try:
             result = program.jitted(*args, **kwargs)
-        except BaseException:
+        except Exception as error:
             counts.steps -= program.is_shared
-            raise
+            show_user_frames(error)
+            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
+            # JAX refuses arrays that were used up. A call that fails otherwise with its
+            # arrays gone has run, as collectives do when a process is lost.
+            if is_gone and ("deleted" not in str(error) or error.__context__):
+                raise
+            self._check(args, kwargs)
+            if isinstance(error, StepError) or self._program(args, kwargs) is program:
+                raise
+        else:
+            self._was_called = True
+            if program.is_bounded:
+                self._in_flight += 1
+                if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+                    self._in_flight = 0
+                    # One array will do: a program's results are ready together.
+                    jax.block_until_ready(jax.tree.leaves(result)[:1])
+            return result
         finally:
             program.arguments = None
-        program.has_run = self._has_run = True
-        if program.is_spread and self._donates and type(result[0]) is TrainState:
-            program.state = weakref.ref(result[0])
-        if program.is_bounded:
-            self._in_flight += 1
-            if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-                self._in_flight = 0
-                # One array will do: a program's results are ready together.
-                jax.block_until_ready(jax.tree.leaves(result)[:1])
-        return result
+        # It was refused as other devices or another structure need another program.
+        self._last = None
+        return self(*args, **kwargs)
 
-    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Program, Any, Any]:
-        """Returns the program for a call, and its arguments, all on its mesh."""
+    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Program, Any]:
+        """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
-        if program.whole and not all(program.is_on_mesh):
-            # JAX would compile again for those that come back on it.
-            args, kwargs = self._placed(program.whole, args, kwargs)
-            program = self._last = self._program(args, kwargs)
-            self._is_loose = True
-        program.has_run = False
-        count = int(self._donates)
-        program.remember(args[:count], (args[count:], kwargs))
-        return program, args, kwargs
-
-    def _placed(self, whole: Any, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
-        """Returns arguments with arrays and numbers on the mesh, if there is one."""
-
-        def placed(leaf: Leaf) -> Any:
-            return leaf if layout_of(leaf) else _jax.put(leaf, whole)
-
-        if whole is None:
-            return args, kwargs
-        bound = self._signature.bind(*args, **kwargs)
-        for name, value in bound.arguments.items():
-            if name not in self.static_argnames:
-                bound.arguments[name] = jax.tree.map(placed, value)
-        return bound.args, bound.kwargs
+        if program.whole and self._donates:
+            put = functools.partial(_jax.put, sharding=program.whole)
+            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
+            args = (state, *args[1:])
+        leaves = jax.tree.leaves((args, kwargs))
+        program.is_compared = [
+            isinstance(leaf, jax.Array) and not _jax.is_extended(leaf.dtype)
+            for leaf in leaves
+        ]
+        compared = compress(leaves, program.is_compared)
+        program.shardings = [leaf.sharding for leaf in compared]
+        program.num_donated = len(jax.tree.leaves(args[: self._donates]))
+        return program, args
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
     ) -> _Program:
         """Returns the program for arguments, which may be abstract."""
-        leaves = jax.tree.leaves((args, kwargs))
-        program = _Program(args, kwargs, list(map(layout_of, leaves)))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        program = _Program(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -340,8 +292,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         traced.__name__ = self.__name__
         options: dict[str, Any] = {"static_argnames": self.static_argnames}
         if self._donates:
-            layouts = (layout or program.whole for layout in program.layouts)
-            (state, *_), _ = program.treedef.unflatten(layouts)
+            (state, *_), _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
         return program
@@ -356,32 +307,25 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.is_looked_at = False
 
-    # Inside a trace.
-
-    def _traced(self, program: _Program, args: PyTree, kwargs: PyTree) -> Any:
-        """Runs the step inside a program's trace, or inside any other."""
+    def _traced(self, program: _Program | None, args: PyTree, kwargs: PyTree) -> Any:
+        """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # (With jax_debug_nans, JAX also runs this on arrays.)
-        is_trace = program.jitted and any(isinstance(x, Tracer) for x in leaves)
-        now: _Seen | None = None
-        why, agreement = "", contextlib.nullcontext(lambda facts: None)
-        if is_trace:
-            on_mesh = [isinstance(x, Tracer) and _is_on_mesh(x) for x in leaves]
-            is_other = treedef != program.treedef or on_mesh != program.is_on_mesh
-            if program.has_run and is_other and not program.is_looked_at:
+        why, now = "", None
+        agreement = contextlib.nullcontext(lambda facts: None)
+        if program is None:
+            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+        elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
+            if treedef != program.treedef:
                 raise _OtherProgram
-            now = self._texts(args, kwargs, program.layouts)
-        if now is not None and not program.is_looked_at:
-            why = self._explain(now) if self._has_run else ""
-            if program.has_peers:
+            now = self._texts(
+                args, kwargs, list(map(_layout_now, leaves, program.layouts))
+            )
+            if not program.is_looked_at:
+                why = self._explain(now) if self._was_called else ""
                 agreement = self._agreement(program, why)
-        placed = map(_with_layout, leaves, program.layouts)
-        (state, *rest), named = treedef.unflatten(placed)
-        layouts = self._layouts
-        with (
-            _jax.ambient_mesh(program.mesh),
-            activate(layouts) if layouts else contextlib.nullcontext(),
-        ):
+        (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
+        scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
+        with _jax.ambient_mesh(program.mesh), scope:
             with agreement as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
@@ -433,8 +377,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         kept = map(_like, jax.tree.leaves(new), olds, layouts)
         return treedef.unflatten(kept), aux
 
-    # Checks and explanations.
-
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
         if self._donates and _paths.holds_modules(args[:1]):
@@ -449,26 +391,26 @@ class CompiledStep(StepInspection, Generic[P, R]):
         for name, leaf in named.items():
             owners.setdefault(id(leaf), []).append(name)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
-        for places in owners.values():
-            leaf, fact = named[places[0]], ""
+        for names in owners.values():
+            leaf, fact = named[names[0]], ""
             if _is_deleted(leaf):
                 fact = (
                     "was used up by an earlier call of a step, which reuses the "
                     "memory of its state. Continue with the state that the step "
                     "returned."
                 )
-            elif isinstance(leaf, jax.Array) and id(leaf) in donated and places[1:]:
+            elif isinstance(leaf, jax.Array) and id(leaf) in donated and names[1:]:
                 fact = (
                     "are the same array, whose memory the step reuses. Copy one of "
                     "them with jax.numpy.copy."
                 )
             if fact:
-                which = " and ".join(map(repr, places))
+                which = " and ".join(map(repr, names))
                 raise StepError(f"{self.__name__}: {which} {fact}") from None
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(x, now) for x in self._seen), key=len, default=[])
+        changes = min((_changes(seen, now) for seen in self._seen), key=len)
         change = [*changes, _SETTING][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
@@ -480,17 +422,18 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _texts(
         self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
     ) -> _Seen:
-        """Returns the type of each leaf by name, and its layout where given."""
-        static, texts = self.static_argnames, {}
+        """Returns the types of arguments by name, and layouts if they are given."""
+        texts: dict[str, str] = {}
         if layouts:
             treedef = jax.tree.structure((args, kwargs))
             texts = self._named(*treedef.unflatten(map(_layout_text, layouts)))
+        is_static = self.static_argnames.__contains__
         return {
             name: (
-                repr(leaf) if name.partition("/")[0] in static else _type(leaf),
+                repr(x) if is_static(name.partition("/")[0]) else _type(x),
                 texts.get(name, ""),
             )
-            for name, leaf in self._named(args, kwargs).items()
+            for name, x in self._named(args, kwargs).items()
         }
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
@@ -505,23 +448,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return bound.args, bound.kwargs
 
 
-def _is_on_mesh(leaf: Leaf) -> bool:
-    return not jax.typeof(leaf).sharding.mesh.empty
-
-
-def _shardings(leaves: Iterable[Leaf]) -> list[Any]:
-    return [getattr(leaf, "sharding", None) for leaf in leaves]
-
-
 def _is_deleted(leaf: Leaf) -> bool:
-    return hasattr(leaf, "is_deleted") and leaf.is_deleted()
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _with_layout(leaf: Leaf, layout: Any) -> Any:
+def _placed(leaf: Leaf, layout: Any) -> Any:
     """Returns a traced array with its layout, which only the program knows."""
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _layout_now(leaf: Leaf, layout: Any) -> Any:
+    """Returns a layout, or None for an argument that came from no mesh."""
+    is_on_mesh = isinstance(leaf, Tracer) and jax.typeof(leaf).sharding.mesh.axis_names
+    return None if isinstance(layout, NamedSharding) and not is_on_mesh else layout
 
 
 def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
@@ -561,10 +502,9 @@ def _layout_text(layout: Any) -> str:
 
 def _changes(before: _Seen, now: _Seen) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
-    changes, nothing = [], ("", "")
+    changes = []
     for name in dict.fromkeys([*now, *before]):
-        old, here = before.get(name, nothing)
-        new, there = now.get(name, nothing)
+        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
         if not old:
             changes.append(f"{name} is new: {new}")
         elif not new:
