@@ -236,7 +236,10 @@ def test_a_used_up_state_and_other_shapes_are_refused_for_the_state():
     state, _ = step(state, batch)
     assert int(state.step) == 1  # a state that was read
     step(state, batch)
-    with pytest.raises(ml.errors.StepError, match="was used up by an earlier call"):
+    with (
+        pytest.warns(ml.errors.RecompileWarning, match="batch/x changed"),
+        pytest.raises(ml.errors.StepError, match="was used up by an earlier call"),
+    ):
         step(state, {"x": jnp.ones((16, 2))})
 
 
