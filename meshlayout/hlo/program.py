@@ -146,20 +146,18 @@ class Program:
                 return instruction, path
         return Instruction(name, "", "", (), ""), path
 
-    def _argument(self, computation: str, name: str, path: Path = ()) -> Path | None:
-        """Returns the path in the computation's argument that a value is, or None."""
+    def value(self, computation: str, name: str, path: Path = ()) -> int | Path | None:
+        """Returns the integer that a value is, or its path in the argument, or None."""
         maker, path = self.maker(computation, name, path)
-        return path if maker.opcode == "parameter" else None
-
-    def _integer(self, computation: str, name: str, path: Path = ()) -> int | None:
-        maker, _ = self.maker(computation, name, path)
-        text = maker.attribute(r"^(-?\d+)\)")
-        return int(text) if maker.opcode == "constant" and text else None
+        if maker.opcode == "parameter":
+            return path
+        text = maker.attribute(r"^(-?\d+)\)") if maker.opcode == "constant" else ""
+        return int(text) if text else None
 
     def carries(self, loop: Instruction, path: Path) -> bool:
         """Returns whether a loop hands on an element of what it carries unchanged."""
         body = _called_as("body", loop)
-        return self._argument(body, self.roots[body], path) == path
+        return self.value(body, self.roots[body], path) == path
 
     def _runs(self, computation: str) -> Runs:
         calls = self.callers.get(computation, ())
@@ -186,20 +184,18 @@ class Program:
         # while (counter < stop) counter = counter + step
         condition, body = _called_as("condition", loop), _called_as("body", loop)
         test, _ = self.maker(condition, self.roots[condition])
-        is_less = test.attribute(r"\bdirection=(LT)\b")
-        counter = self._argument(condition, test.operands[0]) if is_less else None
-        if not counter:
+        if "direction=LT" not in test.rest:
             return None
+        counter, stop = (self.value(condition, name) for name in test.operands)
+        if not isinstance(counter, tuple):
+            return None
+        start = self.value(computation, loop.operands[0], counter)
         update, _ = self.maker(body, self.roots[body], counter)
-        is_sum = update.opcode == "add"
-        if not is_sum or self._argument(body, update.operands[0]) != counter:
-            return None
-        start = self._integer(computation, loop.operands[0], counter)
-        stop = self._integer(condition, test.operands[1])
-        step = self._integer(body, update.operands[1])
-        if start is None or stop is None or not step or step < 0:
-            return None
-        return max(0, -((start - stop) // step))
+        terms = [self.value(body, name) for name in update.operands]
+        match update.opcode, terms, start, stop:
+            case "add", [before, int(step)], int(), int() if before == counter:
+                return max(0, -((start - stop) // step)) if step > 0 else None
+        return None
 
     def lines(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """Yields the files and lines that made an instruction, the innermost first."""
@@ -240,11 +236,6 @@ def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Returns the bytes of an array.
-
-    Example:
-        >>> nbytes("bf16", (8, 4)), nbytes("s4", (3,)), nbytes("f8e4m3fn", (5,))
-        (64, 2, 5)
-    """
+    """Returns the bytes of an array, such as 2 of `("s4", (3,))`."""
     bits = 8 if dtype == "pred" else int(*re.findall(r"\d+", dtype)[:1] or [0])
     return math.ceil(math.prod(shape) * bits / 8)
