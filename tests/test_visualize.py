@@ -88,19 +88,12 @@ def test_any_three_dims_over_any_axes_are_drawn_as_jax_lays_them(data):
     assert held_in_html(visualize(sharding, shape)) == held_by_jax(sharding, shape)
 
 
-def test_a_sharding_whose_spec_leaves_out_trailing_dims_is_drawn():
+def test_shardings_without_axis_names_or_trailing_dims_are_drawn_too():
     sharding = NamedSharding(MESH.jax_mesh, P("batch"))
-    shape = (4, 6, 2)
-    assert dict(visualize(sharding, shape).held) == held_by_jax(sharding, shape)
-
-
-def test_shardings_without_axis_names_are_drawn_too():
+    assert dict(visualize(sharding, (4, 6, 2)).held) == held_by_jax(sharding, (4, 6, 2))
     array = jnp.zeros((4, 6))
     (device,) = array.devices()
-    for shards in (
-        visualize(array),
-        visualize(SingleDeviceSharding(device), shape=(4, 6)),
-    ):
+    for shards in (visualize(array), visualize(SingleDeviceSharding(device), (4, 6))):
         assert dict(shards.held) == {device.id: ((0, 4), (0, 6))}
         assert "One device holds the whole array" in repr(shards)
 
@@ -133,12 +126,6 @@ def test_the_text_of_a_picture():
     )
 
 
-def test_a_replicated_array_is_one_block_with_all_devices():
-    text = repr(visualize(ml.Layout.replicated(MESH, 2), shape=(3, 5)))
-    assert "│  0-7  │" in text or "│ 0-7 │" in text
-    assert "8 devices hold the whole array." in text
-
-
 def colors_of(value):
     """Returns the color of each block by the label in it."""
     text = operator.methodcaller("_repr_html_")(value)
@@ -146,27 +133,26 @@ def colors_of(value):
     return {label: color for color, label in blocks}
 
 
-@pytest.mark.parametrize(
-    "specs", [["batch", None], [None, "model"], ["model", "batch"]]
-)
-def test_a_shard_has_the_color_of_its_first_device_in_the_mesh(specs):
+def test_a_shard_has_the_color_of_its_first_device_in_the_mesh():
     of_mesh = colors_of(MESH)
     assert len(set(of_mesh.values())) == 8
-    for label, color in colors_of(visualize(ml.Layout(specs, MESH), (8, 8))).items():
-        assert color == of_mesh[str(parse_ids(label)[0])]
+    for specs in (["batch", None], [None, "model"], ["model", "batch"]):
+        shards = visualize(ml.Layout(specs, MESH), (8, 8))
+        for label, color in colors_of(shards).items():
+            assert color == of_mesh[str(parse_ids(label)[0])]
 
 
-def test_three_cut_dims_become_several_grids():
+def test_three_sharded_dims_become_several_grids_and_others_are_named():
     text = repr(visualize(ml.Layout(["data", "fsdp", "model"], CUBE), (4, 4, 4)))
     assert "dim 0 at 0:2" in text
     assert "dim 0 at 2:4" in text
     assert re.findall(r"(?<=│) +(\d) +(?=│)", text) == [str(n) for n in range(8)]
-
-
-def test_dims_that_are_not_drawn_are_named():
     layout = ml.Layout.batch_sharded(MESH, "batch", rank=4)
     text = repr(visualize(layout, (128, 28, 28, 1)))
     assert "Not drawn: dims 2 (28), 3 (1), whole in every shard." in text
+    text = repr(visualize(ml.Layout.replicated(MESH, 2), shape=(3, 5)))
+    assert "│ 0-7 │" in text
+    assert "8 devices hold the whole array." in text
 
 
 # What cannot be drawn.
