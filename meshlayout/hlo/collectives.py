@@ -91,15 +91,15 @@ def read_collectives(
     """Yields the collectives of a program on a mesh, in the order of its text."""
     pieces: dict[tuple[str, ...], Collective] = {}
     started: set[tuple[str, ...]] = set()
-    for computation, instruction in program:
+    for instruction in program:
         if instruction.opcode not in _OPCODES:
             continue
-        collective = _collective(program, computation, instruction, mesh, origins)
-        if not _PIECE.match(computation):
+        collective = _collective(program, instruction, mesh, origins)
+        if not _PIECE.match(instruction.computation):
             yield collective
             continue
         key = collective.kind, *map(instruction.attribute, (_CHANNEL, _CHAIN))
-        others = program.computations[computation].values()
+        others = program.computations[instruction.computation]
         if any(_STARTS in other.rest for other in others):
             started.add(key)
             yield collective
@@ -119,11 +119,7 @@ _IS_SYNCHRONOUS = '"is_sync":true'
 
 
 def _collective(
-    program: Program,
-    computation: str,
-    instruction: Instruction,
-    mesh: Mesh | None,
-    origins: Origins,
+    program: Program, instruction: Instruction, mesh: Mesh | None, origins: Origins
 ) -> Collective:
     kind, is_async = _OPCODES[instruction.opcode]
     arrays = arrays_of(instruction.type)
@@ -135,22 +131,23 @@ def _collective(
     groups = replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     size = sum(nbytes(*array) for array in arrays)
+    computation = instruction.computation
     is_scatter = computation.startswith("all-reduce-scatter")  # a fusion, on TPUs
-    site, outer = computation, instruction  # where its result is used
-    for caller, call in program.callers.get(computation, ())[:1]:
+    outer = instruction  # what has its result
+    for call in program.callers.get(computation, ())[:1]:
         if is_scatter or call.opcode == "async-start" or _PIECE.match(computation):
-            site, outer = caller, call
+            outer = call
             is_async = is_async or not is_scatter
     if is_scatter:
         kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
     axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
-    runs = program.runs(computation)
-    moved = origins.leaves(computation, instruction, site, outer)
-    scopes, source = origins.scopes_and_source(computation, instruction)
+    times, times_known, in_loop = program.runs(computation)
+    moved = origins.leaves(instruction, outer)
+    scopes, source = origins.scopes_and_source(instruction)
     if not source:
-        scopes, source = origins.scopes_and_source(site, outer)
+        scopes, source = origins.scopes_and_source(outer)
     # An NNX model has no scopes: the weights tell its layers apart.
-    module = "/".join(scopes) or origins.parent(moved) or origins.module(site, outer)
+    module = "/".join(scopes) or origins.parent(moved) or origins.module(outer)
     return Collective(
         kind=kind,
         axes=axes,
@@ -158,10 +155,10 @@ def _collective(
         num_devices=width,
         arrays=tuple(f"{x}[{', '.join(map(str, dims))}]" for x, dims in arrays),
         nbytes=size,
-        wire_bytes=runs.times * _wire_bytes(kind, size, groups),
-        times=runs.times,
-        times_known=runs.is_known,
-        in_loop=runs.in_loop,
+        wire_bytes=times * _wire_bytes(kind, size, groups),
+        times=times,
+        times_known=times_known,
+        in_loop=in_loop,
         is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
         module=module,

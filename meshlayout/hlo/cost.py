@@ -30,18 +30,6 @@ class Cost:
     times_known: bool = True
     uncounted: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        lines = [f"{self.flops:,} FLOPs on all devices together"]
-        if self.uncounted:
-            lines.append(f"not counted: the FLOPs of {', '.join(self.uncounted)}")
-        if not self.times_known:
-            lines.append(
-                "loops of unknown length count as one iteration, branches as taken"
-            )
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
 
 def read_cost(program: jax.stages.Traced) -> Cost:
     """Counts the FLOPs of a traced program, on all devices together.
@@ -70,18 +58,9 @@ def _cost_of(eqn: Equation) -> Cost:
     name, params = eqn.primitive.name, eqn.params
     if name in ("pallas_call", "pure_callback", "io_callback", "ffi_call"):
         return Cost(0, uncounted=(name,))
-    numbers = params.get("dimension_numbers")
-    if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        # Between the numbers of a dilated input, such as in gradients, are zeros.
-        holes = kernel[numbers.rhs_spec[0]] * math.prod(params["lhs_dilation"])
-        return _products(eqn, math.prod(kernel) // holes)
-    if name == "ragged_dot_general":
-        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    if name in ("dot_general", "ragged_dot_general"):
-        (contracted, _), _ = numbers
-        left = eqn.invars[0].aval.shape
-        return _products(eqn, math.prod(left[dim] for dim in contracted))
+    products = _products(eqn)
+    if products:
+        return Cost(2 * products * math.prod(eqn.outvars[0].aval.shape))
     bodies = [
         _total([_cost_of(x) for x in jaxpr.eqns]) for jaxpr in _jax.inner_jaxprs(eqn)
     ]
@@ -98,6 +77,18 @@ def _cost_of(eqn: Equation) -> Cost:
     return Cost(times * whole.flops, is_known, whole.uncounted)
 
 
-def _products(eqn: Equation, count: int) -> Cost:
-    """Returns the cost of as many products for each number of the result."""
-    return Cost(2 * count * math.prod(eqn.outvars[0].aval.shape))
+def _products(eqn: Equation) -> int:
+    """Returns how many products make one number of the result; 0 for others."""
+    name, params = eqn.primitive.name, eqn.params
+    numbers = params.get("dimension_numbers")
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        # Between the numbers of a dilated input, such as in gradients, are zeros.
+        holes = kernel[numbers.rhs_spec[0]] * math.prod(params["lhs_dilation"])
+        return math.prod(kernel) // holes
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    elif name != "dot_general":
+        return 0
+    (contracted, _), _ = numbers
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from meshlayout.hlo.program import OP_NAME, Instruction, Path, Program
+from meshlayout.hlo.program import OP_NAME, Instruction, Path, Program, maker
 
 
 _MOVES = {"bitcast", "convert", "transpose", "reshape", "slice", "pad", "broadcast"}
@@ -58,66 +58,59 @@ class Origins:
     ) -> None:
         self._program, self._arguments, self._results = program, arguments, {*results}
         # The leaves among the results that depend on each value of the entry.
-        self._dependents: dict[str, set[str]] = {}
-        entry = program.computations.get(program.entry, {})
-        root = entry.get(program.roots.get(program.entry, ""))
-        for path, name in zip(results, root.operands if root else (), strict=False):
-            self._dependents.setdefault(name, set()).add(self._owner(path))
-        for name, instruction in reversed(entry.items()):
-            leaves = self._dependents.get(name, set())
+        self._dependents: dict[Instruction, set[str]] = {}
+        root = program.roots.get(program.entry)
+        for path, value in zip(results, root.operands if root else (), strict=False):
+            self._dependents.setdefault(value, set()).add(self._owner(path))
+        for instruction in reversed(program.computations.get(program.entry, [])):
+            leaves = self._dependents.get(instruction, set())
             for operand in instruction.operands:
                 self._dependents.setdefault(operand, set()).update(leaves)
 
-    def leaves(
-        self, computation: str, instruction: Instruction, site: str, outer: Instruction
-    ) -> list[str]:
+    def leaves(self, instruction: Instruction, outer: Instruction) -> list[str]:
         """Returns the leaves that a collective moves.
 
         Of its operands, or else those that depend on its result, which is that of the
         outer instruction. Every leaf depends on an activation, one on each gradient.
         """
-        operands = instruction.operands
-        names = [self._argument(computation, operand) for operand in operands]
-        if not any(names) and site == self._program.entry:
-            names = sorted(self._dependents.get(outer.name, ()))
-            names = names if len(names) <= len(operands) else []
+        names = [*map(self._argument, instruction.operands)]
+        if not any(names):
+            names = sorted(self._dependents.get(outer, ()))
+            names = names if len(names) <= len(instruction.operands) else []
         return [*dict.fromkeys(filter(None, names))]
 
-    def _argument(self, computation: str, name: str) -> str:
+    def _argument(self, value: Instruction) -> str:
         """Returns the name of the argument that a value is, or `""`."""
         program = self._program
         path: Path = ()
         while True:
-            maker, path = program.maker(computation, name, path, _MOVES)
-            if maker.opcode == "parameter":
-                if computation == program.entry:
-                    text = leaf_name(maker.attribute(OP_NAME))
+            value, path = maker(value, path, _MOVES)
+            if value.opcode == "parameter":
+                if value.computation == program.entry:
+                    text = leaf_name(value.attribute(OP_NAME))
                     return self._arguments.get(text, text)
-                calls = program.callers.get(computation, [])
+                place = int(value.attribute(r"^(\d+)\)"))
+                calls = program.callers.get(value.computation, [])
                 if len(calls) != 1:
                     return ""
-                place = int(maker.attribute(r"^(\d+)\)"))
-                [(computation, maker)] = calls
-                if maker.opcode in ("fusion", "call", "async-start"):
-                    name = maker.operands[place]
+                [value] = calls
+                if value.opcode in ("fusion", "call", "async-start"):
+                    value = value.operands[place]
                     continue
-            if maker.opcode == "while" and path and program.carries(maker, path):
-                name = maker.operands[0]
-            elif maker.opcode in ("fusion", "call"):  # into it, from its result
-                [computation] = program.called(maker)
-                name = program.roots[computation]
+            if value.opcode == "while" and path and program.carries(value, path):
+                value = value.operands[0]
+            elif value.opcode in ("fusion", "call"):  # into it, from its result
+                value = program.roots[program.called(value)[0]]
             else:
                 return ""
 
-    def module(self, computation: str, instruction: Instruction) -> str:
+    def module(self, value: Instruction) -> str:
         """Returns the path of the module whose weights made a value, or `""`."""
-        known = self._program.computations[computation]
         while True:
-            makers = [known[name] for name in instruction.operands if name in known]
-            weights = [self._argument(computation, maker.name) for maker in makers]
-            if any(weights) or len(makers) != 1:
+            weights = [*map(self._argument, value.operands)]
+            if any(weights) or len(value.operands) != 1:
                 return self.parent(weights)
-            [instruction] = makers
+            [value] = value.operands
 
     def parent(self, paths: Sequence[str]) -> str:
         """Returns the path of the module that holds all of some leaves, or `""`."""
@@ -130,23 +123,19 @@ class Origins:
         ends = ("/".join(keys[start:]) for start in range(1, len(keys)))
         return next((end for end in ends if end in self._results), path)
 
-    def scopes_and_source(
-        self, computation: str, instruction: Instruction
-    ) -> tuple[list[str], str]:
+    def scopes_and_source(self, instruction: Instruction) -> tuple[list[str], str]:
         """Returns the named scopes and the user's source line of an instruction.
 
         Of what was combined from several, XLA notes only one: then it is what all of
         the operands' have in common.
         """
-        known = self._program.computations[computation]
         makers = [instruction]
         if len(instruction.operands) > 1:
-            makers = [_noted(known, name) for name in instruction.operands]
-        sources = Counter(filter(None, (self._source(x) for x in makers if x)))
+            makers = [x for x in map(_noted, instruction.operands) if x]
+        sources = Counter(filter(None, map(self._source, makers)))
         more = f" and {len(sources) - 1} more" * (len(sources) > 1)
         source = "".join(source for source, _ in sources.most_common(1)) + more
-        names = [scopes(maker.attribute(OP_NAME)) for maker in makers if maker]
-        return _common_start(names), source
+        return _common_start([scopes(x.attribute(OP_NAME)) for x in makers]), source
 
     def _source(self, instruction: Instruction) -> str:
         lines = [*self._program.lines(instruction)]
@@ -156,13 +145,13 @@ class Origins:
         return ""
 
 
-def _noted(known: Mapping[str, Instruction], name: str) -> Instruction | None:
+def _noted(value: Instruction) -> Instruction | None:
     """Returns what made a value, past instructions of which nothing is noted."""
-    while instruction := known.get(name):
-        if _NOTED.search(instruction.rest):
-            return instruction
-        name = next(iter(instruction.operands), "")
-    return None
+    while not _NOTED.search(value.rest):
+        if not value.operands:
+            return None
+        value = value.operands[0]
+    return value
 
 
 def scopes(op_name: str) -> list[str]:
