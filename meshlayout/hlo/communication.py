@@ -101,21 +101,9 @@ class Communication(Mapping[str, int]):
 
     def diff(self, other: "Communication") -> "CommunicationDiff":
         """Compares with another program, such as that of other layouts."""
-        return CommunicationDiff(
-            self, other, other._without(self), self._without(other)
-        )
-
-    def _without(self, other: "Communication") -> tuple[Collective, ...]:
-        """Returns the collectives that another program does not have, or fewer of."""
-        extra = Counter(map(_lock_line, self.collectives))
-        extra -= Counter(map(_lock_line, other.collectives))
-        picked: list[Collective] = []
-        for collective in self.collectives:
-            line = _lock_line(collective)
-            extra[line] -= 1
-            if extra[line] >= 0:
-                picked.append(collective)
-        return tuple(picked)
+        before, after = Counter(self.collectives), Counter(other.collectives)
+        added, removed = (after - before).elements(), (before - after).elements()
+        return CommunicationDiff(self, other, tuple(added), tuple(removed))
 
     def to_lock(self) -> str:
         """Returns the collectives as stable text, one line for those that are alike.
@@ -141,8 +129,8 @@ class CommunicationDiff:
     Attributes:
         before: What the first program sends.
         after: What the second one sends.
-        added: What only the second one sends.
-        removed: What only the first one sends.
+        added: What only the second one sends, or more of.
+        removed: What only the first one sends, or more of.
     """
 
     before: Communication
