@@ -1,8 +1,7 @@
 """`data_parallel`, `fsdp` and `zero_rule`: the batch is sharded, and what goes with it.
 
 With FSDP (ZeRO stage 3) the compiler gathers each weight where it is used and scatters
-its gradient, whichever dim is sharded; wherever moving activations instead is
-cheaper it does that, and this is where the dim decides. Measured on compiled programs
+its gradient, whichever dim is sharded, unless moving activations is cheaper. Measured
 (`benchmarks/fsdp_rules.py`): with the vocabulary of embedding and logits sharded, a
 transformer sends a fifth less than by the other dims. Other matrices are as cheap on
 their smaller dim as on the larger one, and cheaper for wide inputs and in bfloat16. An
@@ -30,12 +29,10 @@ from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.forward import Call, Model, follow
 
 
+# Each sharded array costs an all-gather in every step, whatever its size, and biases
+# and norms take next to no memory (`benchmarks/fsdp_rules.py` measures it).
 MIN_BYTES = 8192
-"""The default of `fsdp`: `benchmarks/fsdp_rules.py` measures it."""
-
 MIN_SIZE = 1024
-"""The default of `zero_rule`. Each sharded array costs an all-gather in every step,
-whatever its size, and biases and norms take next to no memory."""
 
 # Flax's dense layers hold a kernel of inputs x outputs. A matrix by another name with
 # more rows than columns may be a lookup table; one of few rows is known by its name.
@@ -50,11 +47,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
 
     Only batches are sharded, over the mesh's batch axes; a step sends the gradients
     once (XLA for CPUs sends those of a loop's weights in each round). Use this while
-    model, gradients and optimizer state fit each device. Arrays whose own Flax metadata
-    names axes of this mesh are sharded as that says.
-
-    Args:
-        mesh: The mesh.
+    model, gradients and optimizer state fit each device.
 
     Example:
         >>> import meshlayout as ml
@@ -94,19 +87,17 @@ def zero_rule(
             or the devices have no such memory.
 
     Example:
-        >>> import optax
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel$": (None, "model")})
         >>> layouts |= {"^opt_state/": zero_rule(mesh)}
-        >>> params = {"kernel": jax.ShapeDtypeStruct((784, 128), "float32")}
-        >>> opt_state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, params)
-        >>> state = {"params": params, "opt_state": opt_state}
-        >>> print(layouts.resolve(state).to_lock())
-        # layouts on Mesh(batch=2, model=4)
-        kernel: f32[784, 128] [unsharded, model]
-        opt_state/0/trace/kernel: f32[784, 128] [batch, model]
-        <BLANKLINE>
+        >>> kernel = jax.ShapeDtypeStruct((784, 128), "float32")
+        >>> state = {
+        ...     "params": {"kernel": kernel},
+        ...     "opt_state": {"mu": {"kernel": kernel}},
+        ... }
+        >>> layouts.resolve(state)["opt_state/mu/kernel"].layout
+        Layout([batch, model], Mesh(batch=2, model=4))
     """
     mesh = as_mesh(mesh)
     names = () if axes == () else _axes(mesh, "zero_rule", axes, batch_axes(mesh))
@@ -131,8 +122,7 @@ def fsdp(
     Every array of `min_bytes` or more is sharded on one dim, which its shape decides;
     its optimizer state and moving average follow. Use this when the model does not fit
     each device whole. Rules for single arrays go on top: `fsdp(mesh) | {"head/kernel":
-    [...]}`. Arrays whose own Flax metadata names axes of this mesh are sharded as that
-    says.
+    [...]}`; Flax metadata that names axes of this mesh counts for its array.
 
     With a model, its forward program is traced as by `tensor_parallel`: what rows are
     looked up in is sharded by rows, however small, and a loop over layers whose carry
@@ -141,7 +131,6 @@ def fsdp(
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
     "fsdp": -1}, dcn="replica")` sends nothing but gradients over the slow network.
-    Batches are always sharded over all batch axes, here both.
 
     Args:
         mesh: The mesh.
@@ -180,23 +169,22 @@ def fsdp(
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes=min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
     tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
-    for shape, read in flow.loops:
-        is_read = (bool(read >> index & 1) for index in range(len(params)))
-        loop_params = itertools.compress(params, is_read)
-        path = next((x.path for x in loop_params if x.nbytes >= min_bytes), None)
-        if path is not None:
-            rows = batch_axes(mesh) or names
-            entry = rows[0] if len(rows) == 1 else rows
-            line = (
-                f"fsdp: a loop reads {path!r}, which is sharded, and carries an "
-                f"activation of shape {shape}, which nothing constrains: XLA may "
-                "shard that like the weights and move every activation. Write x = "
-                "ml.constrain(x, 'carry') as the first line of the loop's body, and "
-                "give the step layouts=ml.LayoutMap(mesh, "
-                f"{{'carry': ({entry!r}, ...)}})."
-            )
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-            break
+    read_in_loops = (
+        (shape, param.path)
+        for shape, read in flow.loops
+        for index, param in enumerate(params)
+        if read >> index & 1 and param.nbytes >= min_bytes
+    )
+    for shape, path in itertools.islice(read_in_loops, 1):
+        rows = batch_axes(mesh) or names
+        line = (
+            f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
+            f"of shape {shape}, which nothing constrains: XLA may shard that like the "
+            "weights and move every activation. Write x = ml.constrain(x, 'carry') as "
+            "the first line of the loop's body, and give the step layouts=ml.LayoutMap("
+            f"mesh, {{'carry': ({rows[0] if len(rows) == 1 else rows!r}, ...)}})."
+        )
+        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     rule = FsdpRule(names, mesh, min_bytes=min_bytes, tables=tables)
     return LayoutMap(mesh, default=rule)
 
@@ -206,19 +194,17 @@ def _axes(
 ) -> tuple[str, ...]:
     """Returns the axes that a user gave, or the natural ones of the mesh."""
     if axes is None and not natural:
+        known, first = ", ".join(map(repr, BATCH_AXES)), mesh.axis_names[0]
         msg = (
-            f"{where}: {mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}. "
-            f"Give the axes to shard over, as {where}(mesh, "
-            f"axes={mesh.axis_names[0]!r})."
+            f"{where}: {mesh!r} has no axis named {known}. Give the axes to shard "
+            f"over, as {where}(mesh, axes={first!r})."
         )
         raise LayoutMapError(msg)
     names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
     is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
     if not is_names or len({*names}) < len(names):
-        msg = (
-            f"{where}: axes must be a mesh axis name or several different ones, got "
-            f"{_checks.shown(axes)}."
-        )
+        what = "a mesh axis name or several different ones"
+        msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."
         raise LayoutMapError(msg)
     mesh.axis_size(names)
     return tuple(names)
@@ -230,29 +216,18 @@ def _check_memory(kind: Any, mesh: Mesh) -> None:
     except LayoutError as error:
         raise LayoutMapError(f"zero_rule: {error}") from None
     is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
+    # Described GPUs do not list their memories, and JAX then leaves out the kind.
     if is_old or sharding.memory_kind != kind:
-        # Described GPUs do not list their memories, and JAX then leaves out the kind.
-        msg = (
-            f"zero_rule: JAX cannot move arrays to {kind!r} in programs for the "
-            f"devices of {mesh!r}. Leave out memory_kind; on real GPUs and TPUs, and "
-            "on described TPUs, it works."
-        )
+        where = f"in programs for the devices of {mesh!r}"
+        msg = f"zero_rule: JAX cannot move arrays to {kind!r} {where}."
         raise LayoutMapError(msg)
 
 
 @dataclass(frozen=True)
 class ZeroRule:
-    """The rule of `zero_rule`: shards arrays over more axes, on the largest dim.
+    """The rule of `zero_rule`: shards arrays over more axes, on the largest dim."""
 
-    Attributes:
-        axes: The mesh axes to shard over, major first; those that shard an array
-            already are left out.
-        mesh: The mesh.
-        min_size: Arrays of fewer elements are not sharded further.
-        memory_kind: The memory of the arrays, or None for what they have.
-    """
-
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
     min_size: int = field(default=0, repr=False)
     memory_kind: str | None = field(default=None, repr=False)
@@ -281,11 +256,11 @@ class ZeroRule:
             if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
                 return Rule(sharded)
         over = f"over {', '.join(map(repr, free))}"
-        if len(dims) < len(shape):
-            reason = reason or (
+        if not reason and len(dims) < len(shape):
+            reason = (
                 f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}; "
-                "sharded by another, a lookup table shards every activation"
             )
+            reason += "sharded by another, a lookup table shards every activation"
         state = "not sharded further" if shards > 1 else "whole"
         return Rule(layout, note=f"{state}: {reason or f'no dim divides {over}'}")
 
@@ -302,14 +277,10 @@ class ZeroRule:
 
 @dataclass(frozen=True)
 class FsdpRule(ZeroRule):
-    """The rule of `fsdp`: on the dim that moves the least.
+    """The rule of `fsdp`: on the dim that moves the least."""
 
-    Attributes:
-        min_bytes: Arrays of fewer bytes on a device stay whole.
-        tables: The paths of what rows are looked up in; None if no program was traced.
-    """
-
-    min_bytes: int = 0
+    min_bytes: int = 0  # on a device
+    # The paths of what rows are looked up in; None if no program was traced.
     tables: tuple[str, ...] | None = field(default=None, repr=False)
 
     def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
@@ -330,10 +301,7 @@ class FsdpRule(ZeroRule):
         if self.tables is not None:
             is_table = any(f"/{path}".endswith(f"/{table}") for table in self.tables)
             is_kernel = not is_table
-        if is_table:
+        if is_table or (rows > columns and not is_kernel):
             return (0,)
-        if columns >= _VOCABULARY * rows:
-            return (1, 0)
-        if is_kernel:
-            return (1, 0) if rows >= columns else (0, 1)
-        return (0,) if rows > columns else (0, 1)
+        by_columns = columns >= _VOCABULARY * rows or (is_kernel and rows >= columns)
+        return (1, 0) if by_columns else (0, 1)

@@ -50,22 +50,15 @@ def follow(
 ) -> tuple[list[Parameter], Flow]:
     """Traces a model's forward program, and follows its parameters through it.
 
-    Args:
-        model_or_build: The model, or a function that builds it.
-        example_inputs: The arguments of the call: a tuple, or the only one.
-        call: How the model is called.
-        where: The public function, which messages name.
-        mesh: The mesh, if constraints that the model asks for by name matter.
-
-    Raises:
-        LayoutMapError: If the model cannot be called so.
+    The arguments are those of `tensor_parallel`; `where` is the public function, and
+    the mesh is given if constraints that the model asks for by name matter.
     """
     context = _checks.Context(where=where, error=LayoutMapError)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     hint = "Give arrays, or jax.ShapeDtypeStruct(shape, dtype)."
     _checks.has_arrays("example_inputs", inputs, **{**context, "hint": hint})
     if call is not None:
-        names = [f"input_{index}" for index in range(len(inputs))]
+        names = (f"input_{index}" for index in range(len(inputs)))
         _checks.function("call", call, "model", *names, **context)
     with eager_sharding_off(), _jax.no_mesh():
         model = _built(model_or_build, where)

@@ -162,20 +162,26 @@ def _unstacked(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
 
 def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     """Serves what leaves most dims in their place, and works along the others."""
-    name, x = eqn.primitive.name, args[0]
+    name, params, x = eqn.primitive.name, eqn.params, args[0]
     shapes, rank = out_shapes(eqn), len(x.shape)
     operands = [arg for arg in args if arg.shape and len(arg.shape) == rank]
-    worked = {dim % rank for dim in _worked_along(eqn.params)} if rank else set()
-    if name == "top_k":
-        worked.add(eqn.params.get("axis", rank - 1) % rank)
+    dims = {params[key] for key in ("dimension", "axis") if key in params}
+    dims |= {*params.get("dimensions", ())}
+    if name == "top_k":  # along the last dim in older versions of JAX
+        dims.add(params.get("axis", rank - 1))
+    window = enumerate(params.get("window_dimensions", ()))
+    padding = enumerate(params.get("padding_config", ()))
+    dims |= {dim for dim, size in window if size != 1}
+    dims |= {dim for dim, pads in padding if any(pads)}
     for shape in (*(arg.shape for arg in operands), *shapes):
-        worked |= {dim for dim in range(rank) if x.shape[dim] != shape[dim]}
+        dims |= {dim for dim in range(rank) if x.shape[dim] != shape[dim]}
+    worked = {dim % rank for dim in dims}
     reason = f"{name} {_VERBS.get(name, 'works along it')}"
     if name == "dynamic_slice" and flow.depth:
         reason = STACKED  # as layers are, which a loop takes out by their number
     for arg in operands:
         block([arg.dims[dim] for dim in worked], reason)
-        for dim in set(range(rank)) - worked:
+        for dim in {*range(rank)} - worked:
             link(x.dims[dim], arg.dims[dim])
     fresh = [fresh_dims(shape, reason) for shape in shapes]
     return [
@@ -184,24 +190,11 @@ def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     ]
 
 
-def _worked_along(params: dict[str, Any]) -> set[int]:
-    """Returns the dims along which an operation works even if their sizes stay."""
-    worked: set[int] = set()
-    for name in ("dimension", "dimensions", "axis"):
-        dims = params.get(name, ())
-        worked |= {*dims} if isinstance(dims, (tuple, list)) else {dims}
-    for name, usual in _USUAL.items():
-        values = params.get(name) or ()
-        worked |= {dim for dim, value in enumerate(values) if value != usual}
-    return worked
-
-
-_USUAL = {"padding_config": (0, 0, 0), "strides": 1, "window_dimensions": 1}
-_TAKES = "takes parts of it"
 _VERBS = {
-    "dynamic_slice": _TAKES,
-    "slice": _TAKES,
-    "split": f"{_TAKES}; with its columns in the order of heads it could be sharded",
+    "dynamic_slice": "takes parts of it",
+    "slice": "takes parts of it",
+    "split": "takes parts of it; with its columns in the order of heads it could be "
+    "sharded",
 }
 
 
@@ -210,11 +203,9 @@ _VERBS = {
 
 def _matmul(flow: Flow, eqn: Equation, lhs: Value, rhs: Value, *_: Any) -> list[Dims]:
     """Products of matrices, also of rows with a matrix for their group."""
-    groups: Sequence[int] = ()
+    numbers, groups = eqn.params.get("dimension_numbers"), ()
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    contracted, batch = (
-        ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-    )
+    contracted, batch = numbers or ragged.dot_dimension_numbers
     if ragged:
         groups = ragged.rhs_group_dimensions
         block([rhs.dims[dim] for dim in groups], "rows are grouped by it")

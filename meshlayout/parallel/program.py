@@ -87,10 +87,11 @@ def _scan(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
 
 def _while(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    cond, body = (getattr(x, "jaxpr", x) for x in (cond, body))  # as they are in 0.12
     consts, carry = args[first : first + second], args[first + second :]
-    walk(flow, _jaxpr(eqn.params["cond_jaxpr"]), (*args[:first], *carry))
-    # How often is not known here.
-    return _looped(flow, _jaxpr(eqn.params["body_jaxpr"]), consts, carry, [], 1)
+    walk(flow, cond, (*args[:first], *carry))
+    return _looped(flow, body, consts, carry, [], 1)  # how often is not known here
 
 
 def _looped(
@@ -133,10 +134,6 @@ def _looped(
 
 def _dependence(x: Value) -> tuple[int, bool, int]:
     return x.params, x.of_inputs, x.history
-
-
-def _jaxpr(closed: Any) -> Any:
-    return getattr(closed, "jaxpr", closed)  # they are not closed in jax 0.12
 
 
 def _conditional(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:

@@ -44,10 +44,8 @@ def tensor_parallel(
     sharded in pairs, the first by columns and the second by rows, attention by heads,
     and embeddings by the vocabulary, so that a transformer block sends one all-reduce
     for its attention and one for its MLP, and as many backward. What has no such pair
-    stays whole: `explain` shows the reason for each matrix.
-
-    Use this where a model's matrices are too large for one device, or its batch too
-    small to shard further. The batch is sharded over the other axes.
+    stays whole: `explain` shows the reason for each matrix. Use this where a model's
+    matrices are too large for one device, or its batch too small to shard further.
 
     Args:
         mesh: The mesh.
@@ -56,10 +54,9 @@ def tensor_parallel(
             the arrays may be `jax.ShapeDtypeStruct`.
         example_inputs: What the model is called with: a tuple of arguments, or the
             only one. Of arrays only the shapes count; other values are passed on.
-        axis: The mesh axis to shard over.
+        axis: The mesh axis to shard over; the others shard the batch.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
-            None. A loss function will do. For a pytree `call(params, *inputs)`, for
-            Linen variables `module.apply`.
+            None. A loss function will do; for Linen variables `module.apply`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -80,22 +77,21 @@ def tensor_parallel(
         'rows; an all-reduce adds up the products'
     """
     mesh = as_mesh(mesh)
-    where = "tensor_parallel"
     num_shards = mesh.axis_size((axis,))
     if axis in BATCH_AXES:
         msg = (
-            f"{where}: axis {axis!r} shards the rows of batches, and matrices sharded "
-            "over it would gather all of them. Give an axis of another name, as of "
-            'create_mesh({"batch": 2, "model": 4}).'
+            f"tensor_parallel: axis {axis!r} shards the rows of batches, and matrices "
+            "sharded over it would gather all of them. Give an axis of another name, "
+            'as of create_mesh({"batch": 2, "model": 4}).'
         )
         raise LayoutMapError(msg)
-    params, flow = follow(model_or_build, example_inputs, call, where)
-    choices = zip(params, _choices(params, flow, num_shards), strict=True)
-    specs: dict[str, Layout | Rule] = {}
-    for param, (dim, note, sends) in choices:
+    params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
+    rules: dict[str, Rule] = {}
+    choices = _choices(params, flow, num_shards)
+    for param, (dim, note, sends) in zip(params, choices, strict=True):
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
-        specs[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
-    return LayoutMap(mesh, rules_for(specs))
+        rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
+    return LayoutMap(mesh, rules_for(rules))
 
 
 @dataclass(eq=False)
@@ -189,7 +185,7 @@ def _chosen(
     sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
     mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
     worth: dict[Factor, float] = {}
-    experts = leaves_of(flow.experts)
+    experts = {*leaves_of(flow.experts)}
     for factor, candidate in free.items():
         ratio = sent[factor] / nbytes[factor] / mean
         if ratio > _NOT_WORTH_FROM:
@@ -246,19 +242,6 @@ def _heaviest(
     Exact for some that are tied together, as the layers of a deep MLP are in a chain;
     while there are more, the most valuable comes first.
     """
-
-    def best(tied: list[Factor]) -> tuple[float, list[Factor]]:
-        if not tied:
-            return 0.0, []
-        first, *others = tied
-        apart = [factor for factor in others if factor not in rivals[first]]
-        weight, factors = best(apart)
-        taken = weight + worth[first], [first, *factors]
-        if len(apart) == len(others):
-            return taken
-        left = best(others)
-        return taken if taken[0] >= left[0] else left
-
     left = dict(worth)
     chosen: list[Factor] = []
     while left:
@@ -270,7 +253,12 @@ def _heaviest(
                 todo += rivals[factor].keys() & left.keys()
         tied = [factor for factor in left if factor in group]
         if len(tied) <= _MOST_COMBINED:
-            chosen += best(tied)[1]
+            sets: list[list[Factor]] = [[]]
+            for factor in tied:
+                sets += [[*x, factor] for x in sets if not rivals[factor].keys() & {*x}]
+            chosen += max(
+                sets, key=lambda factors: sum(map(worth.__getitem__, factors))
+            )
         else:
             chosen.append(max(tied, key=worth.__getitem__))
             tied = [chosen[-1], *rivals[chosen[-1]]]
