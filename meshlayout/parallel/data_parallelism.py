@@ -22,11 +22,11 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import LayoutError, LayoutMapError, LayoutWarning, stack_level
+from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.forward import Call, Model, follow
+from meshlayout.parallel.program import Call, Model, follow
 
 
 # Each sharded array costs an all-gather in every step, whatever its size, and biases
@@ -67,17 +67,16 @@ def zero_rule(
     """Returns a rule that shards arrays further, on the largest dim that divides.
 
     Use this for the optimizer's state, as `layouts | {"^opt_state/": zero_rule(mesh)}`
-    under any map: a slot keeps the layout that it takes from its parameter and is
-    sharded over the batch's axes besides, the parameters stay as they are, and the
-    update is computed in shards, too (Rajbhandari et al., "ZeRO", 2020, stage 1).
-    Small arrays, and those that do not divide, keep their layout; `explain` says so.
+    under any map (Rajbhandari et al., "ZeRO", 2020, stage 1): a slot keeps the layout
+    of its parameter and is sharded over the batch's axes besides; the update is
+    computed in shards, too. Arrays that are small or do not divide keep their layout.
 
     Args:
         mesh: The mesh.
-        axes: The axes to shard over; by default all that shard the mesh's batches. None
-            of them, `()`, if only `memory_kind` matters.
+        axes: By default all that shard the mesh's batches; `()` for none of them, if
+            only `memory_kind` matters.
         min_size: Arrays of fewer elements are not sharded.
-        memory_kind: In which of the devices' memories the arrays are, such as
+        memory_kind: The devices' memory that holds the arrays, such as
             `"pinned_host"`: a train step copies optimizer state to the device for the
             update, and back. None for the parameter's own.
 
@@ -104,7 +103,12 @@ def zero_rule(
     context = _checks.Context(where="zero_rule", error=LayoutMapError)
     min_size = _checks.count("min_size", min_size, at_least=0, **context)
     if memory_kind is not None:
-        _check_memory(memory_kind, mesh)
+        is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
+        sharding = Layout([], mesh, memory_kind=memory_kind).sharding
+        # Described GPUs do not list their memories, and JAX then leaves out the kind.
+        if is_old or sharding.memory_kind != memory_kind:
+            move = f"move arrays to {memory_kind!r} in programs for {mesh!r}"
+            raise LayoutMapError(f"zero_rule: JAX cannot {move}.")
     return ZeroRule(names, mesh, min_size, memory_kind)
 
 
@@ -142,14 +146,13 @@ def fsdp(
         call: As for `tensor_parallel`.
 
     Raises:
+        MeshError: If the mesh has no such axis.
         LayoutMapError: If the mesh has no axis for it, `min_bytes` is not a count, or
             the model cannot be called so.
-        MeshError: If the mesh has no such axis.
 
     Warns:
         LayoutWarning: If a loop reads sharded parameters and carries an activation that
-            nothing constrains: XLA may shard it like the weights' features, and then
-            moves every activation.
+            nothing constrains: XLA may shard it like the weights' features.
 
     Example:
         >>> import meshlayout as ml
@@ -208,19 +211,6 @@ def _axes(
         raise LayoutMapError(msg)
     mesh.axis_size(names)
     return tuple(names)
-
-
-def _check_memory(kind: Any, mesh: Mesh) -> None:
-    try:
-        sharding = Layout([], mesh, memory_kind=kind).sharding
-    except LayoutError as error:
-        raise LayoutMapError(f"zero_rule: {error}") from None
-    is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
-    # Described GPUs do not list their memories, and JAX then leaves out the kind.
-    if is_old or sharding.memory_kind != kind:
-        where = f"in programs for the devices of {mesh!r}"
-        msg = f"zero_rule: JAX cannot move arrays to {kind!r} {where}."
-        raise LayoutMapError(msg)
 
 
 @dataclass(frozen=True)

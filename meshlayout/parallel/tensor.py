@@ -25,8 +25,8 @@ from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import OF_INPUTS, Factor, Value, leaves_of
 from meshlayout.parallel.flow import Contraction, Flow, GradientSum, union
-from meshlayout.parallel.forward import Call, Model, Parameter, follow
 from meshlayout.parallel.operations import STACKED, WINDOW
+from meshlayout.parallel.program import Call, Model, Parameter, follow
 
 
 def tensor_parallel(
