@@ -100,8 +100,8 @@ def zero_rule(
     """
     mesh = as_mesh(mesh)
     names = () if axes == () else _axes(mesh, "zero_rule", axes, batch_axes(mesh))
-    context = _checks.Context(where="zero_rule", error=LayoutMapError)
-    min_size = _checks.count("min_size", min_size, at_least=0, **context)
+    where = _checks.Context(where="zero_rule", error=LayoutMapError)
+    min_size = _checks.count("min_size", min_size, at_least=0, **where)
     if memory_kind is not None:
         is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
         sharding = Layout([], mesh, memory_kind=memory_kind).sharding
@@ -166,8 +166,8 @@ def fsdp(
     mesh = as_mesh(mesh)
     natural = ("fsdp",) if "fsdp" in mesh else batch_axes(mesh)
     names = _axes(mesh, "fsdp", axes, natural)
-    context = _checks.Context(where="fsdp", error=LayoutMapError)
-    min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **context)
+    where = _checks.Context(where="fsdp", error=LayoutMapError)
+    min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **where)
     if model_or_build is None and example_inputs is None and call is None:
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes=min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
@@ -196,15 +196,12 @@ def _axes(
     mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Returns the axes that a user gave, or the natural ones of the mesh."""
-    if axes is None and not natural:
-        known, first = ", ".join(map(repr, BATCH_AXES)), mesh.axis_names[0]
-        msg = (
-            f"{where}: {mesh!r} has no axis named {known}. Give the axes to shard "
-            f"over, as {where}(mesh, axes={first!r})."
-        )
-        raise LayoutMapError(msg)
     names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
     is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
+    if axes is None and not natural:
+        fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
+        fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
+        raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
     if not is_names or len({*names}) < len(names):
         what = "a mesh axis name or several different ones"
         msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."

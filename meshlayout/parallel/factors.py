@@ -84,7 +84,9 @@ class Value:
     params: int = 0  # what parameters it depends on, as bits
     of_inputs: bool = False  # whether it depends on the example inputs
     history: int = 0  # the contractions that it depends on, as bits
-    origin: "Value | None" = field(default=None, repr=False)  # before a cast
+    source: object = field(
+        default_factory=object
+    )  # what it has in common with its casts
 
     @property
     def size(self) -> int:
@@ -96,18 +98,12 @@ class Value:
         """The parameters that it was made from, if from these alone, as bits."""
         return 0 if self.of_inputs else self.params
 
-    @property
-    def source(self) -> "Value":
-        """What it was cast from, or itself."""
-        return self.origin or self
-
 
 def made_of(
     args: Iterable[Value],
     shape: tuple[int, ...],
     dims: Dims,
     history: int = 0,
-    origin: Value | None = None,
 ) -> Value:
     """Returns a value that depends on what some arrays do, and on contractions."""
     params, of_inputs = 0, False
@@ -115,7 +111,7 @@ def made_of(
         params |= arg.params
         of_inputs |= arg.of_inputs
         history |= arg.history
-    return Value(shape, dims, params, of_inputs, history, origin)
+    return Value(shape, dims, params, of_inputs, history)
 
 
 def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:

@@ -83,7 +83,7 @@ class Flow:
         if not factors:
             return
         others = [operand for operand in operands if not operand.weights] or operands
-        source = max(others, key=lambda array: array.size).source
+        source = max(others, key=lambda array: array.size)
         bit = self.new_bits = 1 << len(self.contractions)
         before = union(operand.history for operand in operands)
         nbytes = self._nbytes(size)
@@ -97,7 +97,7 @@ class Flow:
         """Notes that the gradient of an array is summed over dims that it lacks."""
         nbytes = self._nbytes(of.size)
         self.gradient_sums += [
-            GradientSum(factor, of.source, nbytes, other, weights)
+            GradientSum(factor, of, nbytes, other, weights)
             for factor in itertools.chain.from_iterable(dims)
             if of.params
         ]

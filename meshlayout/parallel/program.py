@@ -10,9 +10,10 @@ activations of the weights that it picks.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -64,7 +65,7 @@ def follow(
     """Traces a model's forward program, and follows its parameters through it.
 
     The arguments are those of `tensor_parallel`; `where` is the public function, and
-    the mesh is given if constraints that the model asks for by name matter.
+    the mesh is texts if constraints that the model asks for by name matter.
     """
     context = _checks.Context(where=where, error=LayoutMapError)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -75,32 +76,31 @@ def follow(
         _checks.function("call", call, "model", *names, **context)
     with eager_sharding_off(), _jax.no_mesh():
         model = _built(model_or_build, where)
-        arrays, rebuild_inputs = _split_arrays(inputs)
-        shapes = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        arrays = filter(is_array, jax.tree.leaves(inputs))
+        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
         named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
-        tracing = _checks.noted(
-            f"while {where} traces the model for inputs of {shapes}"
-        )
+        tracing = _checks.noted(f"while {where} traces the model for inputs of {texts}")
         with named, _jaxprs.short_sharding_errors, tracing:
             tree, run = _as_function(model, inputs, call, where)
-            values, rebuild_tree = _split_arrays(tree)
+            shapes, rebuild = _split_arrays((tree, *inputs))
 
-            def forward(values: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
-                result = run(rebuild_tree(values), *rebuild_inputs(arrays))
+            def forward(values: list[Leaf]) -> list[Leaf]:
+                result = run(*rebuild(values))
                 return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
 
-            closed = jax.make_jaxpr(forward)(values, arrays)
-    paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+            closed = jax.make_jaxpr(forward)(shapes)
+    flow = Flow()
     params: list[Parameter] = []
-    for index, (path, x) in enumerate(zip(paths, values, strict=True)):
+    paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+    for index, (path, x) in enumerate(zip(paths, shapes, strict=False)):
         # Keys and counts are not learned: what is made of them alone is no weight.
         is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
         is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
         array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
         params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
-    flow = Flow()
     batch = [
-        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True) for x in arrays
+        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
+        for x in shapes[len(params) :]
     ]
     _walk(flow, closed.jaxpr, [*(param.array for param in params), *batch])
     return params, flow
@@ -204,11 +204,13 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
     # A slice of a weight is a weight, whatever says where it begins.
     sources = args[:1] if name == "dynamic_slice" else args
-    origin = args[0].source if name in _CASTS else None
-    return [
-        made_of(sources, shape, each, flow.new_bits, origin)
+    results = [
+        made_of(sources, shape, each, flow.new_bits)
         for shape, each in zip(out_shapes(eqn), dims, strict=True)
     ]
+    if name in ("convert_element_type", "copy", "reduce_precision"):
+        return [replace(results[0], source=args[0].source)]
+    return results
 
 
 def _called(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -250,13 +252,14 @@ def _looped(
 ) -> list[Value]:
     """Walks the body of a loop, when it is known what each carried value depends on."""
     uses = [_jax.operands_of(body, index) for index in range(len(carry))]
+    dependence = operator.attrgetter("params", "of_inputs", "history")
     while True:
         args = [*consts, *carry, *slices]
         after = [
             made_of([x, *itertools.compress(args, used)], x.shape, x.dims)
             for x, used in zip(carry, uses, strict=True)
         ]
-        if list(map(_dependence, after)) == list(map(_dependence, carry)):
+        if list(map(dependence, after)) == list(map(dependence, carry)):
             break
         carry = after
     read = union(arg.weights for arg in args)
@@ -278,10 +281,6 @@ def _looped(
     return results
 
 
-def _dependence(x: Value) -> tuple[int, bool, int]:
-    return x.params, x.of_inputs, x.history
-
-
 def _conditional(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     branches = [_walk(flow, inner, args[1:]) for inner in _jax.inner_jaxprs(eqn)]
     results: list[Value] = []
@@ -293,7 +292,6 @@ def _conditional(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     return results
 
 
-_CASTS = ("convert_element_type", "copy", "reduce_precision")
 _INLINED = """
     jit pjit closed_call core_call named_call checkpoint remat remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr composite

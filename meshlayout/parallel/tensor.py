@@ -223,8 +223,8 @@ def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
     if not is_factor:  # a vector that follows a matrix
         return dim, "", None
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
-    above = f", {candidate.above} x {candidate.factor.size} together"
-    heads = above if candidate.above > 1 else ""
+    pair = f", {candidate.above} x {candidate.factor.size} together"
+    heads = pair if candidate.above > 1 else ""
     if any(each.operand.weights for each in sums):
         note = "looked up in parts; an all-reduce joins what the devices find"
     elif sums:
@@ -292,7 +292,7 @@ def _candidates(
             candidates[leaf].contractions.append(each)
     for each in flow.gradient_sums:
         for leaf in set(each.factor.leaves) & candidates.keys():
-            candidates[leaf].gradient_sums[each.of] = each
+            candidates[leaf].gradient_sums[each.of.source] = each
     for factor, nbytes in flow.reductions:
         for leaf in set(factor.leaves) & candidates.keys():
             candidates[leaf].reduced += nbytes
@@ -330,7 +330,7 @@ def _is_stream(contractions: Sequence[Contraction]) -> bool:
     # The same weights again are a loop that was written out.
     if not any(each.before & every & ~bits[each.weights] for each in contractions):
         return False
-    operands = {id(each.operand): each.operand.size for each in contractions}
+    operands = {each.operand.source: each.operand.size for each in contractions}
     return sum(each.size for each in contractions) > sum(operands.values())
 
 
