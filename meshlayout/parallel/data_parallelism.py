@@ -63,7 +63,7 @@ def zero_rule(
     *,
     min_size: int = MIN_SIZE,
     memory_kind: str | None = None,
-) -> "ZeroRule":
+) -> "FsdpRule":
     """Returns a rule that shards arrays further, on the largest dim that divides.
 
     Use this for the optimizer's state, as `layouts | {"^opt_state/": zero_rule(mesh)}`
@@ -109,7 +109,7 @@ def zero_rule(
         if is_old or sharding.memory_kind != memory_kind:
             move = f"move arrays to {memory_kind!r} in programs for {mesh!r}"
             raise LayoutMapError(f"zero_rule: JAX cannot {move}.")
-    return ZeroRule(names, mesh, min_size, memory_kind)
+    return FsdpRule(names, mesh, 0, min_size, memory_kind, by_size=True)
 
 
 def fsdp(
@@ -169,9 +169,8 @@ def fsdp(
     where = _checks.Context(where="fsdp", error=LayoutMapError)
     min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **where)
     if model_or_build is None and example_inputs is None and call is None:
-        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes=min_bytes))
+        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
     read_in_loops = (
         (shape, param.path)
         for shape, read in flow.loops
@@ -188,8 +187,8 @@ def fsdp(
             f"mesh, {{'carry': ({rows[0] if len(rows) == 1 else rows!r}, ...)}})."
         )
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-    rule = FsdpRule(names, mesh, min_bytes=min_bytes, tables=tables)
-    return LayoutMap(mesh, default=rule)
+    tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
+    return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes, tables=tables))
 
 
 def _axes(
@@ -211,13 +210,18 @@ def _axes(
 
 
 @dataclass(frozen=True)
-class ZeroRule:
-    """The rule of `zero_rule`: shards arrays over more axes, on the largest dim."""
+class FsdpRule:
+    """The rule of `fsdp` and `zero_rule`: shards arrays over more axes, on one dim."""
 
     axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
+    min_bytes: int = 0  # on a device
     min_size: int = field(default=0, repr=False)
     memory_kind: str | None = field(default=None, repr=False)
+    # The largest dim comes first; else that which moves the least.
+    by_size: bool = field(default=False, repr=False)
+    # The paths of what rows are looked up in; None if no program was traced.
+    tables: tuple[str, ...] | None = field(default=None, repr=False)
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of an array that nothing else shards."""
@@ -233,50 +237,32 @@ class ZeroRule:
         free = tuple(axis for axis in self.axes if axis not in used)
         if not shape or self.mesh.axis_size(free) == 1:
             return Rule(layout)
-        shards = self.mesh.axis_size(used)
+        size, shards = math.prod(shape), self.mesh.axis_size(used)
         dims = self._dims(path, shape, layout)
-        reason = self._refusal(shape, dtype, shards)
-        for dim in dims if not reason else ():
-            entries = list(layout.specs)
-            entries[dim] = (*axes_of(entries[dim]), *free)
-            sharded = layout.with_specs(entries)
-            if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
-                return Rule(sharded)
         over = f"over {', '.join(map(repr, free))}"
-        if not reason and len(dims) < len(shape):
-            reason = (
-                f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}; "
-            )
-            reason += "sharded by another, a lookup table shards every activation"
+        reason = f"no dim divides {over}"
+        if len(dims) < len(shape):
+            reason = f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}"
+            reason += "; sharded by another, a lookup table shards every activation"
+        if size < self.min_size:
+            reason = f"{size} elements, fewer than min_size={self.min_size}"
+        elif size * _jax.itemsize(dtype) < self.min_bytes * shards:
+            reason = f"smaller than min_bytes={self.min_bytes}"
+        else:
+            for dim in dims:
+                entries = list(layout.specs)
+                entries[dim] = (*axes_of(entries[dim]), *free)
+                sharded = layout.with_specs(entries)
+                if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
+                    return Rule(sharded)
         state = "not sharded further" if shards > 1 else "whole"
-        return Rule(layout, note=f"{state}: {reason or f'no dim divides {over}'}")
+        return Rule(layout, note=f"{state}: {reason}")
 
     def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
         """Returns the dims that may be sharded, in order of preference."""
-        return sorted(range(len(shape)), key=lambda dim: -shape[dim])
-
-    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
-        """Returns why an array that is sharded so often is not sharded further."""
-        size = math.prod(shape)
-        few = f"{size} elements, fewer than min_size={self.min_size}"
-        return few if size < self.min_size else ""
-
-
-@dataclass(frozen=True)
-class FsdpRule(ZeroRule):
-    """The rule of `fsdp`: on the dim that moves the least."""
-
-    min_bytes: int = 0  # on a device
-    # The paths of what rows are looked up in; None if no program was traced.
-    tables: tuple[str, ...] | None = field(default=None, repr=False)
-
-    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
-        nbytes = math.prod(shape) * _jax.itemsize(dtype)
-        few = f"smaller than min_bytes={self.min_bytes}"
-        return few if nbytes < self.min_bytes * shards else ""
-
-    def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
-        dims = super()._dims(path, shape, layout)
+        dims: Sequence[int] = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+        if self.by_size:
+            return dims
         if len(shape) == 2:
             dims = self._matrix_dims(path, *shape)
         # A dim that is sharded already is the last choice: it gets smaller still.
