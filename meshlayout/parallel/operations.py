@@ -73,10 +73,6 @@ def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     return [tuple(dims)] * len(shapes)
 
 
-def _bitcast(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
-    return [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(flow, eqn, x)
-
-
 def _transposed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     return [tuple(x.dims[dim] for dim in eqn.params["permutation"])]
 
@@ -120,13 +116,8 @@ def _reduced(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     return [left] * len(shapes)
 
 
-def _scattered(
-    flow: Flow,
-    eqn: Equation,
-    x: Value,
-    indices: Value,
-    updates: Value,
-) -> list[Dims]:
+def _scattered(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
+    x, indices, updates = args
     numbers, how = eqn.params["dimension_numbers"], "a scatter writes parts of it"
     shared = numbers.operand_batching_dims
     for dim, other in zip(shared, numbers.scatter_indices_batching_dims, strict=True):
@@ -183,19 +174,15 @@ def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
         block([arg.dims[dim] for dim in worked], reason)
         for dim in {*range(rank)} - worked:
             link(x.dims[dim], arg.dims[dim])
-    fresh = [fresh_dims(shape, reason) for shape in shapes]
     return [
-        tuple(new[dim] if dim in worked else x.dims[dim] for dim in range(rank))
-        for new in fresh
+        tuple(new if d in worked else x.dims[d] for d, new in enumerate(fresh))
+        for fresh in (fresh_dims(shape, reason) for shape in shapes)
     ]
 
 
-_VERBS = {
-    "dynamic_slice": "takes parts of it",
-    "slice": "takes parts of it",
-    "split": "takes parts of it; with its columns in the order of heads it could be "
-    "sharded",
-}
+_TAKES = "takes parts of it"
+_ORDER = f"{_TAKES}; with its columns in the order of heads it could be sharded"
+_VERBS = {"dynamic_slice": _TAKES, "slice": _TAKES, "split": _ORDER}
 
 
 # Products and look-ups: where parameters meet activations.
@@ -277,6 +264,7 @@ def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
     rows = iter(indices.dims[:-1])
     windows = (d for d in range(len(sizes)) if d not in {*collapsed, *shared})
     looked_up = [x.dims[dim] for dim in sorted(collapsed)]
+    how = "slices take parts of it"
     result: list[Dim] = []
     for index in range(len(shape)):
         if index not in numbers.offset_dims:
@@ -285,13 +273,12 @@ def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
         dim = next(windows)
         if sizes[dim] == x.shape[dim]:
             result.append(x.dims[dim])
-        elif sizes[dim] == 1:  # a look-up like any other
+            continue
+        result += fresh_dims((sizes[dim],), how)
+        if sizes[dim] == 1:  # a look-up like any other
             looked_up.append(x.dims[dim])
-            result.append(())
         else:
-            how = "slices take parts of it"
             block([x.dims[dim]], how)
-            result += fresh_dims((sizes[dim],), how)
     if not indices.of_inputs:  # as positions are: each example reads the same rows
         block(looked_up, "it is looked up at fixed places")
     flow.look_up(x, looked_up, math.prod(shape))
@@ -311,7 +298,9 @@ _KINDS: dict[Handler, str] = {
         sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh
         threefry2x32 xor zeta
     """,
-    _bitcast: "bitcast_convert_type",
+    lambda flow, eqn, x: (
+        [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(flow, eqn, x)
+    ): "bitcast_convert_type",
     lambda flow, eqn, *args: [arg.dims for arg in args]: """
         device_put layout_constraint optimization_barrier
     """,

@@ -140,6 +140,8 @@ _GROUPED = (
 
 # The dim along which a parameter is sharded, why or why not, and what it sends.
 _Choice: TypeAlias = tuple[int | None, str, int | None]
+# Which candidates each excludes, and why.
+_Rivals: TypeAlias = dict[Factor, dict[Factor, str]]
 
 
 def _choices(
@@ -157,11 +159,15 @@ def _choices(
         chosen.update(dict.fromkeys(candidate.dims, candidate))
     for index, param in enumerate(params):
         is_factor = bool(flow.multiplied >> index & 1)
-        if index in chosen:
-            dim, note, sends = _sharded(chosen[index], index, is_factor=is_factor)
+        dim, note, sends = None, "", None
+        if index not in chosen:
+            # A vector that follows a matrix needs no reason.
+            note = _whole(param.array, candidates, 1 if is_factor else 2)
         else:
-            dim, note = None, _whole(param.array, candidates, is_factor=is_factor)
-            sends = None
+            dim = chosen[index].dims[index]
+            if is_factor:
+                note = _sharded(chosen[index], index)
+                sends = chosen[index].sent().get(index)
         for group in (group for bits, group in flow.grouped if bits >> index & 1):
             majors = [leaves_of(factors)[:1] for factors in param.array.dims]
             major = leaves_of(group)[:1]
@@ -199,10 +205,8 @@ def _chosen(
             candidates[rival].refusal = candidates[rival].refusal or reason
 
 
-def _whole(
-    array: Value, candidates: dict[Factor, Candidate], *, is_factor: bool
-) -> str:
-    """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
+def _whole(array: Value, candidates: dict[Factor, Candidate], least: int) -> str:
+    """Says why a parameter stays whole, if there are so many reasons at least."""
     reasons: list[str] = []
     for dim, factors in enumerate(array.dims):
         leaves = leaves_of(factors)
@@ -211,32 +215,25 @@ def _whole(
             sizes = " x ".join(str(leaf.size) for leaf in leaves)
             parts = f" ({sizes})" if len(leaves) > 1 else ""
             reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
-    if len(reasons) < (1 if is_factor else 2):
+    if len(reasons) < least:
         return ""
     own = [text for text in reasons if not text.endswith(_STREAM)]
     return f"whole; {'; '.join(own or reasons)}"
 
 
-def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
+def _sharded(candidate: Candidate, index: int) -> str:
     """Says what a parameter is in the set that is sharded."""
-    dim = candidate.dims[index]
-    if not is_factor:  # a vector that follows a matrix
-        return dim, "", None
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     pair = f", {candidate.above} x {candidate.factor.size} together"
     heads = pair if candidate.above > 1 else ""
     if any(each.operand.weights for each in sums):
-        note = "looked up in parts; an all-reduce joins what the devices find"
-    elif sums:
-        note = f"rows{heads}; an all-reduce adds up the products"
-    else:
-        note = f"columns{heads}; the results stay sharded"
-    return dim, note, candidate.sent().get(index)
+        return "looked up in parts; an all-reduce joins what the devices find"
+    if sums:
+        return f"rows{heads}; an all-reduce adds up the products"
+    return f"columns{heads}; the results stay sharded"
 
 
-def _heaviest(
-    worth: dict[Factor, float], rivals: dict[Factor, dict[Factor, str]]
-) -> list[Factor]:
+def _heaviest(worth: dict[Factor, float], rivals: _Rivals) -> list[Factor]:
     """Returns candidates that do not exclude each other, of the largest worth.
 
     Exact for some that are tied together, as the layers of a deep MLP are in a chain;
@@ -256,9 +253,7 @@ def _heaviest(
             sets: list[list[Factor]] = [[]]
             for factor in tied:
                 sets += [[*x, factor] for x in sets if not rivals[factor].keys() & {*x}]
-            chosen += max(
-                sets, key=lambda factors: sum(map(worth.__getitem__, factors))
-            )
+            chosen += max(sets, key=lambda factors: sum(worth[f] for f in factors))
         else:
             chosen.append(max(tied, key=worth.__getitem__))
             tied = [chosen[-1], *rivals[chosen[-1]]]
@@ -334,14 +329,11 @@ def _is_stream(contractions: Sequence[Contraction]) -> bool:
     return sum(each.size for each in contractions) > sum(operands.values())
 
 
-def _rivals(
-    candidates: dict[Factor, Candidate], flow: Flow
-) -> dict[Factor, dict[Factor, str]]:
+def _rivals(candidates: dict[Factor, Candidate], flow: Flow) -> _Rivals:
     """Returns which candidates exclude each other, and why."""
     by_param: dict[int, set[Factor]] = defaultdict(set)
-    for factor, candidate in candidates.items():
-        for index in candidate.dims:
-            by_param[index].add(factor)
+    for factor, index in ((f, i) for f, each in candidates.items() for i in each.dims):
+        by_param[index].add(factor)
     groups = [(group, _OTHER_DIM) for group in by_param.values()]
     for dims in flow.together:
         majors = [leaves_of(dim)[0] for dim in dims if dim]
@@ -355,7 +347,7 @@ def _rivals(
         tables = [each for each in flow.contractions if each.bit & bits]
         factors = {leaf for each in tables for leaf in leaves_of(each.factors)}
         groups.append((factors & candidates.keys(), _ADDED))
-    rivals: dict[Factor, dict[Factor, str]] = defaultdict(dict)
+    rivals: _Rivals = defaultdict(dict)
     for group, reason in groups:
         for factor in group:
             rivals[factor] |= dict.fromkeys(group - {factor}, reason)
