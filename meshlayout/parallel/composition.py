@@ -14,7 +14,7 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.layout_map.optimizer_slots import OPT_STATE
-from meshlayout.layout_map.rules import OnUneven
+from meshlayout.layout_map.rules import OnUneven, Unused
 
 
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
@@ -73,14 +73,15 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         for part in parts
         for pattern in part
     }
-    unused = {part._options.unused for part in parts if part} or {"warn"}
+    modes = {part._options.unused for part in parts if part}
+    unused: Unused = "error" if "error" in modes else "warn"
     unmatched = {part._options.unmatched for part in parts}
     return LayoutMap(
         first.mesh,
         rules | slots,
         default=everything,
         unmatched="error" if "error" in unmatched else "replicate",
-        unused=min(unused, key=("error", "warn", "ignore").index),
+        unused="ignore" if modes == {"ignore"} else unused,
     )
 
 
