@@ -24,9 +24,6 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
 
     On several processes, it is each process's own first device.
 
-    Args:
-        mesh: The mesh.
-
     Raises:
         MeshError: If this process has no devices in the mesh.
 
@@ -42,17 +39,12 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
             f"{mesh!r}. Call this on the processes of the mesh."
         )
         raise MeshError(msg)
-    return create_mesh(
-        dict.fromkeys(mesh.axis_names, 1),
-        devices=mesh.local_devices[:1],
-        axis_types=mesh.axis_types,
-    )
+    sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
+    return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
 
 
-@functools.lru_cache(maxsize=8)
-def _map_without_rules(mesh: Mesh) -> LayoutMap:
-    """Returns one map per mesh: under another map JAX compiles everything again."""
-    return LayoutMap(mesh)
+# One map per mesh: under another map JAX compiles everything again.
+_map_without_rules = functools.lru_cache(maxsize=8)(LayoutMap)
 
 
 @contextlib.contextmanager
