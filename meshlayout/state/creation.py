@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import jax
-from flax import errors as flax_errors, linen as nn, nnx
+from flax import errors as flax_errors, nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax, _jaxprs, _paths, _render
+from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.cluster.programs import new_program, program_facts
@@ -101,9 +101,8 @@ class StateDescription(Generic[T]):
         if _jax.is_tracing():
             msg = (
                 "create makes arrays on devices, and was called inside a function that "
-                "JAX transforms (jit, eval_shape, vmap, or another create's builder). "
-                "Call it outside; describe(build, layouts).abstract has the shapes "
-                "alone."
+                "JAX transforms, or in another create's builder. Call it outside; "
+                "describe(build, layouts).abstract has the shapes alone."
             )
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
@@ -134,12 +133,7 @@ class StateDescription(Generic[T]):
         facts: dict[str, Leaf] = {f"input {i}": x for i, x in enumerate(inputs)}
         facts |= {f"constant {i}": value for i, value in enumerate(constants)}
         paths = _paths.leaf_names(self._traced.node)
-        leaves = zip(self._traced.leaves, self._placed, strict=True)
-        for path, (leaf, placed) in zip(paths, leaves, strict=True):
-            if placed is not leaf:
-                facts[path] = placed
-                if not isinstance(leaf, ComputedArray):
-                    facts[f"the array for {path}"] = leaf
+        facts |= dict(zip(paths, self._placed, strict=True))
         return program_facts(facts, str(jaxpr.jaxpr), {})
 
 
@@ -148,8 +142,8 @@ def describe(
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this to look at shapes and layouts, or to give `Checkpointer.restore` the state
-    to restore into. Arguments and errors: as for `create`.
+    Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
+    errors: as for `create`.
 
     Example:
         >>> import meshlayout as ml
@@ -165,30 +159,25 @@ def describe(
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
-    Use this for models, Linen variables and any other tree; `TrainState.create` makes
-    a model together with its optimizer.
-
-    Under any layouts, the values are those of calling `build()` without a mesh, to the
-    bit. No device ever holds the whole of an array that its layout shards, except for
-    operations that need whole operands to give the same bits, such as the QR of an
-    orthogonal initializer.
+    `TrainState.create` makes a model together with its optimizer. The values are those
+    of calling `build()` without a mesh, to the bit. No device ever holds the whole of
+    an array that its layout shards, except for operations that need whole operands to
+    give the same bits, such as the QR of an orthogonal initializer.
 
     Args:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
         layouts: The layouts, by path. Without, every device holds everything, on the
-            default mesh or on one of all devices with the axis `batch`, as data
-            parallelism has it.
+            default mesh or on one of all devices with the axis `batch`.
 
     Raises:
-        StateError: If the builder cannot be traced, as when it draws from an
-            `nnx.Rngs` made outside of it, or returns nothing.
+        StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
+            returns nothing.
         LayoutMapError: If the rules disagree or do not fit.
 
     Example:
         >>> import meshlayout as ml
-        >>> from flax import nnx
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
         >>> model = ml.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layouts)
@@ -196,12 +185,9 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         (8, 4)
     """
     description = describe_state(build, layouts, "create")
-    built: Any = description.abstract
-    is_leaf = jax.tree_util.all_leaves([built]) and not isinstance(built, nnx.Pytree)
-    if built is None or (is_leaf and not has_layout(built)):
-        _checks.has_arrays(
-            "what the builder returned", built, where="create", error=StateError
-        )
+    if description.abstract is None:
+        msg = "create: the builder returned None. Does it end without `return`?"
+        raise StateError(msg)
     return description.create()
 
 
@@ -219,6 +205,12 @@ def describe_state(
         )
         raise StateError(msg)
     return place(trace(build), layouts)
+
+
+def check_builder(build: object, where: str) -> None:
+    """Raises StateError unless this can be called without arguments."""
+    hint = "Give a function that builds the state, such as lambda: Model(...)."
+    _checks.function("build", build, where=where, error=StateError, hint=hint)
 
 
 def place(
@@ -273,7 +265,9 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         return [leaf for leaf in built if isinstance(leaf, Tracer)]
 
     try:
-        with eager_sharding_off(), _jaxprs.short_sharding_errors:
+        # Under `disable_jit`, operations of an inner jit would be fused with no others.
+        jit = jax.disable_jit(disable=False)
+        with jit, eager_sharding_off(), _jaxprs.short_sharding_errors:
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = _jaxprs.without_sharding_types(jax.make_jaxpr(flat)(*shapes))
@@ -284,42 +278,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        msg = (
-            "the builder reads the value of an array it computed, as float(x), "
-            "np.asarray(x) or 'if x > 0' do, and there is no value while it is traced. "
-            "Compute such values with NumPy, or outside of the builder."
-        )
-        raise StateError(msg) from error
-    traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
-    for path, leaf in zip(_paths.leaf_names(traced.node), leaves, strict=True):
-        if type(leaf) is jax.ShapeDtypeStruct:
-            msg = (
-                f"{path or 'the result'} "
-                f"{_render.array_text(leaf.dtype, leaf.shape)}: the builder returned a "
-                "shape without values, as jax.eval_shape does. Return the array itself."
-            )
-            raise StateError(msg)
-    return traced
-
-
-def check_builder(build: object, where: str) -> None:
-    """Raises StateError unless this is a builder, and not a model that exists."""
-    example = "create(lambda: Model(...), layouts)"
-    if where.startswith("TrainState"):
-        example = "TrainState.create(lambda: Model(...), optimizer, layouts)"
-    if isinstance(build, (nnx.Pytree, nn.Module)):
-        msg = (
-            f"{where} takes a function that builds the state, got "
-            f"{_checks.shown(build)} that is built already. Write {example}."
-        )
-        raise StateError(msg)
-    hint = f"Write {example}."
-    _checks.function("build", build, where=where, error=StateError, hint=hint)
+    return TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
 
 
 def has_layout(value: object) -> bool:

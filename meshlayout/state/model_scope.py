@@ -39,12 +39,8 @@ from meshlayout.state.operations import finest_layout
 def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     """Creates models with these layouts.
 
-    Use this to create models of unchanged code: inside, NNX modules and the variables
-    of Linen's `init` are created sharded, and `constrain` follows the map. `create` is
-    the explicit form.
-
-    Args:
-        layouts: The layout map.
+    Inside, NNX modules and the variables of Linen's `init` are created sharded, by
+    unchanged code, and `constrain` follows the map. `create` is the explicit form.
 
     Raises:
         StateError: If a module draws from an `nnx.Rngs` that is not among its

@@ -21,25 +21,21 @@ def expect_communication(
 ) -> Communication:
     """Checks how many collectives of each kind a compiled program has, and their bytes.
 
-    To hold every collective as it is, commit what `to_lock` returns and call
-    `check_lock` of the result with it.
+    Returns them. To hold every one as it is, commit what its `to_lock` returns, and
+    call its `check_lock` with that.
 
     Args:
-        program: A compiled step, or anything that `jax.jit` returned, to be compiled
-            for `args`; what its `lower`, or `lower` and `compile`, returned; or a
-            plain function `(state, batch, ...) -> (state, aux)`.
+        program: A compiled step, anything that `jax.jit` returned, or a plain function
+            `(state, batch, ...) -> (state, aux)`; or what its `lower` or `compile`
+            returned.
         *args: The step's arguments; nothing is run or donated.
         only: Whether kinds that are not named must be absent.
-        in_loops: Counts of those inside a loop, by kind; a gradient's all-reduce in
-            the scan over microbatches is one.
+        in_loops: Counts of those inside a loop, by kind.
         max_wire_bytes: The most bytes that each device may send in one run, loops
             counted in full (once, if their length is unknown).
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
             `collective_broadcast`. A collective in a loop counts once.
-
-    Returns:
-        The collectives of the program.
 
     Raises:
         VerificationError: If a count differs, or more is sent; every collective is
@@ -90,16 +86,11 @@ def expect_communication(
 def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
     """Compiles a program, unless it is compiled already, and reads it."""
     is_lowered = hasattr(program, "as_text")
-    if is_lowered and args:
+    if not callable(program) and (not is_lowered or args):
         msg = (
-            f"a {type(program).__name__} program is made for its arguments already; "
-            f"leave out the {len(args)} that were given."
-        )
-        raise VerificationError(msg)
-    if not is_lowered and not callable(program):
-        msg = (
-            "expect_communication takes a step with its arguments, or what lowering or "
-            f"compiling it returned, got {program!r} of type {type(program).__name__}."
+            "expect_communication takes a step with its arguments, or alone what "
+            f"lowering or compiling it returned, got {_checks.shown(program)} with "
+            f"{len(args)} arguments."
         )
         raise VerificationError(msg)
     if not is_lowered and not hasattr(program, "lower"):

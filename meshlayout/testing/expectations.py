@@ -39,13 +39,11 @@ def leaf_text(x: Leaf) -> str:
 def assert_layout(x: PyTree, expected: Any) -> None:
     """Raises VerificationError unless arrays have the expected layouts.
 
-    Use this in a test of a layout map or of the results of a step. Layouts are compared
-    by their effect: every device must hold the same piece, whatever the names of the
-    axes; axes of size 1 make no difference.
+    Layouts are compared by their effect: every device must hold the same piece,
+    whatever the names of the axes; axes of size 1 make no difference.
 
     Args:
-        x: An array, an abstract array with a sharding, or a tree of these: a module, a
-            `TrainState`, any pytree.
+        x: An array, an abstract array with a sharding, or a tree of these.
         expected: A `Layout`, `NamedSharding`, `PartitionSpec` or tuple of entries for
             all arrays. Entries are for the mesh of each array; `...` stands for any
             number of unsharded dims, and `MATCH` for anything in that dim. Or a

@@ -26,13 +26,17 @@ from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one
 # by up to eleven times what another run shows.
 _FACTOR = 12
 
+_NOTE = (
+    "verify runs the step on one device, too. A mesh that the step names itself cannot "
+    "be replaced: take it from jax.sharding.get_abstract_mesh() inside the step."
+)
+
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 _CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a missing sum over shards, a random key made from a device index. "
-    "Rounding was measured and is allowed for; if this is rounding nevertheless, allow "
-    "more with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index. If this "
+    "is rounding, allow more with rtol= or atol=."
 )
 
 
@@ -100,19 +104,16 @@ def verify(
 ) -> Verification:
     """Checks that a step has the same results on a mesh as on one device.
 
-    Use this in a test of a model or of a step, before training it on many devices. The
-    step runs on the mesh from a copy of `state`, and from another copy on the first
+    The step runs on the mesh from a copy of `state`, and from another copy on the first
     device of that mesh, where the mesh of `jax.set_mesh` is `one_device_mesh(mesh)` and
-    `constrain` has no effect. All leaves of the new state and of the step's other
-    results are compared, or the metrics by name.
+    `constrain` has no effect. All results are compared, metrics by their names. A step
+    that is wrong on one device, too, agrees with itself.
 
     Integers and PRNG keys must be equal; NaN is equal to NaN. Floats may differ by the
     rounding of sums in another order, relative to the largest value of the leaf, and by
     12 times what rounding does to the change of the leaf. That is measured: the step
     runs on the one device once more, from a state and a batch that are off by one
     rounding error of the dtype it computes in.
-
-    A step that is wrong on one device, too, agrees with itself.
 
     Args:
         step: A step of this library, or another callable with `lower`; a plain
@@ -121,10 +122,8 @@ def verify(
         state: A state on a mesh of several devices.
         batch: The global batch, for all steps.
         *args: Further arguments of the step.
-        rtol: Relative tolerance. By default 128 times the rounding error of sums plus
-            4 times that of the leaf's dtype: 1.6e-5 for float32, 3.1e-2 for bfloat16.
-        atol: Absolute tolerance. By default an eighth of the rounding error of sums
-            (1.5e-8), and the measured effect of rounding.
+        rtol: Relative tolerance; by default 1.6e-5 for float32, 3.1e-2 for bfloat16.
+        atol: Absolute tolerance; by default 1.5e-8 and the measured effect of rounding.
         num_steps: The number of steps, each from the state of the previous one.
         **kwargs: Further arguments of the step, by name.
 
@@ -208,12 +207,6 @@ def verify(
             before = worst.setdefault(leaf.path, leaf)
             worst[leaf.path] = max(before, leaf, key=lambda x: x.largest)
     return Verification(mesh, num_steps, tuple(worst.values()))
-
-
-_NOTE = (
-    "verify runs the step on one device, too. A mesh that the step names itself cannot "
-    "be replaced: take it from jax.sharding.get_abstract_mesh() inside the step."
-)
 
 
 def _mesh_of(arguments: PyTree) -> Mesh:
