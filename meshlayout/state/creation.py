@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 import jax
 from flax import errors as flax_errors, nnx
 from jax.core import Tracer
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths
@@ -265,12 +266,17 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         return [leaf for leaf in built if isinstance(leaf, Tracer)]
 
     try:
-        # Under `disable_jit`, operations of an inner jit would be fused with no others.
-        jit = jax.disable_jit(disable=False)
-        with jit, eager_sharding_off(), _jaxprs.short_sharding_errors:
+        with contextlib.ExitStack() as stack:
+            # On Explicit axes, the types of values would have shardings.
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                stack.enter_context(_jax.no_mesh())
+            # Without jit, its operations would not be fused, and have other bits.
+            stack.enter_context(jax.disable_jit(disable=False))
+            stack.enter_context(eager_sharding_off())
+            stack.enter_context(_jaxprs.short_sharding_errors)
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-            jaxpr = _jaxprs.without_sharding_types(jax.make_jaxpr(flat)(*shapes))
+            jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
