@@ -1,6 +1,10 @@
 """`verify`: the same step on a mesh and on one device, compared leaf by leaf."""
 
+import contextlib
+import functools
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout.arrays import to_numpy
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.arrays import copy_to_mesh, to_numpy
+from meshlayout.errors import MeshError, RecompileWarning
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep, PredictStep
 from meshlayout.step.state_step import StateStep
 from meshlayout.testing.expectations import VerificationError, leaf_text
-from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one_device
 
 
 # A difference may be this many times the effect of one rounding error per input. One
@@ -159,7 +165,7 @@ def verify(
         step_on_one = step.without_layouts()
     elif isinstance(step, CompiledStep):
         step_on_one = jax.jit(step.function, static_argnames=step.static_argnames)
-    batch_on_one, args_on_one, kwargs_on_one = to_one_device((batch, args, kwargs), one)
+    args_on_one, kwargs_on_one = _to_one_device((args, kwargs), one)
 
     def results(result: Any, state: PyTree) -> tuple[PyTree, dict[str, Leaf]]:
         is_aux = isinstance(step, (EvalStep, PredictStep))
@@ -167,7 +173,7 @@ def verify(
         return state, _leaves(state, aux)
 
     def on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, np.ndarray]]:
-        with _checks.noted(_NOTE), alone(one):
+        with _checks.noted(_NOTE), _alone(one):
             result = step_on_one(state, batch, *args_on_one, **kwargs_on_one)
             state, leaves = results(result, state)
             return state, _on_host(leaves)
@@ -176,14 +182,25 @@ def verify(
     dtypes = {*re.findall(r"[x<](f16|bf16|f32)>", program)} or {"f32"}
     eps = max(float(jnp.finfo(_DTYPES[name]).eps) for name in dtypes)
     rng = np.random.default_rng(0)
-    whole = to_one_device(state, one)
-    moved = _with_errors(whole, rng, eps)
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        """Moves floats by a rounding error, up or down."""
+        is_float = jnp.issubdtype(values.dtype, jnp.floating)
+        wide = values.astype(np.float64) if is_float else values
+        # Masks, counts and labels are integers stored as floats, and must stay so.
+        if not is_float or np.all(wide == np.round(wide)):
+            return values
+        error = max(eps, float(jnp.finfo(values.dtype).eps))
+        wide = wide * (1 + error * rng.choice([-1.0, 1.0], wide.shape))
+        return wide.astype(values.dtype)
+
+    whole, moved = _to_one_device(state, one), _to_one_device(state, one, rounded)
     starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
-    state, worst = copied(state), {}
+    state, worst = jax.tree.map(_copied, state), {}
     for number in range(1, num_steps + 1):
         state, leaves = results(step(state, batch, *args, **kwargs), state)
-        whole, expected = on_one(whole, batch_on_one)
-        moved, noisy = on_one(moved, _with_errors(batch_on_one, rng, eps))
+        whole, expected = on_one(whole, _to_one_device(batch, one))
+        moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
         if leaves.keys() != expected.keys():
             names = ", ".join(sorted(map(repr, leaves.keys() ^ expected.keys())))
             msg = (
@@ -304,21 +321,74 @@ def _message(mesh: Mesh, differences: list[Difference]) -> str:
     )
 
 
-def _with_errors(tree: PyTree, rng: np.random.Generator, eps: float) -> PyTree:
-    """Returns a tree with every float off by a rounding error, up or down."""
+def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
+    """Returns a mesh with the same axes, all of size 1, on its first device.
 
-    def with_errors(leaf: Leaf) -> Leaf:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            return leaf
-        values = np.asarray(leaf).astype(np.float64)
-        # Masks, counts and labels are integers stored as floats, and must stay so.
-        if not np.any(values != np.round(values)):
-            return leaf
-        error = max(eps, float(jnp.finfo(dtype).eps))
-        moved = values * (1 + error * rng.choice([-1.0, 1.0], values.shape))
-        moved = moved.astype(dtype)
-        is_placed = isinstance(leaf, jax.Array)
-        return jax.device_put(moved, leaf.sharding) if is_placed else moved
+    On several processes, it is each process's own first device.
 
-    return jax.tree.map(with_errors, copied(tree))
+    Raises:
+        MeshError: If this process has no devices in the mesh.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
+        Mesh(batch=1, model=1)
+    """
+    mesh = as_mesh(mesh)
+    if not mesh.local_devices:
+        msg = (
+            f"one_device_mesh: process {jax.process_index()} has no devices in "
+            f"{mesh!r}. Call this on the processes of the mesh."
+        )
+        raise MeshError(msg)
+    sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
+    return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
+
+
+# One map per mesh: under another map JAX compiles everything again.
+_map_without_rules = functools.lru_cache(maxsize=8)(LayoutMap)
+
+
+@contextlib.contextmanager
+def _alone(mesh: Mesh) -> Iterator[None]:
+    """Makes a mesh of one device the mesh in force, and leaves layout maps no rules."""
+    outer = _jax.concrete_mesh()
+    with contextlib.ExitStack() as stack:
+        if outer is not None:
+            stack.enter_context(jax.set_mesh(one_device_mesh(outer).jax_mesh))
+        # Without a rule, `constrain` leaves every value where it is.
+        stack.enter_context(activate(_map_without_rules(mesh)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RecompileWarning)
+        yield
+
+
+def _to_one_device(
+    tree: PyTree, mesh: Mesh, change: Callable[[Any], Any] = lambda values: values
+) -> Any:
+    """Copies the arrays of a tree to a mesh of one device, with changed values."""
+
+    def move(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, np.ndarray):
+            return change(leaf)
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        values, layout = change(to_numpy(leaf)), Layout([...], mesh)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
+        if isinstance(leaf.sharding, NamedSharding):
+            now = Layout.of(leaf)
+            layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
+        # The program depends on it, whether an array is weakly typed.
+        is_weak = jax.typeof(leaf).weak_type
+        with _jax.without_set_mesh():
+            return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+
+    return jax.tree.map(move, tree)
+
+
+def _copied(leaf: Leaf) -> Leaf:
+    """Copies an array, on its own devices."""
+    if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
+        return _jax.put(leaf, leaf.sharding, may_alias=False)
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
