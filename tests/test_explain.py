@@ -45,10 +45,8 @@ def test_the_totals_are_the_sums(mesh, tree):
 def test_a_rule_that_matches_nothing_is_named_with_what_it_almost_matched(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     assert report.dead_rules == {"embed/embeding": ("embed/embedding",)}
-    assert (
-        "dead rule: 'embed/embeding' matches nothing. Nearest: embed/embedding."
-        in report.notes
-    )
+    line = "dead rule 'embed/embeding' matches no path. Nearest: embed/embedding."
+    assert line in report.notes
 
 
 def test_a_rule_that_another_one_hides_is_named(mesh, tree):
@@ -76,13 +74,15 @@ def test_a_good_map_has_nothing_to_note(mesh, tree):
 def test_text_and_html_tell_every_leaf(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     html = report._repr_html_()
+    assert "<table" in html
     for found in report.resolutions:
         path = found.path.replace("0", "*").replace("1", "*")  # one row for all layers
         assert path in str(report)
         assert path in html
         assert str(found.layout) in str(report)
-    assert "<table" in html
     assert repr(report) == str(report)
+    tree = {"<script>": jax.ShapeDtypeStruct((2,), "float32")}
+    assert "<script>" not in ml.LayoutMap(mesh).explain(tree)._repr_html_()
 
 
 def test_layers_share_a_row_and_the_rows_of_a_rule_stand_together(mesh):
@@ -98,11 +98,6 @@ def test_layers_share_a_row_and_the_rows_of_a_rule_stand_together(mesh):
     ]
     assert rows[0][6:] == ["model]", "up|down", "320.0", "KiB", "75%"]
     assert len(str(report)) < 1000
-
-
-def test_markup_in_a_path_is_escaped(mesh):
-    tree = {"<script>": jax.ShapeDtypeStruct((2,), "float32")}
-    assert "<script>" not in ml.LayoutMap(mesh).explain(tree)._repr_html_()
 
 
 def test_the_lock_is_stable_text(mesh, tree):

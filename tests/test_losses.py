@@ -219,10 +219,10 @@ def test_losses_that_are_not_one_per_row_of_a_padded_batch_are_refused(function)
     with pytest.raises(ml.errors.LossError) as error:
         in_replicas(function, MASK, ROWS)
     assert str(error.value) == (
-        "compute_average_loss: the losses have 6 rows and this replica's batch has 3, "
-        "of which some may be padding. Give one loss per row, (3,) or (3, ...); or, "
-        "for a part of the batch, both global_batch_size and sample_weight, with 0 "
-        "where get_replica_context().example_mask is 0."
+        "compute_average_loss: the losses have 6 rows and this replica's batch 3, of "
+        "which some may be padding. Give one loss per row; or, for a part of the "
+        "batch, both global_batch_size and sample_weight, with 0 where "
+        "get_replica_context().example_mask is 0."
     )
 
 
@@ -346,7 +346,7 @@ WRONG = {
     ),
     "per_example of a scalar": (
         lambda: losses.per_example(1.0),
-        "losses are a scalar; one loss per example, (batch,), is needed.",
+        "losses are a scalar; give one loss per example, (batch,).",
     ),
     "an unknown denominator": (
         lambda: losses.denominator_of("mean", None, 8),

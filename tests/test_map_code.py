@@ -59,10 +59,7 @@ def transformer_specs(num_layers):
             specs[f"{block}/attention/{name}/kernel"] = columns
             specs[f"{block}/attention/{name}/bias"] = ("model",)
         specs[f"{block}/attention/output/kernel"] = rows
-        specs[f"{block}/attention/output/bias"] = (None,)
-        specs[f"{block}/attention_norm/scale"] = (None,)
         specs[f"{block}/mlp/up/kernel"] = columns
-        specs[f"{block}/mlp/up/bias"] = ("model",)
         specs[f"{block}/mlp/down/kernel"] = rows
     specs["output/kernel"] = columns
     return specs
@@ -76,33 +73,34 @@ def test_a_transformer_has_a_rule_for_each_kind_of_leaf(num_layers):
         r"(^|/)blocks/\d+/attention/(query|key|value)/bias$": ("model",),
         r"(^|/)blocks/\d+/attention/output/kernel$": ("model", None),
         r"(^|/)blocks/\d+/mlp/up/kernel$": (None, "model"),
-        r"(^|/)blocks/\d+/mlp/up/bias$": ("model",),
         r"(^|/)blocks/\d+/mlp/down/kernel$": ("model", None),
         "^output/kernel$": (None, "model"),
     }
 
 
 def test_a_leaf_that_the_model_gets_later_is_not_taken_for_another():
-    specs = {f"l/{n}/{name}": (None, "model") for n in range(4) for name in ("t", "u9")}
-    layouts = ml.LayoutMap(
-        MESH,
-        ml.layout_map.rules_for(
-            {path: ml.Layout(spec, MESH) for path, spec in specs.items()}
-        ),
-    )
+    names = [f"l/{n}/{name}" for n in range(4) for name in ("t", "u9")]
+    specs = dict.fromkeys(names, ml.Layout([None, "model"], MESH))
+    layouts = ml.LayoutMap(MESH, ml.layout_map.rules_for(specs))
     for path in ("l/0/adapt", "l/0/gate_t", "l/0/u91", "l/0/t/more", "al/0/t"):
         assert layouts.match(path, SHAPE, "float32") is None
     for path in ("l/0/t", "l/13/u9", "model/l/7/t"):  # more layers, and a tree around
         assert layouts.match(path, SHAPE, "float32") is not None
 
 
-def test_layers_that_differ_are_listed_by_their_numbers():
+def test_numbers_that_tell_layouts_apart_are_listed():
     specs = {f"layers/{n}/w": (None, "model" if n % 2 else None) for n in range(12)}
-    assert rules_for(specs) == {
-        "(^|/)layers/(1|3|5|7|9|11)/w$": (None, "model"),
+    assert rules_for(specs) == {"(^|/)layers/(1|3|5|7|9|11)/w$": (None, "model")}
+    specs = {
+        f"stage{s}/block{n}/conv{k}": (None, "model") if k == 1 else ("model", None)
+        for s in range(4)
+        for n in range(s + 2)
+        for k in (1, 2)
     }
-    specs = {f"layers/{n}/w": (None, "model" if n == 1 else None) for n in range(12)}
-    assert rules_for(specs) == {"(^|/)layers/1/w$": (None, "model")}  # not layers/11
+    assert rules_for(specs) == {
+        r"(^|/)stage\d+/block\d+/conv1$": (None, "model"),
+        r"(^|/)stage\d+/block\d+/conv2$": ("model", None),
+    }
 
 
 def test_paths_that_are_the_end_of_others_are_anchored_at_the_start():
@@ -127,7 +125,7 @@ def test_leaves_with_different_notes_have_different_rules_and_add_what_they_send
 
 
 keys = st.sampled_from(
-    ["kernel", "bias", "kernel_norm", "a1", "a2", "a12", "x.y", "b(", r"a\d+"]
+    ["kernel", "bias", "kernel_norm", "a", "a1", "a2", "a12", "x.y", "b(", r"a\d+"]
 )
 paths = st.lists(
     st.one_of(keys, st.integers(0, 12).map(str)), min_size=1, max_size=4
@@ -237,8 +235,7 @@ def test_what_a_layer_sets_itself_is_left_to_the_layer():
     tree = {"a": names, "b": jnp.zeros((64, 64))}
     layouts = ml.LayoutMap(MESH, default=ml.zero_rule(MESH))
     code = layouts.to_code(tree)
-    assert "/)a$" not in code
-    assert "/)b$" in code
+    assert ("/)a$" in code, "/)b$" in code) == (False, True)
     assert layouts_of(run(code), tree) == layouts_of(layouts, tree)
 
 
@@ -285,15 +282,3 @@ def test_a_function_gives_a_note_by_a_rule():
     assert [leaf.note for leaf in resolved.resolutions] == ["Odd.", None, None]
     assert "dim 0 left unsharded" in (resolved["a"].fallback or "")
     assert resolved["c"].layout.is_fully_replicated
-
-
-@pytest.mark.parametrize("note", [3, b"why", ["why"], object()])
-def test_a_note_is_text(note):
-    message = f"note must be a string, got {ml._checks.shown(note)}."
-    with pytest.raises(ml.errors.LayoutMapError) as error:
-        ml.LayoutMap(MESH, {"w": ml.Rule(("model",), note=note)})
-    assert str(error.value) == f"rule 'w': {message}"
-    layouts = ml.LayoutMap(MESH, {"w": lambda *_: ml.Rule(("model",), note=note)})
-    with pytest.raises(ml.errors.LayoutMapError) as error:
-        layouts.resolve({"w": np.ones(4, "float32")})
-    assert str(error.value) == f"w f32[4]: rule 'w': {message}"

@@ -417,17 +417,13 @@ def test_a_collection_can_be_copied_and_not_changed():
 
 def test_a_collection_shows_its_values():
     shown = metrics.Metrics({"z": metrics.Sum(), "matrix": metrics.ConfusionMatrix(2)})
-    assert repr(shown).split() == [
-        "metric",
-        "value",
-        "──────",
-        "────────────────────",
+    assert repr(shown).split()[-7:] == [
         "z",
         "0",
         "matrix",
-        "[[0.,",
-        "0.],",
-        "[0.,",
+        "[[0.",
+        "0.]",
+        "[0.",
         "0.]]",
     ]
     assert "<td" in shown._repr_html_()
@@ -574,14 +570,13 @@ def test_accuracy_costs_what_an_argmax_by_hand_costs(batch, classes, mesh_2x4):
 MISFIT = (
     "do not fit. Labels are class numbers, which are integers, or one-hot; predictions "
     "have a last dim for two or more classes. One score per example, for two classes, "
-    "takes threshold= in Accuracy, Precision, Recall and F1: 0.0 for logits, 0.5 for "
-    "probabilities."
+    "takes threshold=: 0.0 for logits, 0.5 for probabilities."
 )
 ONE, ONE_TRUE = SCORES[:, None], TRUE[:, None]
 REFUSED = [
     (
         lambda: metrics.Accuracy(top_k=2, threshold=0.5),
-        "Accuracy: top_k= is for one score per class, and threshold= for one score per label. Give one of them.",
+        "Accuracy: threshold= is for one score per label, and top_k= for one score per class. Give one of them.",
     ),
     (
         lambda: metrics.Precision(average="micro"),
@@ -589,7 +584,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.F1(num_classes=3, threshold=0.5),
-        "F1: threshold= is for two classes and one score per label; with num_classes=, the class with the highest score is predicted. Give one of them.",
+        "F1: threshold= is for one score per label, and num_classes= for one score per class. Give one of them.",
     ),
     (
         lambda: metrics.Mean().update(SCORES, np.ones(4)),
@@ -639,11 +634,11 @@ REFUSED = [
     ),
     (
         lambda: metrics.Metrics({"a": 3}),
-        "Metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, compute, like those of this library, clu and metrax, or be nnx's Average or Accuracy.",
+        "metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, compute, like those of this library, clu and metrax, or be nnx's Average or Accuracy.",
     ),
     (
         lambda: metrics.Metrics([metrics.Mean()]),
-        "Metrics takes a dict from names to metrics, got [Mean(values='losses')].",
+        "metrics: expected a dict from names to metrics, got [Mean(values='losses')].",
     ),
     (
         lambda: collection().update_from(

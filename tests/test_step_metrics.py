@@ -146,13 +146,13 @@ def test_metrics_of_clu_and_metrax_go_into_a_step():
 # What is refused.
 
 
-CALL = "metrics=: 'a': {0} is a class, and a metric is an instance of it: call {0}()."
+CALL = "metrics: 'a': the class {0} is no metric; an instance of it is: {0}()."
 REFUSED = {
     "a class": (ml.metrics.Accuracy, CALL.format("Accuracy")),
     "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
     "a number": (
         3,
-        "metrics=: 'a': 3 is not a metric: it must have empty, from_model_output, merge, "
+        "metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, "
         "compute, like those of this library, clu and metrax, or be nnx's Average "
         "or Accuracy.",
     ),
@@ -163,6 +163,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_a_metric_is_refused_when_the_step_is_made(name, make):
     metric, message = REFUSED[name]
-    with pytest.raises(ml.errors.StepError) as caught:
+    with pytest.raises(ml.errors.MetricError) as caught:
         make(loss_fn, metrics={"a": metric})
     assert str(caught.value) == message

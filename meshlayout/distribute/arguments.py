@@ -91,11 +91,8 @@ class Arguments:
 
     def _take_mask(self, mask: Any) -> None:
         if self.mask is not None and not jnp.array_equal(mask, self.mask):
-            msg = (
-                "run: two arguments have different rows that are padding, and which "
-                "are meant is unknown. Pass values of one batch."
-            )
-            raise StrategyError(msg)
+            msg = "run: two arguments differ in which rows are padding. Pass values of "
+            raise StrategyError(f"{msg}one batch.")
         self.mask = mask
 
     def _placed(self, x: Any) -> Any:

@@ -9,11 +9,13 @@ of `shard_map` refuse scans whose carry starts as a constant, as in recurrent la
 """
 
 import collections
+import contextlib
 import functools
+import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -60,7 +62,7 @@ _phases = itertools.count()
 class ReplicaProgram:
     """A function, compiled for the replicas of a strategy and one signature.
 
-    It is of no use any more once `gone` is called: an object that it is for is gone.
+    It calls `gone` when an object that it is for is gone.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class ReplicaProgram:
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
             entered(context),
+            _without_collecting(),
             patches,
             _jaxprs.short_sharding_errors,  # Flax asks for one at each value
             padding_left_out(),
@@ -293,10 +296,8 @@ class ReplicaProgram:
         is_same = [*map(id, trace.changed())] == [*map(id, self._changed)]
         is_same &= trace.entered.keys() <= values.keys()
         if not is_same or treedef != self._treedef:
-            msg = (
-                f"{self._name} did something else when it was traced again: it depends "
-                "on something that changes in Python. Pass that as an argument."
-            )
+            msg = f"{self._name} did something else when it was traced again: it "
+            msg += "depends on what changes in Python. Pass that as an argument."
             raise StrategyError(msg)
         new = []
         for variable in self._changed:
@@ -332,8 +333,7 @@ class ReplicaProgram:
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
 
-        The program uses up the arrays of those that it changes. So what several hold is
-        copied: clones share arrays, and so do Variables that were set to the same one.
+        What several of them hold is copied: a program uses up the arrays it changes.
         """
         seen: dict[int, Any] = {}
         for variable in (*self._others, *self._changed):
@@ -383,17 +383,29 @@ class ReplicaProgram:
         return self._treedef.unflatten(out)
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    # Of what a trace makes, most stays: collecting is a tenth of a first call's time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _strong(x: Leaf) -> jax.Array:
     return _jax.with_weak_type(jnp.asarray(x), weak_type=False)
 
 
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
-
-    def is_refused(x: object) -> bool:  # a Variable or state, as gradients, is values
-        return is_leaf(x) and not isinstance(x, nnx.Variable | nnx.State)
-
-    leaves, treedef = jax.tree.flatten(result, is_leaf=is_refused)
+    # A Variable or state, as gradients are, has values; other NNX objects are refused.
+    values = nnx.Variable | nnx.State
+    leaves, treedef = jax.tree.flatten(
+        result, is_leaf=lambda x: is_leaf(x) and not isinstance(x, values)
+    )
     kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     for leaf in leaves:  # JAX would take a text for the name of a dtype
         if not isinstance(leaf, kinds):

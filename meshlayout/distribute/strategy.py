@@ -142,8 +142,7 @@ class Strategy:
                 the function appends to a list or dict, or ignores padding.
         """
         _check_cross_replica("run", "call the inner function directly")
-        if options is not None:  # asked first, since calls should cost nothing
-            _checks.choice("run: options", options, [None], error=StrategyError)
+        _checks.choice("run: options", options, [None], error=StrategyError)
         if not isinstance(args, (tuple, list)):
             msg = (
                 f"run: args must be a tuple of fn's arguments, got "
@@ -232,7 +231,6 @@ class Strategy:
         """Makes a value of each replica, a tree of arrays, for `run` and the like.
 
         The function is called with a `ValueContext` for each replica of this process.
-        What it returns may differ in numbers of rows.
         """
         return datasets.values_from_function(value_fn, self.mesh)
 
@@ -269,14 +267,13 @@ class Strategy:
 
     def _placed(self, variable: "nnx.Variable[Any]") -> Any:
         """Returns the value of a Variable where this strategy keeps it."""
-        is_own = aggregation(variable) == "per_replica" and self.mesh.size > 1
 
         def place(x: Leaf) -> Any:
             if isinstance(x, PerReplica):
                 values.check_replicas(x, self.mesh, "a variable of each replica's own")
             if isinstance(x, PerReplica | Tracer):
                 return x
-            if is_own:
+            if aggregation(variable) == "per_replica" and self.mesh.size > 1:
                 return values.per_replica([x] * len(self.mesh.local_devices), self.mesh)
             x = x if hasattr(x, "dtype") else jnp.asarray(x)
             sharding = self._layout(x.shape, x.dtype).sharding

@@ -101,8 +101,7 @@ class PerReplica(DistributedValues):
         msg = (
             f"a value of {self.num_replicas} replicas was used as one array. Combine "
             "it first, with strategy.reduce('SUM', value, axis=None) or "
-            "strategy.gather(value, axis=0), or compute in a function that "
-            "strategy.run calls."
+            "strategy.gather(value, axis=0), or compute in strategy.run."
         )
         raise StrategyError(msg)
 
@@ -142,10 +141,7 @@ def replica_layout(mesh: Mesh, rank: int) -> Layout:
 
 
 def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes a `PerReplica` of one array for each local device, in mesh order.
-
-    They may differ in their numbers of rows alone; shorter ones are padded.
-    """
+    """Makes a `PerReplica` of one array per local device; pads those of fewer rows."""
     arrays, mask = list(map(jnp.atleast_1d, values)), None
     counts = list(map(len, arrays))
     rows = max(counts)
@@ -218,8 +214,7 @@ def on_each(
         if isinstance(x, Tracer):
             return x
         x = jax.device_put(x, mesh.layout(...).with_rank(x.ndim).sharding)
-        # Virtual CPU devices share threads: collectives that queue up can block each
-        # other.
+        # Virtual devices share threads: collectives in a queue can block each other.
         return jax.block_until_ready(x) if mesh.platform == "cpu" else x
 
     return jax.tree.map(call, value, is_leaf=is_per_replica)

@@ -7,6 +7,7 @@ of the keys of its compilation caches, as a snapshot that does not change.
 
 import contextlib
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 _active_map = jax.make_user_context(None)
 
 
+@dataclass(eq=False)
 class FrozenMap:
     """A snapshot of a layout map, hashed by identity for JAX's compilation caches."""
 
-    def __init__(self, layouts: "LayoutMap") -> None:
-        self.layouts = layouts
-        self.is_read = False  # whether `constrain` has used it
+    layouts: "LayoutMap"
+    is_read: bool = False  # whether `constrain` has used it
 
 
 def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
@@ -39,26 +40,21 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
 
 
 def constrain(x: Leaf, name: str) -> Any:
-    """Constrains an activation to the layout that the active layout map gives it.
+    """Returns an activation in the layout that the active layout map gives it.
 
     Use this inside a model for activations whose layout the compiler should not choose.
     Inside `with ml.scope(layouts):` (or a step compiled with `layouts=`), the rules of
     the map are matched against `name` like against the path of a parameter. If no map
-    is active, or no rule matches, the value is returned unchanged.
+    is active, or no rule matches, the value is returned unchanged. A LayoutWarning says
+    where `on_uneven="replicate"` left a dim unsharded.
 
     Args:
         x: An array of any shape and dtype.
         name: The name of this activation in the map, such as `"encoder/residual"`.
 
-    Returns:
-        The same values; inside jit, constrained to the layout of the rule.
-
     Raises:
         LayoutMapError: If two rules disagree, the layout does not fit, `x` is not a
             single array, or this is inside `shard_map`.
-
-    Warns:
-        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded.
 
     Example:
         >>> import meshlayout as ml
@@ -68,13 +64,9 @@ def constrain(x: Leaf, name: str) -> Any:
         ...     h = jax.jit(lambda x: ml.constrain(x, "hidden"))(jax.numpy.ones((4, 8)))
         >>> str(ml.Layout.of(h))
         '[batch, model]'
-        >>> x = jax.numpy.ones(3)
-        >>> ml.constrain(x, "hidden") is x
-        True
     """
     if not isinstance(name, str) or not name:
-        text = _checks.shown(name)
-        msg = f"constrain(x, name): name must be that of the activation, got {text}."
+        msg = f"constrain(x, name) takes a name, got {_checks.shown(name)}."
         raise LayoutMapError(msg)
     snapshot = _active_map.value
     if snapshot is None:

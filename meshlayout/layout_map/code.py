@@ -1,30 +1,33 @@
 r"""From the layout of every leaf to a few patterns, and to Python.
 
-Models repeat: `blocks/0/query/kernel`, `blocks/1/query/kernel` and so on. A number that
-tells no layouts apart becomes `\d+`, others are listed; and patterns that differ in one
-key are joined, as `(query|key|value)`. Each is a whole path, so that a leaf which the
-model gets later is not taken for one of these.
+Models repeat: `blocks/0/query/kernel`, `blocks/1/query/kernel` and so on. Paths that
+differ in one key are joined, as `(query|key|value)`, and numbers that tell no layouts
+apart become `\d+`. Each pattern is a whole path, so that a leaf which the model gets
+later is not taken for one of these.
 """
 
-import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout, axes_of
+from meshlayout.layout_map.report import Resolved
 from meshlayout.layout_map.rules import Rule, checked_rule
 
 
-class _Kind(NamedTuple):
-    """What leaves that share a rule have in common; no layout if replicated."""
-
-    layout: Layout | None
-    note: str | None
-
-
-_NUMBER = re.compile("([0-9]+)")
+def rules_of(resolved: Resolved) -> dict[str, Rule]:
+    """Returns plain rules for what a map decided about the leaves of a tree."""
+    specs: dict[str, Layout | Rule] = {}
+    for leaf in resolved.resolutions:
+        # What follows a parameter or is set by the leaf itself will be so again.
+        is_followed = leaf.reason.startswith("follows")
+        if not is_followed and (leaf.rule or leaf.reason in ("default", "scalar")):
+            note = None if leaf.layout.is_fully_replicated else leaf.note
+            specs[leaf.path] = Rule(leaf.layout, note=note)
+    return rules_for(specs)
 
 
 def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
@@ -32,12 +35,11 @@ def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
 
     Use this to write down layouts that were computed leaf by leaf. In a `LayoutMap`
     these rules resolve the tree to the same layouts, and own rules win over them.
-    Replicated leaves have no rule, unless they have a note.
 
     Args:
-        specs: The layout of every leaf of the tree by path, also of the replicated
-            ones, with one entry per dim; or a `Rule` with such a layout and a note.
-            Leaves with different notes have different rules.
+        specs: The layout of every leaf by path, with one entry per dim; or a `Rule`
+            with such a layout and a note. Leaves with different notes have different
+            rules; replicated ones without a note have none.
 
     Example:
         >>> import meshlayout as ml
@@ -47,112 +49,59 @@ def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
         >>> [*rules_for({**dict.fromkeys(paths, columns), "out/bias": rows})]
         ['(^|/)blocks/\\d+/(query|key)$']
     """
-    kinds: dict[str, _Kind] = {}
-    sends: dict[str, int] = {}
-    for path, value in specs.items():
-        rule = checked_rule(value, path)
+    rules = {path: checked_rule(value, path) for path, value in specs.items()}
+    kinds: dict[str, Rule | None] = {}
+    for path, rule in rules.items():
         layout: Any = rule.layout
         is_plain = layout.is_fully_replicated and layout.memory_kind is None
-        needs_rule = not is_plain or rule.note
-        kinds[path] = _Kind(layout if needs_rule else None, rule.note)
-        sends[path] = rule.sends or 0
-    rules: dict[str, Rule] = {}
-    for kind, keys in _joined(_repeats(kinds)):
-        if kind.layout is None:
-            continue
-        whole = "/".join(keys)
-        # A path may be the end of another one.
-        for pattern in (f"(^|/){whole}$", f"^{whole}$"):
-            found = [path for path in kinds if re.search(pattern, path)]
-            if all(kinds[path] == kind for path in found):
-                break
-        sent = sum(sends[path] for path in found) or None
-        options = {"note": kind.note, "sends": sent, "is_generated": True}
-        rules[pattern] = Rule(kind.layout, **options)
-    return rules
+        needs_rule = rule.note or not is_plain
+        kind = Rule(layout, note=rule.note, is_generated=True)
+        kinds[path] = kind if needs_rule else None
+    generated: dict[str, Rule] = {}
+    for kind, whole in _joined(kinds):
+        pattern = f"(^|/){whole}$"
+        if not _is_of(kind, pattern, kinds):  # a path may be the end of another one
+            pattern = f"^{whole}$"
+        sends = [rules[path].sends or 0 for path in rules if re.search(pattern, path)]
+        generated[pattern] = replace(kind, sends=sum(sends) or None)
+    return generated
 
 
-def _repeats(kinds: Mapping[str, _Kind]) -> list[tuple[_Kind, tuple[str, ...]]]:
-    """Returns patterns, as keys, for all paths of each kind, numbers folded."""
-    by_fold: dict[tuple[str, ...], dict[tuple[str, ...], _Kind]] = {}
-    for path, kind in kinds.items():
-        texts = _NUMBER.split(path)
-        by_fold.setdefault(tuple(texts[::2]), {})[tuple(texts[1::2])] = kind
-    found: list[tuple[_Kind, tuple[str, ...]]] = []
-    for texts, by_numbers in by_fold.items():
-        for kind, numbers in _numbers(by_numbers):
-            pairs = zip(map(re.escape, texts), (*numbers, ""), strict=True)
-            found.append((kind, tuple("".join(map("".join, pairs)).split("/"))))
-    return found
-
-
-def _numbers(
-    by_numbers: dict[tuple[str, ...], _Kind],
-) -> list[tuple[_Kind, tuple[str, ...]]]:
-    """Returns what to write for the numbers of paths that are alike without them."""
-    columns = [dict.fromkeys(column) for column in zip(*by_numbers, strict=True)]
-    blank = [r"\d+" if len(column) > 1 else next(iter(column)) for column in columns]
-    varied = [index for index, column in enumerate(columns) if len(column) > 1]
-    for count in range(len(varied) + 1):  # as few as tell the kinds apart
-        for told in itertools.combinations(varied, count):
-            groups: dict[tuple[str, ...], set[_Kind]] = {}
-            for numbers, kind in by_numbers.items():
-                key = tuple(numbers[index] for index in told)
-                groups.setdefault(key, set()).add(kind)
-            if all(len(group) == 1 for group in groups.values()):
-                found: dict[tuple[_Kind, tuple[str, ...]], list[str]] = {}
-                for key, (kind,) in groups.items():
-                    found.setdefault((kind, key[:-1]), []).extend(key[-1:])
-                return [
-                    (kind, _filled(blank, told, (*key, *_either(last))))
-                    for (kind, key), last in found.items()
-                ]
-    raise AssertionError  # with every number written out, each path is its own group
-
-
-def _filled(
-    blank: Sequence[str], told: Sequence[int], numbers: Sequence[str]
-) -> tuple[str, ...]:
-    written = dict(zip(told, numbers, strict=True))
-    return tuple(written.get(index, text) for index, text in enumerate(blank))
-
-
-def _joined(
-    patterns: list[tuple[_Kind, tuple[str, ...]]],
-) -> list[tuple[_Kind, tuple[str, ...]]]:
-    """Joins patterns of one kind that differ in one key, the last ones first."""
-    for place in range(1, 1 + max((len(keys) for _, keys in patterns), default=0)):
+def _joined(kinds: Mapping[str, Rule | None]) -> list[tuple[Rule, str]]:
+    """Joins the paths of each kind that differ in one key or number, the last first."""
+    parts = {path: re.findall("[0-9]+|/|[^0-9/]+", path) for path in kinds}
+    longest = max(map(len, parts.values()), default=0)
+    patterns = [
+        (kind, (*map(re.escape, parts[path]), *[""] * (longest - len(parts[path]))))
+        for path, kind in kinds.items()
+        if kind is not None
+    ]
+    for place in reversed(range(longest)):
         groups: dict[Any, list[str]] = {}
-        for kind, keys in patterns:
-            before, after = keys[:-place], keys[len(keys) - place + 1 :]
-            if len(keys) < place:
-                groups[kind, keys, None] = []
-            else:
-                groups.setdefault((kind, before, after), []).append(keys[-place])
-        patterns = [
-            (kind, before if after is None else (*before, *_either(middle), *after))
-            for (kind, before, after), middle in groups.items()
-        ]
-    return patterns
+        for kind, words in patterns:
+            around = (kind, words[:place], words[place + 1 :])
+            groups.setdefault(around, []).append(words[place])
+        patterns = []
+        for (kind, before, after), words in groups.items():
+            if len(words) > 1:
+                any_number = "".join((*before, r"\d+", *after))
+                is_number = all(word.isdecimal() for word in words)
+                is_any = is_number and _is_of(kind, f"^{any_number}$", kinds)
+                words = [r"\d+" if is_any else f"({'|'.join(words)})"]
+            patterns.append((kind, (*before, *words, *after)))
+    return [(kind, "".join(words)) for kind, words in patterns]
 
 
-def _either(texts: Sequence[str]) -> list[str]:
-    return [f"({'|'.join(texts)})"] if len(texts) > 1 else [*texts]
+def _is_of(kind: Rule, pattern: str, kinds: Mapping[str, Rule | None]) -> bool:
+    """Returns whether a pattern matches leaves of this kind only."""
+    return all(kinds[path] == kind for path in kinds if re.search(pattern, path))
 
 
 # Python.
 
 
 def map_text(rules: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Returns the expression that creates a map, its rules one per line.
-
-    Args:
-        rules: The values by pattern; no functions.
-        options: The arguments besides mesh and rules that are not their defaults.
-
-    Raises:
-        LayoutMapError: If a rule is a function.
-    """
+    """Returns the expression that creates a map; a function is a LayoutMapError."""
     lines = ["ml.LayoutMap(", "    mesh,"]
     if rules:
         lines += ["    {", *(f"        {x}" for x in _rule_lines(rules)), "    },"]
@@ -165,8 +114,7 @@ def map_text(rules: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 def _rule_lines(rules: Mapping[str, Any]) -> Iterable[str]:
     for pattern, value in rules.items():
         if isinstance(value, Rule) and value.note:
-            for line in value.note.splitlines():
-                yield f"# {line}"
+            yield from (f"# {line}" for line in value.note.splitlines())
         is_raw = pattern.isprintable() and '"' not in pattern and pattern[-1] != "\\"
         text = f'r"{pattern}"' if is_raw else repr(pattern)
         yield f"{text}: {_value_text(pattern, value)},"
@@ -184,10 +132,9 @@ def _value_text(pattern: str, value: Any) -> str:
         )
         raise LayoutMapError(msg)
     entries = ["..." if e is ... else _axes_text(axes_of(e)) for e in value.specs]
-    if value.memory_kind is None:
-        return _tuple_text(entries)
-    kind = f"memory_kind={value.memory_kind!r}"
-    return f"ml.Layout({_tuple_text(entries)}, mesh, {kind})"
+    text = _tuple_text(entries)
+    kind = value.memory_kind
+    return f"ml.Layout({text}, mesh, memory_kind={kind!r})" if kind else text
 
 
 def _axes_text(axes: tuple[str, ...]) -> str:

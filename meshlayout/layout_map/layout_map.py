@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from meshlayout import _checks, _paths, _render
+from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.errors import (
     LayoutMapError,
@@ -26,15 +26,15 @@ from meshlayout.errors import (
 )
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import FrozenMap
-from meshlayout.layout_map.code import map_text, rules_for
+from meshlayout.layout_map.code import map_text, rules_of
 from meshlayout.layout_map.metadata import AxisRule, parse_axis_rules
 from meshlayout.layout_map.optimizer_slots import find_slots, state_indices
 from meshlayout.layout_map.report import (
     Explanation,
     Resolution,
     Resolved,
-    explain,
-    shared_text,
+    folded,
+    nearest_paths,
 )
 from meshlayout.layout_map.resolver import Options, Resolver
 from meshlayout.layout_map.rules import (
@@ -124,14 +124,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
         pairs: Any = rules.items() if isinstance(rules, Mapping) else rules
-        try:
-            pairs = [(pattern, value) for pattern, value in pairs]
-        except (TypeError, ValueError):
-            msg = (
-                "rules must be a mapping or pairs of pattern and layout, got "
-                f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
-            )
-            raise LayoutMapError(msg) from None
         for pattern, value in pairs:
             self[pattern] = value
 
@@ -143,14 +135,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     # The mapping protocol.
 
     def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
-        """Returns the layout, function or `Rule` that was inserted for a pattern.
+        """Returns what was inserted for a pattern; LayoutMapKeyError if nothing was.
 
-        This looks up a pattern; `match` finds the rule for a path.
-
-        Raises:
-            LayoutMapKeyError: If no rule has this pattern.
+        `match` finds the rule for a path.
         """
-        if isinstance(pattern, str) and pattern in self._rules:
+        if pattern in self._rules:
             return self._rules[pattern].value()
         msg = (
             f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)} "
@@ -159,29 +148,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         raise LayoutMapKeyError(msg)
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
-        """Inserts a rule.
+        """Inserts a rule; LayoutMapError if it is malformed, or the pattern is there.
 
-        Raises:
-            LayoutMapError: If the map already has the pattern, the pattern is not a
-                regular expression, or the value is not a layout on this mesh.
+        It is not overwritten as in a dict: of two equal patterns in one program, one is
+        nearly always a mistake. `|` replaces.
         """
-        # Not overwritten as in a dict: of two equal patterns in one program, one is
-        # nearly always a mistake. `|` replaces.
-        if isinstance(pattern, str) and pattern in self._rules:
+        rule = parse_rule(pattern, value, self.mesh)
+        if pattern in self._rules:
             msg = (
                 f"the map already has the pattern {pattern!r}, with "
                 f"{self[pattern]!r}. Delete it first to change it."
             )
             raise LayoutMapError(msg)
-        self._rules[pattern] = parse_rule(pattern, value, self.mesh)
+        self._rules[pattern] = rule
         self._snapshot = None
 
     def __delitem__(self, pattern: str) -> None:
-        """Removes a rule.
-
-        Raises:
-            LayoutMapKeyError: If no rule has this pattern.
-        """
+        """Removes a rule; raises LayoutMapKeyError if no rule has this pattern."""
         _ = self[pattern]
         del self._rules[pattern]
         self._snapshot = None
@@ -210,11 +193,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def copy(self) -> "LayoutMap":
         """Returns a map with the same rules and options."""
-        return LayoutMap(**self._arguments())
-
-    def __getstate__(self) -> dict[str, object]:
-        # A snapshot is compared by identity: another process has its own.
-        return {**self.__dict__, "_snapshot": None}
+        return self | {}
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
@@ -224,23 +203,12 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         )
         return f"LayoutMap({self.mesh!r}, {{{rules}}}{options})"
 
-    def _repr_html_(self) -> str:
-        rows = [[pattern, _value_text(value)] for pattern, value in self.items()]
-        return _render.html_table(
-            ["pattern", "layout"], rows, caption=f"LayoutMap on {self.mesh!r}"
-        )
-
     # Resolving.
 
     def match(
         self, path: str, shape: Iterable[int], dtype: DTypeLike
     ) -> Resolution | None:
-        """Resolves one leaf by the rules alone; returns None if none matches.
-
-        Args:
-            path: The path of the leaf, or the name of an activation.
-            shape: Its global shape.
-            dtype: Its dtype.
+        """Resolves one leaf, or activation, by the rules alone; None if none matches.
 
         Raises:
             LayoutMapError: If two rules disagree, or the layout does not fit.
@@ -274,23 +242,16 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
         inside = state_indices(tree)
-        owners = [index for index in range(len(flat.leaves)) if index not in inside]
-        if not inside or not owners:  # of an optimizer state alone, rules decide
+        if len(inside) in (0, len(flat.leaves)):  # a state alone is laid out by rules
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
         # Parameters first, as the slots take their layouts.
-        resolutions = [
-            None if index in inside else resolver.leaf(leaf)
-            for index, leaf in enumerate(flat.leaves)
-        ]
-        leaves = [flat.leaves[index] for index in sorted(inside)]
-        slots = find_slots(leaves, [flat.leaves[index] for index in owners])
-        for index, resolution in zip(
-            sorted(inside),
-            resolver.slots(leaves, slots, [resolutions[index] for index in owners]),
-            strict=True,
-        ):
-            resolutions[index] = resolution
-        return _resolved(flat, resolutions)
+        params = {i: leaf for i, leaf in enumerate(flat.leaves) if i not in inside}
+        state = {i: flat.leaves[i] for i in sorted(inside)}
+        owners = {i: resolver.leaf(leaf) for i, leaf in params.items()}
+        slots = find_slots([*state.values()], [*params.values()])
+        followers = resolver.slots([*state.values()], slots, [*owners.values()])
+        every = owners | dict(zip(state, followers, strict=True))
+        return _resolved(flat, [every[i] for i in range(len(flat.leaves))])
 
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
@@ -299,14 +260,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         with its layout, rule and bytes per device, the totals compared with full
         replication, fallbacks and disagreements, arrays that are placed differently,
         rules that match nothing with the paths that they almost match, rules that
-        others hide, and large leaves that are replicated.
-
-        Args:
-            tree: As for `resolve`; abstract trees need no device memory.
-            params: As for `resolve`.
-
-        Raises:
-            LayoutMapError: As `resolve`.
+        others hide, and large leaves that are replicated. Arguments and errors are
+        those of `resolve`; abstract trees need no device memory.
         """
         resolved = self.resolve(tree, params=params)
         return self._explain_resolved(resolved, _paths.shared_paths(tree))
@@ -344,21 +299,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         parsed = [*self._rules.values(), self._options.default]
         if tree is None or not any(rule and rule.function for rule in parsed):
             # Written out, no rule is generated: those that win come first.
-            own = {p: r.value() for p, r in self._rules.items() if not _is_made(r)}
+            own = {
+                p: self[p] for p, r in self._rules.items() if not r.rule.is_generated
+            }
             if 0 < len(own) < len(self):
                 options["conflict"] = "first"
             return map_text({**own, **self}, options)
         resolved = self.resolve(tree)
-        rules = self._rules_of(resolved)
         options = {
             k: v for k, v in options.items() if k not in ("default", "unmatched")
         }
+        rules: dict[str, Any] = {**rules_of(resolved)}
         # Resolved again, for leaves whose own metadata would now win.
         again = LayoutMap(self.mesh, rules, **options).resolve(tree)
-        for before, after in zip(resolved.resolutions, again.resolutions, strict=True):
-            if before.layout != after.layout:
-                rules[f"^{re.escape(before.path)}$"] = before.layout
         paths = [leaf.path for leaf in resolved.resolutions]
+        for path, after in zip(paths, again.resolutions, strict=True):
+            if resolved[path].layout != after.layout:
+                rules[f"^{re.escape(path)}$"] = resolved[path].layout
         for pattern, rule in self._rules.items():  # such as those for activations
             if rule.function is None and not any(map(rule.regex.search, paths)):
                 rules[pattern] = rule.value()
@@ -366,80 +323,65 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     # For the library.
 
-    def _rules_of(self, resolved: Resolved) -> dict[str, Any]:
-        """Returns plain rules for what this map decided about the leaves of a tree."""
-        specs: dict[str, Layout | Rule] = {}
-        for leaf in resolved.resolutions:
-            is_own = leaf.rule is None and leaf.reason not in ("default", "scalar")
-            # What follows a parameter or is set by the leaf itself will be so again.
-            if is_own or leaf.reason.startswith("follows"):
-                continue
-            has_note = leaf.note and not leaf.layout.is_fully_replicated
-            specs[leaf.path] = Rule(leaf.layout, note=leaf.note if has_note else None)
-        return dict(rules_for(specs))
-
     def _resolve_slots(
         self, opt_state: PyTree, params: PyTree, owners: Sequence[Resolution | None]
     ) -> Resolved:
-        """Returns the layouts of an optimizer state, from those of its parameters.
-
-        Args:
-            opt_state: The optimizer state.
-            params: The parameters.
-            owners: The resolution of each leaf of `params`.
-        """
+        """Returns the layouts of an optimizer state, from those of all its `params`."""
         flat = _paths.flatten(opt_state)
         named = _paths.flatten(params).leaves
         slots = find_slots(flat.leaves, named)
-        for leaf in flat.leaves if not any(slots) else ():
-            if np.size(leaf.value) > 1:
-                msg = (
-                    f"{leaf.path!r} of the optimizer state, like all others, belongs "
-                    f"to none of params=, such as {named[0].path!r}. Pass the argument "
-                    "of optimizer.init."
-                )
-                raise LayoutMapError(msg)
+        large = [leaf.path for leaf in flat.leaves if np.size(leaf.value) > 1]
+        if large and not any(slots):
+            msg = (
+                f"{large[0]!r} of the optimizer state, like all others, belongs to "
+                f"none of params=, such as {named[0].path!r}. Pass the argument of "
+                "optimizer.init."
+            )
+            raise LayoutMapError(msg)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(
         self, resolved: Resolved, shared: Mapping[str, str]
     ) -> Explanation:
         """Returns the report on resolved layouts; `shared` as from `shared_paths`."""
+        leaves = resolved.resolutions
         resolver = self._resolver()
-        matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
-        for resolution in resolved.resolutions:
-            for rule in resolver.matching(resolution.path):
-                matching[rule.pattern].append(resolution.path)
-        sends = {p: rule.rule.sends for p, rule in self._rules.items()}
-        sends = {pattern: sent for pattern, sent in sends.items() if sent}
-        return explain(self.mesh, resolved, matching, sends, shared)
+        # A slot has the rule of its parameter, whose path the pattern need not match.
+        used = {leaf.rule for leaf in leaves}
+        winners = {pattern: set[str]() for pattern in self if pattern not in used}
+        for leaf in leaves if winners else ():
+            for rule in resolver.matching(leaf.path):
+                if rule.pattern in winners:
+                    winners[rule.pattern].add(leaf.rule or f"({leaf.reason})")
+        one_of_each = {folded(leaf.path): leaf.path for leaf in reversed(leaves)}
+        dead = [pattern for pattern, others in winners.items() if not others]
+        return Explanation(
+            resolved.layouts,
+            leaves,
+            self.mesh,
+            {pattern: nearest_paths(pattern, one_of_each.values()) for pattern in dead},
+            {p: tuple(sorted(others)) for p, others in winners.items() if others},
+            {p: x.rule.sends for p, x in self._rules.items() if x.rule.sends},
+            shared,
+        )
 
     def _check_used(
         self, resolved: Resolved, shared: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Warns or raises, as `unused` says, about rules that match no path."""
-        used = {resolution.rule for resolution in resolved.resolutions}
-        if self._options.unused == "ignore" or used.issuperset(self._rules):
-            return
-        dead_rules = self._explain_resolved(resolved, shared).dead_rules
-        facts = [
-            f"rule {pattern!r} matches no path"
-            + (f" (nearest: {', '.join(near)})" if near else "")
-            + (f":{hint[:-1]}" if (hint := shared_text(pattern, shared)) else "")
-            for pattern, near in dead_rules.items()
-        ]
-        if facts:
-            self._report_unused(
-                f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if "
-                "it is for activations or other models."
-            )
+        if self._options.unused != "ignore":
+            lines = [*self._explain_resolved(resolved, shared).dead_lines()]
+            if lines:
+                hint = "Correct it, or give the map unused='ignore' if it is for "
+                hint += "activations or other models."
+                self._report_unused("\n".join([*lines, hint]))
 
-    def _report_unused(self, line: str) -> None:
-        """Warns or raises, as `unused` says, with a sentence about unused rules."""
+    def _report_unused(self, text: str) -> None:
+        """Warns or raises, as `unused` says, with a text on unused rules."""
         if self._options.unused == "error":
-            raise LayoutMapError(line)
+            raise LayoutMapError(text)
         if self._options.unused == "warn":
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+            warnings.warn(text, LayoutWarning, stacklevel=stack_level())
 
     def _take_snapshot(self) -> FrozenMap:
         """Returns an immutable snapshot of this map."""
@@ -459,20 +401,13 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def _changed_options(self) -> dict[str, Any]:
         """Returns the arguments, besides mesh and rules, that are not the defaults."""
         defaults = LayoutMap.__init__.__kwdefaults__ or {}
-        return {
-            name: value
-            for name, value in self._arguments().items()
-            if name in defaults and value != defaults[name]
-        }
+        arguments = self._arguments()
+        return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
 
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
     layouts = flat.unflatten([leaf and leaf.layout for leaf in resolutions])
     return Resolved(layouts, tuple([leaf for leaf in resolutions if leaf]))
-
-
-def _is_made(rule: ParsedRule) -> bool:
-    return rule.rule.is_generated
 
 
 def _value_text(value: Any) -> str:

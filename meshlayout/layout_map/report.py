@@ -10,8 +10,8 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from jax.typing import DTypeLike
 
@@ -20,6 +20,14 @@ from meshlayout._annotations import PyTree
 from meshlayout.errors import LayoutMapError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
+
+
+# A replicated leaf gets a line if it is at least this share of the whole tree.
+_LARGE_SHARE = 0.01
+_LARGE_BYTES = 64 * 1024
+
+# difflib takes a second for this many, and models have far fewer kinds of leaves.
+_MOST_PATHS = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +41,9 @@ class Resolution:
         layout: The layout that the map gives it.
         rule: The pattern that decided, as the user wrote it, or None.
         reason: The reason for this layout, as a phrase.
-        fallback: The part of the rule that could not be followed, such as a dim that
-            does not divide, or None.
-        note: The note of the rule, or a disagreement that is not an error, or None.
-        placed: The layout of a concrete array on the mesh of the map, if it differs
-            from `layout`; else None.
+        fallback: What could not be followed, such as a dim that does not divide.
+        note: The note of the rule, or a disagreement that is not an error.
+        placed: The layout of an array on the mesh of the map, if it has another one.
         is_array: False for a Python number, which `create` leaves unchanged.
     """
 
@@ -71,9 +77,8 @@ class Resolution:
     @property
     def array(self) -> str:
         """The dtype and shape of the leaf, such as `f32[784, 128]`."""
-        if not self.is_array:
-            return "(not an array)"
-        return _render.array_text(self.dtype, self.shape)
+        array = _render.array_text(self.dtype, self.shape)
+        return array if self.is_array else "(not an array)"
 
 
 @dataclass(frozen=True)
@@ -96,17 +101,12 @@ class Resolved:
         yield self.resolutions
 
     def __getitem__(self, path: str) -> Resolution:
-        """Returns the resolution of the leaf with this path.
-
-        Raises:
-            LayoutMapError: If no leaf has this path.
-        """
-        for resolution in self.resolutions:
-            if resolution.path == path:
-                return resolution
-        paths = [resolution.path for resolution in self.resolutions]
-        msg = f"no leaf has the path {path!r}.{did_you_mean(path, paths)}"
-        raise LayoutMapError(msg)
+        """Returns the resolution of a leaf; raises LayoutMapError for other paths."""
+        by_path = {resolution.path: resolution for resolution in self.resolutions}
+        if path not in by_path:
+            msg = f"no leaf has the path {path!r}.{did_you_mean(path, by_path)}"
+            raise LayoutMapError(msg)
+        return by_path[path]
 
     @property
     def bytes_per_device(self) -> int:
@@ -125,11 +125,10 @@ class Resolved:
         `check_lock` with it. Concrete arrays are written with their current layouts.
         """
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
-        meshes = ", ".join(
-            sorted({f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays})
-        )
+        meshes = {f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays}
         lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
-        return "\n".join([f"# layouts on {meshes}", *sorted(lines)]) + "\n"
+        header = f"# layouts on {', '.join(sorted(meshes))}"
+        return "\n".join([header, *sorted(lines)]) + "\n"
 
     def check_lock(self, text: str) -> None:
         """Raises LayoutMapError, with the lines that differ, if layouts changed.
@@ -141,13 +140,8 @@ class Resolved:
         _checks.lock(text, self.to_lock(), fact, error=LayoutMapError)
 
 
-# A replicated leaf gets a line if it is at least this share of the whole tree.
-_LARGE_SHARE = 0.01
-_LARGE_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Resolved):
     """How a layout map applies to a tree; text by `str` or `print`, HTML in notebooks.
 
     A row of the table stands for all leaves that differ only in the numbers in their
@@ -155,7 +149,6 @@ class Explanation:
 
     Attributes:
         mesh: The mesh.
-        resolutions: One `Resolution` per array or number.
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the rules or
             reasons that win there.
@@ -165,60 +158,56 @@ class Explanation:
     """
 
     mesh: Mesh
-    resolutions: tuple[Resolution, ...]
     dead_rules: Mapping[str, tuple[str, ...]]
     shadowed_rules: Mapping[str, tuple[str, ...]]
-    sends: Mapping[str, int] = field(default_factory=dict)
-    shared: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes on each device, all leaves together."""
-        return sum(leaf.bytes_per_device for leaf in self.resolutions)
+    sends: Mapping[str, int]
+    shared: Mapping[str, str]
 
     @property
     def replicated_bytes(self) -> int:
         """Bytes on each device if everything were replicated."""
-        return sum(leaf.nbytes for leaf in self.resolutions)
+        return self.nbytes
 
     @property
     def large_replicated(self) -> tuple[str, ...]:
         """Paths of large leaves that every device holds in full."""
         large = max(_LARGE_BYTES, _LARGE_SHARE * self.replicated_bytes)
-        return tuple(
-            leaf.path
-            for leaf in self.resolutions
-            if self.mesh.size > 1
-            and leaf.nbytes >= large
-            and leaf.current_layout.is_fully_replicated
-        )
+        whole = [x for x in self.resolutions if x.current_layout.is_fully_replicated]
+        is_shared = self.mesh.size > 1
+        return tuple(x.path for x in whole if is_shared and x.nbytes >= large)
 
     @property
     def notes(self) -> list[str]:
         """Everything that deserves a second look, one sentence each."""
-        rows = self.resolutions
+        leaves = self.resolutions
         return [
-            *_grouped("fallback", ((r.path, r.fallback) for r in rows)),
-            *_grouped("note", ((r.path, r.note) for r in rows)),
+            *_grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
+            *_grouped("note", ((leaf.path, leaf.note) for leaf in leaves)),
             *(
-                f"placed: {r.path} is {r.placed}, not by this map, which gives "
-                f"{r.layout} ({r.rule or r.reason})"
-                for r in rows
-                if r.placed
+                f"placed: {leaf.path} is {leaf.placed}, not by this map, which gives "
+                f"{leaf.layout} ({leaf.rule or leaf.reason})"
+                for leaf in leaves
+                if leaf.placed
             ),
+            *(f"dead {line}" for line in self.dead_lines()),
             *(
-                f"dead rule: {pattern!r} matches nothing."
-                + (f" Nearest: {', '.join(near)}." if near else "")
-                + shared_text(pattern, self.shared)
-                for pattern, near in self.dead_rules.items()
-            ),
-            *(
-                f"shadowed rule: {pattern!r} decides nothing; "
-                f"where it matches, {', '.join(winners)} wins."
+                f"shadowed rule {pattern!r} decides nothing; where it matches, "
+                f"{', '.join(winners)} wins."
                 for pattern, winners in self.shadowed_rules.items()
             ),
             *_grouped("large and replicated", ((p, "") for p in self.large_replicated)),
         ]
+
+    def dead_lines(self) -> Iterator[str]:
+        """Yields a line for each rule that matches nothing."""
+        for pattern, near in self.dead_rules.items():
+            text = f"rule {pattern!r} matches no path."
+            text += f" Nearest: {', '.join(near)}." if near else ""
+            for path, first in self.shared.items():
+                if re.search(pattern, path):
+                    text += f" {path!r} shares its array with {first!r}: match that."
+                    break
+            yield text
 
     def __str__(self) -> str:
         headers, align, rows = self._table()
@@ -228,11 +217,10 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        headers, align, rows = self._table()
         notes = [self._total(), *self.notes]
-        return _render.html_table(
-            headers, rows, align, caption=repr(self.mesh), notes=notes
-        )
+        headers, align, rows = self._table()
+        caption = repr(self.mesh)
+        return _render.html_table(headers, rows, align, caption=caption, notes=notes)
 
     def _table(self) -> tuple[list[str], str, list[list[str]]]:
         groups: dict[str, dict[tuple[str, ...], list[Resolution]]] = {}
@@ -245,18 +233,13 @@ class Explanation:
         for rule, kinds in groups.items():
             sends = self.sends.get(rule)
             for (path, array, layout), leaves in kinds.items():
-                here = sum(leaf.bytes_per_device for leaf in leaves)
-                saving = _saving(here, sum(leaf.nbytes for leaf in leaves))
-                rows.append(
-                    [
-                        (path if len(leaves) > 1 else leaves[0].path) or "(the array)",
-                        f"{len(leaves)} x {array}" if len(leaves) > 1 else array,
-                        layout,
-                        rule,
-                        *([_render.bytes_text(here), saving] if layout else ["", ""]),
-                        "" if sends is None else _render.bytes_text(sends),
-                    ]
-                )
+                sizes = _sizes(leaves) if layout else ("", "")
+                if len(leaves) == 1:
+                    path = leaves[0].path or "(the array)"
+                else:
+                    array = f"{len(leaves)} x {array}"
+                sent = "" if sends is None else _render.bytes_text(sends)
+                rows.append([path, array, layout, rule, *sizes, sent])
                 sends = None  # once for each rule
         headers = ["path", "array", "layout", "rule", "bytes/device", "saving"]
         if self.sends:
@@ -264,14 +247,20 @@ class Explanation:
         return headers, "llllrr", [row[:-1] for row in rows]
 
     def _total(self) -> str:
-        here = _render.bytes_text(self.bytes_per_device)
-        whole = _render.bytes_text(self.replicated_bytes)
-        saving = _saving(self.bytes_per_device, self.replicated_bytes)
+        here, saving = _sizes(self.resolutions)
         num_arrays = sum(leaf.is_array for leaf in self.resolutions)
         return (
-            f"{num_arrays} arrays, {here} on each of {self.mesh.size} "
-            f"devices; replicated it would be {whole} (saving {saving})."
+            f"{num_arrays} arrays, {here} on each of {self.mesh.size} devices; "
+            f"replicated it would be {_render.bytes_text(self.replicated_bytes)} "
+            f"(saving {saving})."
         )
+
+
+def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
+    """Returns bytes per device, and the share that sharding saves, as text."""
+    pairs = [(leaf.bytes_per_device, leaf.nbytes) for leaf in leaves]
+    here, whole = map(sum, zip(*pairs, strict=True)) if pairs else (0, 0)
+    return _render.bytes_text(here), f"{100 * (1 - here / whole) if whole else 0:.0f}%"
 
 
 def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
@@ -286,54 +275,9 @@ def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str
         yield f"{what}: {paths[0]}{more}{f': {text}' if text else ''}"
 
 
-def _saving(here: int, whole: int) -> str:
-    return f"{100 * (1 - here / whole):.0f}%" if whole else "0%"
-
-
 def folded(path: str) -> str:
     """Returns a path with `*` for its numbers: `layers/*/kernel`."""
     return re.sub("[0-9]+", "*", path)
-
-
-def explain(
-    mesh: Mesh,
-    resolved: Resolved,
-    matching: Mapping[str, Sequence[str]],
-    sends: Mapping[str, int],
-    shared: Mapping[str, str],
-) -> Explanation:
-    """Makes the report.
-
-    Args:
-        mesh: The mesh.
-        resolved: The resolved layouts.
-        matching: The paths that each pattern of the map matches.
-        sends: As in `Explanation`.
-        shared: As from `_paths.shared_paths`.
-    """
-    rows = resolved.resolutions
-    # A slot has the rule of its parameter, whose path the pattern need not match.
-    used = {leaf.rule for leaf in rows}
-    winners = {leaf.path: leaf.rule or f"({leaf.reason})" for leaf in rows}
-    dead = [p for p, matched in matching.items() if not matched and p not in used]
-    shadowed = {
-        pattern: tuple(sorted({winners[path] for path in matched}))
-        for pattern, matched in matching.items()
-        if matched and pattern not in used
-    }
-    one_of_each = {folded(path): path for path in reversed(winners)}.values()
-    near = {pattern: nearest_paths(pattern, one_of_each) for pattern in dead}
-    return Explanation(mesh, rows, near, shadowed, sends, shared)
-
-
-def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
-    """Returns a sentence if a pattern matches only the other path of a shared array."""
-    for path, first in shared.items():
-        if re.search(pattern, path):
-            return (
-                f" {path!r} shares its array with {first!r}, which a rule must match."
-            )
-    return ""
 
 
 def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
@@ -354,7 +298,3 @@ def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     }
     near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
     return tuple(ends[end] for end in near)
-
-
-# difflib takes a second for this many, and models have far fewer kinds of leaves.
-_MOST_PATHS = 5000

@@ -1,32 +1,24 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
 The sources of layouts, in this order: rules, logical axes, for optimizer states the
-parameter, and the default. Large models repeat: a decision of plain rules is kept for
-the next leaf of the same rules, shape and dtype.
+parameter, and the default.
 """
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths, _render
 from meshlayout._annotations import Box, DType
 from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.layout import Layout
-from meshlayout.layout_map.metadata import (
-    AxisRule,
-    axis_rules,
-    logical_axes,
-    logical_layout,
-    means_nothing,
-)
+from meshlayout.layout_map.metadata import AxisRule, logical_axes, logical_layout
 from meshlayout.layout_map.optimizer_slots import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
@@ -39,6 +31,9 @@ from meshlayout.layout_map.rules import (
     parse_spec,
 )
 from meshlayout.mesh import Mesh
+
+
+_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True)
@@ -54,17 +49,7 @@ class Options:
     logical_axes: tuple[AxisRule, ...] | None
 
 
-class Decision(NamedTuple):
-    """The layout of a leaf and its reasons, as in `Resolution`."""
-
-    layout: Layout
-    rule: str | None
-    reason: str
-    fallback: str | None = None
-    note: str | None = None
-
-
-class _ArrayAt(NamedTuple):
+class _Array(NamedTuple):
     """An array to find a layout for; as text, how errors name it."""
 
     path: str
@@ -76,40 +61,17 @@ class _ArrayAt(NamedTuple):
 
 
 class Resolver:
-    """Resolves leaves one after another.
-
-    Args:
-        options: The map's options.
-        rules: The map's rules, in order.
-    """
+    """Resolves leaves one after another, by a map's options and rules, in order."""
 
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
         self._by_pattern = {rule.pattern: rule for rule in rules}
-        self._searches = [(rule, rule.regex.search) for rule in rules]
-        self._functions = {rule for rule in rules if rule.function is not None}
-        default = options.default
-        self._asks_default = default is not None and default.function is not None
-        self._decisions: dict[Any, Decision] = {}
 
     def matching(self, path: str) -> list[ParsedRule]:
-        """Returns all rules that match a path, in order."""
-        found = [rule for rule, search in self._searches if search(path)]
+        """Returns all rules that match a path: the exact one, then the others."""
         exact = self._by_pattern.get(path)
-        return found if exact is None or exact in found else [exact, *found]
-
-    def deciding(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns the rules that decide about a path.
-
-        That whose pattern equals the path; else those of the user; else those that a
-        function of `parallel` made.
-        """
-        exact = self._by_pattern.get(path)
-        if exact is not None:
-            return (exact,)
-        found = [rule for rule, search in self._searches if search(path)]
-        own = [rule for rule in found if not rule.rule.is_generated]
-        return tuple(own or found)
+        rules = [rule for rule in self._by_pattern.values() if rule.regex.search(path)]
+        return rules if exact is None else [exact, *(r for r in rules if r != exact)]
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Resolves a leaf by the first source of layouts that has an answer.
@@ -117,23 +79,15 @@ class Resolver:
         Returns:
             The resolution; None if the leaf is neither an array nor a number.
         """
-        path, value, box = leaf
-        array = _array_of(path, value)
+        array = _array_of(leaf)
         if array is None:
             return None
-        rules = self.deciding(path)
-        if box is not None and logical_axes(box) is not None:
+        rules = self._deciding(array.path)
+        if leaf.box is not None and logical_axes(leaf.box) is not None:
             by_rules = self._by_rules(array, rules)
-            return self._resolution(array, value, self._by_names(array, box, by_rules))
-        # An exact path may apply to a scalar, where a pattern would not.
-        is_exact = bool(rules) and rules[0].pattern == path
-        key = (rules, is_exact, array.shape, array.dtype)
-        decision = self._decisions.get(key)
-        if decision is None:
-            decision = self._by_rules(array, rules) or self._by_default(array)
-            if self._functions.isdisjoint(rules) and (rules or not self._asks_default):
-                self._decisions[key] = decision
-        return self._resolution(array, value, decision)
+            return self._of_leaf(self._by_names(array, leaf.box, by_rules), leaf)
+        resolution = self._by_rules(array, rules) or self._by_default(array)
+        return self._of_leaf(resolution, leaf)
 
     def slots(
         self,
@@ -141,12 +95,9 @@ class Resolver:
         slots: Sequence[OptimizerSlot | None],
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
-        """Returns the resolutions of the leaves of an optimizer state.
+        """Resolves an optimizer state, given the slot of each of its leaves, if any.
 
-        Args:
-            leaves: The leaves.
-            slots: The parameter of each leaf, if any.
-            owners: The resolutions of the parameters.
+        `owners` are the resolutions of the parameters.
         """
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
@@ -154,201 +105,198 @@ class Resolver:
         taken = {rule for path in paths for rule in self.matching(path)}
         resolutions: list[Resolution | None] = []
         for leaf, slot in zip(leaves, slots, strict=True):
-            array = _array_of(leaf.path, leaf.value)
+            array = _array_of(leaf)
             if array is None:
                 resolutions.append(None)
                 continue
             owner = None if slot is None else owners[slot.param]
             if owner is None or slot is None:
-                decision = self._replicate(array, "belongs to no parameter")
+                resolution = self._replicated(array, "belongs to no parameter")
             else:
-                layout = slot.layout(len(array.shape), owner.layout)
+                layout = slot.layout(owner.layout)
+                layout, lost = self._fitting(array, layout, "replicate", "")
                 reason = f"follows parameter {owner.path!r}"
-                layout, lost = self._fit(array, layout, "replicate", "")
-                decision = Decision(layout, owner.rule, reason, lost)
-            rules = [r for r in self.deciding(leaf.path) if r not in taken]
-            decision = self._by_rules(array, rules, decision.layout) or decision
-            resolutions.append(self._resolution(array, leaf.value, decision))
+                resolution = Resolution(*array, layout, owner.rule, reason, lost)
+            rules = [r for r in self._deciding(leaf.path) if r not in taken]
+            own = self._by_rules(array, rules, resolution.layout)
+            resolutions.append(self._of_leaf(own or resolution, leaf))
         return resolutions
-
-    def by_rules(
-        self, path: str, shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Resolution | None:
-        """Resolves one array by the rules alone; returns None if none matches."""
-        array = _ArrayAt(path, shape, dtype)
-        decision = self._by_rules(array, self.deciding(path))
-        return decision and self._resolution(array, None, decision)
 
     def opinion(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
-    ) -> Decision | None:
+    ) -> Resolution | None:
         """Returns what rules or default say about an array that has a layout already.
 
         None if no rule matches and the default, if there is one, has no opinion.
         """
-        array, default = _ArrayAt(path, shape, dtype), self._options.default
-        decision = self._by_rules(array, self.deciding(path), layout)
-        if decision is None and default is not None:
-            return self._by_rules(array, (default,), layout)
-        return decision
+        resolution = self.by_rules(path, shape, dtype, layout)
+        if resolution is None and self._options.default is not None:
+            array = _Array(path, shape, dtype)
+            return self._by_rules(array, [self._options.default], layout)
+        return resolution
 
-    def _resolution(
-        self, array: _ArrayAt, value: object, decision: Decision
-    ) -> Resolution:
-        is_array = not isinstance(value, _NUMBERS) or isinstance(value, np.generic)
-        placed = None
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            here, mesh = value.sharding, self._options.mesh.jax_mesh
-            if isinstance(here, NamedSharding) and here.mesh == mesh:
-                there = decision.layout.sharding
-                if not here.is_equivalent_to(there, value.ndim):
-                    with contextlib.suppress(
-                        LayoutError
-                    ):  # partial sums have no layout
-                        placed = Layout.of(here, value.ndim)
-        return Resolution(*array, *decision, placed, is_array)
+    def by_rules(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        layout: Layout | None = None,
+    ) -> Resolution | None:
+        """Resolves one array by the rules alone; returns None if none matches."""
+        return self._by_rules(_Array(path, shape, dtype), self._deciding(path), layout)
+
+    def _deciding(self, path: str) -> list[ParsedRule]:
+        """Returns the rules that decide about a path.
+
+        That whose pattern equals the path; else those of the user; else those that a
+        function of `parallel` made.
+        """
+        rules = self.matching(path)
+        if rules and rules[0].pattern == path:
+            return rules[:1]
+        return [rule for rule in rules if not rule.rule.is_generated] or rules
+
+    def _of_leaf(self, resolution: Resolution, leaf: _paths.Leaf) -> Resolution:
+        """Returns a resolution for a leaf, with its path, and where it is now."""
+        x, placed = leaf.value, None
+        is_array = not isinstance(x, _NUMBERS) or isinstance(x, np.generic)
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            here, there = x.sharding, resolution.layout.sharding
+            is_on_mesh = isinstance(here, NamedSharding) and here.mesh == there.mesh
+            if is_on_mesh and not here.is_equivalent_to(there, x.ndim):
+                with contextlib.suppress(LayoutError):  # partial sums have no layout
+                    placed = Layout.of(here, x.ndim)
+        return replace(resolution, path=leaf.path, placed=placed, is_array=is_array)
 
     # Each source of layouts.
 
     def _by_rules(
-        self,
-        array: _ArrayAt,
-        rules: Iterable[ParsedRule],
-        layout: Layout | None = None,
-    ) -> Decision | None:
+        self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None
+    ) -> Resolution | None:
         """Asks rules; some extend the layout that the array has without them."""
-        chosen: tuple[ParsedRule, Layout, OnUneven | None, str | None] | None = None
+        answers: list[tuple[ParsedRule, Layout, OnUneven, str | None]] = []
         for rule in rules:
-            answer = self._expand(rule, array, layout)
-            if answer is None:
-                continue
-            if chosen is None:
-                chosen = (rule, *answer)
-                if self._options.conflict == "first":
-                    break
-            elif answer[0] != chosen[1]:
+            answer = self._answer(rule, array, layout)
+            answers += [] if answer is None else [(rule, *answer)]
+            if answers and self._options.conflict == "first":
+                break
+        if not answers:
+            return None
+        rule, found, policy, note = answers[0]
+        for other, differing, *_ in answers:
+            if differing != found:
                 msg = (
-                    f"{array}: rules {chosen[0].pattern!r} and {rule.pattern!r} both "
-                    f"match and disagree: {chosen[1]} against {answer[0]}. Make the "
-                    "patterns exclusive, add a rule for the exact path, or use "
+                    f"{array}: rules {rule.pattern!r} and {other.pattern!r} both match "
+                    f"and disagree: {found} against {differing}. Make the patterns "
+                    "exclusive, add a rule for the exact path, or use "
                     "conflict='first', for which the order counts."
                 )
                 raise LayoutMapError(msg)
-        if chosen is None:
-            return None
-        rule, found, policy, note = chosen
-        policy = policy or self._options.on_uneven
         if rule is self._options.default:
-            found, lost = self._fit(array, found, policy, "default, ")
-            return Decision(found, None, "default", lost, note)
-        found, lost = self._fit(array, found, policy, f"rule {rule.pattern!r}, ")
-        reason = "exact path" if rule.pattern == array.path else "pattern"
-        return Decision(found, rule.pattern, reason, lost, note)
+            pattern, source, reason = None, "default, ", "default"
+        else:
+            pattern, source = rule.pattern, f"rule {rule.pattern!r}, "
+            reason = "exact path" if pattern == array.path else "pattern"
+        found, lost = self._fitting(array, found, policy, source)
+        return Resolution(*array, found, pattern, reason, lost, note)
 
     def _by_names(
-        self, array: _ArrayAt, box: Box, by_rules: Decision | None
-    ) -> Decision:
+        self, array: _Array, box: Box, by_rules: Resolution | None
+    ) -> Resolution:
+        """Reads the axis names in a leaf's metadata, over which rules win."""
         options = self._options
-        rules = axis_rules(box, options.logical_axes or ())
-        has_default = by_rules is None and options.default is not None
-        if has_default and means_nothing(box, rules, options.mesh):
-            return self._by_default(array)
         source = f"logical axes {logical_axes(box)}"
         try:
-            layout, note = logical_layout(box, rules, options.mesh)
+            own = options.logical_axes or ()
+            layout, note, is_known = logical_layout(box, own, options.mesh)
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
-            if by_rules is not None:
-                note = f"its {source} cannot be read: {error}"
-                return by_rules._replace(note=note)
-            raise LayoutMapError(f"{array}: {source}: {error}") from None
-        if by_rules is None:
-            layout, lost = self._fit(array, layout, options.on_uneven, f"{source}, ")
-            return Decision(layout, None, source, lost, note)
-        if layout == by_rules.layout:
-            return by_rules
-        note = f"the rule wins over its {source}, which mean {layout}"
-        return by_rules._replace(note=note)
+            if by_rules is None:
+                raise LayoutMapError(f"{array}: {source}: {error}") from None
+            return replace(by_rules, note=f"its {source} cannot be read: {error}")
+        if by_rules is not None:
+            note = f"the rule wins over its {source}, which mean {layout}"
+            return (
+                by_rules if layout == by_rules.layout else replace(by_rules, note=note)
+            )
+        if options.default is not None and not is_known:
+            return self._by_default(array)
+        layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
+        return Resolution(*array, layout, None, source, lost, note)
 
-    def _by_default(self, array: _ArrayAt) -> Decision:
+    def _by_default(self, array: _Array) -> Resolution:
         if not array.shape:
-            return self._replicate(array, "scalar")
+            return self._replicated(array, "scalar")
         default = self._options.default
-        decision = None if default is None else self._by_rules(array, (default,))
-        if decision is None and self._options.unmatched == "error":
-            hint = "" if self._searches else " The map has no rules."
+        resolution = None if default is None else self._by_rules(array, [default])
+        if resolution is None and self._options.unmatched == "error":
             msg = (
-                f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
-                f"Add a rule, such as layouts[{array.path!r}] = [...] for replicated."
+                f"{array}: no rule matches, and the map has unmatched='error'. Add a "
+                f"rule, such as layouts[{array.path!r}] = [...] for replicated."
             )
             raise LayoutMapError(msg)
-        return decision or self._replicate(array, "default")
+        return resolution or self._replicated(array, "default")
 
-    def _replicate(self, array: _ArrayAt, reason: str) -> Decision:
+    def _replicated(self, array: _Array, reason: str) -> Resolution:
         layout = Layout.replicated(self._options.mesh, len(array.shape))
-        return Decision(layout, None, reason)
+        return Resolution(*array, layout, None, reason)
 
     # From a rule to a layout that fits.
 
-    def _expand(
-        self, rule: ParsedRule, array: _ArrayAt, layout: Layout | None
-    ) -> tuple[Layout, OnUneven | None, str | None] | None:
+    def _answer(
+        self, parsed: ParsedRule, array: _Array, layout: Layout | None
+    ) -> tuple[Layout, OnUneven, str | None] | None:
         """Returns a rule's layout, policy and note; None if it has no opinion."""
-        found: Any = rule.rule
-        where = f"{array}: rule {rule.pattern!r}"
-        if rule.function is not None:
-            context = f"in the function of rule {rule.pattern!r}, called for {array}"
+        rule, function = parsed.rule, parsed.function
+        where = f"{array}: rule {parsed.pattern!r}"
+        if function is not None:
+            context = f"in the function of rule {parsed.pattern!r}, called for {array}"
             with _checks.noted(context):
-                if layout is None or not hasattr(rule.function, "extend"):
-                    found = rule.function(*array)
+                if layout is None or not hasattr(function, "extend"):
+                    result = function(*array)
                 else:
-                    found = rule.function.extend(*array, layout)
-            found = checked_rule(found, where)
-            if found.layout is None:
+                    result = function.extend(*array, layout)
+            rule = checked_rule(result, where)
+            if rule.layout is None:
                 return None
-        rank, is_exact = len(array.shape), rule.pattern == array.path
         try:
-            spec = parse_spec(found.layout, self._options.mesh)
+            found = parse_spec(rule.layout, self._options.mesh)
             # A pattern for arrays may also match a scalar, such as a step number,
             # which it does not mean.
-            is_plain = rule.function is None
-            if is_plain and not rank and not is_exact and {*spec.specs} - {...}:
+            is_pattern = function is None and parsed.pattern != array.path
+            if is_pattern and not array.shape and {*found.specs} - {...}:
                 return None
-            policy = found.on_uneven or rule.rule.on_uneven
-            return spec.with_rank(rank), policy, found.note or rule.rule.note
+            found = found.with_rank(len(array.shape))
         except LayoutError as error:
             raise LayoutMapError(f"{where}: {error}") from None
+        policy = rule.on_uneven or parsed.rule.on_uneven or self._options.on_uneven
+        return found, policy, rule.note or parsed.rule.note
 
-    def _fit(
-        self, array: _ArrayAt, layout: Layout, policy: OnUneven, source: str
+    def _fitting(
+        self, array: _Array, layout: Layout, policy: OnUneven, source: str
     ) -> tuple[Layout, str | None]:
         """Returns the layout that fits the shape, and what was lost for it."""
         misfits = layout.misfits(array.shape)
-        if not misfits:
-            return layout, None
-        if policy == "error":
-            fact, _, fix = str(misfits[0]).rstrip(".").partition(". ")
-            fixes = f"{fix}, or give the rule on_uneven='replicate'."
-            msg = f"{array}: {fact} ({source}{layout!r}). {fixes}"
-            raise LayoutMapError(msg)
-        lost = "; ".join(
-            f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
-            f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
-            for misfit in misfits
-        )
-        uneven = {misfit.dim for misfit in misfits}
-        entries = [None if d in uneven else e for d, e in enumerate(layout.specs)]
-        return layout.with_specs(entries), lost
+        if misfits and policy == "error":
+            fact, fix = misfits[0].fact, misfits[0].fix.removesuffix(".")
+            msg = f"{array}: {fact} ({source}{layout!r}). {fix}"
+            raise LayoutMapError(f"{msg}, or give the rule on_uneven='replicate'.")
+        specs, lost = list(layout.specs), list[str]()
+        for misfit in misfits:
+            specs[misfit.dim] = None
+            lost.append(
+                f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
+                f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
+            )
+        return (layout.with_specs(specs), "; ".join(lost)) if lost else (layout, None)
 
 
-_NUMBERS = (bool, int, float, complex)
-
-
-def _array_of(path: str, value: Any) -> _ArrayAt | None:
+def _array_of(leaf: _paths.Leaf) -> _Array | None:
     """Returns the array or number that a leaf is; None for anything else."""
+    path, value, _ = leaf
     dtype = getattr(value, "dtype", None)
     if dtype is not None and hasattr(value, "shape"):
-        return _ArrayAt(path, tuple(value.shape), dtype)
+        return _Array(path, tuple(value.shape), dtype)
     if isinstance(value, _NUMBERS):
-        return _ArrayAt(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
+        return _Array(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
     return None

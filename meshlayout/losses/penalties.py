@@ -4,9 +4,10 @@ Neither kind belongs to the denominator of the examples' losses: a penalty does 
 depend on the batch at all, and a recorded scalar is added unchanged.
 """
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -32,15 +33,14 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
 
     Use this in `make_train_step(..., regularizers={"l2": l2(1e-5)})`, which takes any
     function from parameters to a scalar. It is part of the loss, and so of the gradient
-    that the optimizer scales; `optax.adamw` decays weights instead. The penalty raises
-    LossError if no parameter's path matches.
+    that the optimizer scales; `optax.adamw` decays weights instead.
 
     Args:
         strength: The factor, not negative.
         where: Which parameters: a regular expression, searched for in their paths.
 
     Raises:
-        LossError: If an argument is wrong.
+        LossError: If an argument is wrong; when called, if no parameter's path matches.
 
     Example:
         >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
@@ -50,9 +50,7 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
 
 
 def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
-    """Returns the penalty `strength * sum(abs(w))`, like Keras' `regularizers.l1`.
-
-    Arguments and errors: as for `l2`.
+    """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`.
 
     Example:
         >>> float(l1(0.5)({"kernel": -jnp.ones(4)}))
@@ -67,10 +65,9 @@ def _penalty(
     where: str | re.Pattern[str],
     function: Callable[[jax.Array], jax.Array],
 ) -> Regularizer:
-    strength = _checks.number(
-        "strength", strength, at_least=0, where=name, error=LossError
-    )
-    pattern = _checks.pattern("where", where, where=name, error=LossError)
+    context: Any = {"where": name, "error": LossError}
+    strength = _checks.number("strength", strength, at_least=0, **context)
+    pattern = _checks.pattern("where", where, **context)
 
     def penalty(params: PyTree) -> jax.Array:
         leaves = _paths.flatten(params).leaves
@@ -123,8 +120,13 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     if not isinstance(module, nnx.Module):
         msg = f"record takes a Flax module first, got {_checks.shown(module)}."
         raise LossError(msg)
-    with warnings.catch_warnings():
-        # Flax wants `sow` to be called inside nnx.capture; here the step collects the
-        # losses. A warning that is worded otherwise reaches the user.
-        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+    with quiet_sow():
         module.sow(ModelLoss, name, loss)
+
+
+@contextlib.contextmanager
+def quiet_sow() -> Iterator[None]:
+    """Silences Flax's warning that sown values should be captured; the step does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+        yield

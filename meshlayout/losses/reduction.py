@@ -26,15 +26,13 @@ Denominator: TypeAlias = Literal["real", "global_batch_size"]
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Averages losses over all dims except those of the weights.
 
-    Use this before summing losses that have one number per pixel or token.
+    Use this before summing losses that have one number per pixel or token. Returns
+    float32 losses of the weights' shape, or (batch,).
 
     Args:
         losses: Losses of shape (batch, ...).
         weights: Weights of shape (batch,) or of a longer leading part of the losses'
             shape (one per token, say); None for (batch,).
-
-    Returns:
-        Losses in float32, of the weights' shape, or (batch,).
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -46,8 +44,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     # In float32 first: a mean over thousands of pixels in bfloat16 keeps three digits.
     losses = real_array("losses", losses, "per_example").astype("float32")
     if losses.ndim == 0:
-        msg = "losses are a scalar; one loss per example, (batch,), is needed."
-        raise LossError(msg)
+        raise LossError("losses are a scalar; give one loss per example, (batch,).")
     num_kept = 1
     if weights is not None:  # of which one may be for all examples
         num_kept = max(1, _fitting_weights(weights, losses).ndim)
@@ -56,10 +53,6 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
-
-    Args:
-        losses: Losses of shape (batch, ...).
-        weights: Weights whose shape is a leading part of that, or None for ones.
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -76,15 +69,13 @@ def denominator_of(
 ) -> jax.Array:
     """Returns the number by which the weighted sum over a global batch is divided.
 
+    A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
+
     Args:
         denominator: `"real"`, the sum of the weights; or `"global_batch_size"`, the
             number of examples including padding.
         weights: The weights of the whole batch, or None for ones.
-        num_examples: The number of losses: examples, or tokens if every token has a
-            weight.
-
-    Returns:
-        A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
+        num_examples: The number of losses: examples, or tokens if each has a weight.
 
     Raises:
         LossError: If `denominator` is neither of these.
@@ -97,8 +88,7 @@ def denominator_of(
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
     total = real_array("weights", weights, "losses").astype("float32").sum()
-    # A batch of padding alone has the sum 0, and the loss 0 rather than NaN.
-    return jnp.where(total > 0, total, 1)
+    return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
 
 
 def check_denominator(denominator: object) -> None:
@@ -112,34 +102,26 @@ def compute_average_loss(
     sample_weight: ArrayLike | None = None,
     global_batch_size: int | jax.Array | None = None,
 ) -> jax.Array:
-    """Divides the sum of per-example losses by the global batch size.
+    """Divides the sum of losses by the global batch size; 0 without examples.
 
     Use this in your own step, or to port one from tf.distribute. In a program over the
     whole batch this is the mean. In replica code (a function that a strategy runs, or
     inside `jax.shard_map`) it is this replica's share: the shares of all replicas add
-    up to the mean over the global batch. Losses of more dims are summed, like
-    `tf.nn.compute_average_loss` does; average them per example first, with
-    `losses.per_example`.
-
-    In a function that a strategy runs, rows that pad a short batch add nothing, not
-    even to the gradient, and are not counted.
+    up to the mean over the global batch. Rows that pad a strategy's short batch add
+    nothing, not even to the gradient, and are not counted. Losses of more dims are
+    summed, as by `tf.nn.compute_average_loss`; average them first (`per_example`).
 
     Args:
-        per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
-            summed in float32.
+        per_example_loss: Losses of shape (batch,) or (batch, ...); summed in float32.
         sample_weight: A weight per example, (batch,), or None for ones. An example of
             weight 0 adds nothing, even if its loss is not finite.
         global_batch_size: Examples of all replicas together, padding included. By
             default the size of this batch, times the number of replicas in replica
             code; under a strategy, the number of real examples.
 
-    Returns:
-        A float32 scalar; 0 for a batch without examples.
-
     Raises:
-        LossError: If the losses are a scalar or not real numbers, the weights have
-            another batch size, the number of replicas is unknown, or a strategy's
-            batch may have padding and the losses are not one per row.
+        LossError: If the shapes do not fit, the number of replicas is unknown, or a
+            strategy's batch may have padding and the losses are not one per row.
 
     Example:
         >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
@@ -159,27 +141,26 @@ def compute_average_loss(
     if weights is not None:
         weights = _fitting_weights(weights, losses)
     context = get_replica_context()
-    if context is not None and context.mask is not None:
-        if context.mask.shape[0] == losses.shape[0]:
-            size = context.num_examples if size is None else size
-            context.mask_was_read = True
-            if weights is None:
-                weights = context.mask
-            else:  # which may be NaN for padding
-                weights = jnp.where(_spread(context.mask, weights.ndim) > 0, weights, 0)
-        # Else a microbatch, say, of a function that has looked at the mask itself.
-        elif weights is None or size is None or not context.mask_was_read:
-            rows = context.mask.shape[0]
-            msg = (
-                f"{where}: the losses have {losses.shape[0]} rows and this replica's "
-                f"batch has {rows}, of which some may be padding. Give one loss per "
-                f"row, ({rows},) or ({rows}, ...); or, for a part of the batch, both "
-                "global_batch_size and sample_weight, with 0 where "
-                "get_replica_context().example_mask is 0."
-            )
-            raise LossError(msg)
+    mask = None if context is None else context.mask
+    if mask is not None and len(mask) == len(losses):
+        context.mask_was_read = True
+        size = context.num_examples if size is None else size
+        # A user's weights may be NaN for padding.
+        factors = mask if weights is None else weights
+        weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+    # A part of the batch, say, of a function that has looked at the mask itself.
+    elif mask is not None and (
+        weights is None or size is None or not context.mask_was_read
+    ):
+        msg = (
+            f"{where}: the losses have {len(losses)} rows and this replica's batch "
+            f"{len(mask)}, of which some may be padding. Give one loss per row; or, "
+            "for a part of the batch, both global_batch_size and sample_weight, with 0 "
+            "where get_replica_context().example_mask is 0."
+        )
+        raise LossError(msg)
     if size is None:
-        size = losses.shape[0] * _num_replicas()
+        size = len(losses) * _num_replicas()
     size = real_array("global_batch_size", size, where).astype("float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
     # one that is not taken, too, or the gradient is NaN.
@@ -192,13 +173,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
     Use this next to `compute_average_loss`. In replica code every replica computes the
     whole regularization loss, and the replicas' losses are added up; in a program over
-    the whole batch there is only one, which is returned unchanged.
-
-    Args:
-        regularization_loss: A scalar, or an array to be summed.
-
-    Returns:
-        A float32 scalar.
+    the whole batch there is only one, which is returned unchanged. An array is summed.
 
     Raises:
         LossError: If it is not a real number, or the number of replicas is unknown.
@@ -218,11 +193,7 @@ def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
 
 
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
-    """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
-
-    Raises:
-        LossError: If the weights' shape is not a leading part of the losses'.
-    """
+    """Returns losses times their weights; weight 0 gives 0, also for NaN."""
     losses = losses.astype("float32")
     if weights is None:
         return losses

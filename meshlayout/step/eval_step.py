@@ -17,10 +17,16 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
-from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.model_call import call_model
-from meshlayout.step.objective import Loss, check_function, make_loss
+from meshlayout.step.objective import (
+    Loss,
+    check_function,
+    make_loss,
+    merged,
+    metrics_of_batch,
+    total_weight,
+)
 from meshlayout.step.state_step import StateStep
 
 

@@ -14,15 +14,14 @@ counts the all-reduces.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
@@ -32,38 +31,22 @@ from meshlayout.state import TrainState
 from meshlayout.step.objective import Loss
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of one global batch, and what else was computed with them.
-
-    Attributes:
-        grads: The gradients, in the structure of the parameters.
-        parts: The objective's parts by name, scalars; their sum is the loss.
-        model_state: The model's other arrays, after.
-        measured: The user's metrics of this batch.
-    """
+class Gradients(NamedTuple):
+    """The gradients of one global batch, and what else was computed with them."""
 
     grads: PyTree
-    parts: dict[str, jax.Array]
-    model_state: PyTree
-    measured: Metrics
+    parts: dict[str, jax.Array]  # of the objective; their sum is the loss
+    model_state: PyTree  # the model's other arrays, after
+    measured: Metrics  # the user's
 
 
-@dataclass(frozen=True)
-class Microbatches:
-    """How a global batch is cut.
-
-    Attributes:
-        count: How many microbatches there are.
-        rows: The sharding of the batch's rows; None if they are on no axis.
-        params: The parameters' shardings.
-        slots: Those of the optimizer's state.
-    """
+class Microbatches(NamedTuple):
+    """How a global batch is cut."""
 
     count: int
-    rows: NamedSharding | None = None
-    params: tuple[Any, ...] = ()
-    slots: tuple[Any, ...] = ()
+    rows: NamedSharding | None = None  # how rows are sharded; None if on no axis
+    params: tuple[Any, ...] = ()  # the parameters' shardings
+    slots: tuple[Any, ...] = ()  # those of the optimizer's state
 
 
 def gradients_of(
@@ -74,38 +57,27 @@ def gradients_of(
     scale: jax.Array | None,
     microbatches: Microbatches,
 ) -> Gradients:
-    """Returns the gradients of a global batch.
-
-    Args:
-        loss: What is minimized.
-        state: The state.
-        batch: The global batch.
-        key: For this step's random numbers.
-        scale: A factor for the loss, which the gradients keep; None for 1.
-        microbatches: How the batch is cut.
-
-    Raises:
-        StepError: If a parameter cannot be trained, or the batch does not divide.
-    """
-    _check_trainable(state.params)
+    """Returns the gradients of a global batch, times a scale of the loss, if any."""
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
+    _check_trainable(params)
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
     batch = without_nan_padding(batch, weights)
     fraction = 1 / microbatches.count
 
-    def scaled(value: Any) -> Any:
-        return value if scale is None else value * scale
+    def total(parts: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        value: Any = sum(part.sum() for part in parts.values())
+        # JAX would sort the keys of a plain dict; metrics keep the parts' order.
+        return value if scale is None else value * scale, OrderedDict(parts)
 
     def backward(model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         def objective(params: PyTree) -> tuple[jax.Array, Any]:
             parts, rest = loss.parts(
                 *(state, params, model_state, batch, key, provisional, fraction)
             )
-            # JAX would sort the keys of a plain dict; metrics keep the parts' order.
-            total = sum(part.sum() for part in parts.values())
-            return scaled(total), (OrderedDict(parts), *rest)
+            value, parts = total(parts)
+            return value, (parts, *rest)
 
         grads, aux = jax.grad(objective, has_aux=True)(params)
         parts, after, values, outputs = aux
@@ -126,12 +98,9 @@ def gradients_of(
         parts = {name: part * factor for name, part in parts.items()}
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
     if loss.regularizers:
-
-        def penalty(params: PyTree) -> tuple[Any, Any]:
-            penalties = loss.penalties(params)
-            return scaled(sum(penalties.values())), OrderedDict(penalties)
-
-        slopes, penalties = jax.grad(penalty, has_aux=True)(params)
+        slopes, penalties = jax.grad(
+            lambda params: total(loss.penalties(params)), has_aux=True
+        )(params)
         grads = jax.tree.map(jnp.add, grads, slopes)
         parts |= penalties
     return Gradients(grads, parts, after, measured)
@@ -151,7 +120,6 @@ def _scanned(
     rows, and no row moves.
     """
     _check_rows(num_examples(batch), microbatches)
-    params, model_state = state.params, state.model_state
     leaves, treedef = jax.tree.flatten(batch)
     rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
     has_examples = None
@@ -167,7 +135,7 @@ def _scanned(
         return backward(model_state, treedef.unflatten(batch), part_key)
 
     # Traced once, for the shapes of the metrics and for the loop.
-    first = model_state, [leaf[0] for leaf in rows], jnp.int32(0)
+    first = state.model_state, [leaf[0] for leaf in rows], jnp.int32(0)
     jaxpr, shapes = jax.make_jaxpr(part, return_shape=True)(*first)
     traced = jaxpr_as_fun(jaxpr)
 
@@ -179,7 +147,7 @@ def _scanned(
         if has_examples is not None:
             # Padding draws random numbers and is counted, but nothing is learned.
             after = jax.tree.map(
-                lambda a, b: select(has_examples, a, b) if is_float(b) else a,
+                lambda a, b: select(has_examples, a, b) if _is_float(b) else a,
                 *(after, before),
             )
         sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
@@ -187,11 +155,12 @@ def _scanned(
 
     # Many small gradients would vanish in a sum in bfloat16.
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")),
+        state.params,
     )
     (sums, after, metrics), parts = jax.lax.scan(
         add,
-        (zeros, model_state, shapes[1][2].empty()),
+        (zeros, state.model_state, shapes[1][2].empty()),
         (rows, jnp.arange(microbatches.count), has_examples),
     )
     sums = _like_updates(sums, state.opt_state, microbatches)
@@ -201,23 +170,17 @@ def _scanned(
 def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -> Any:
     """Shards sums of gradients as parameters first, and then as their updates.
 
-    Otherwise the compiler would scatter them in the loop, if the optimizer's state is
-    sharded further than the parameters.
+    Otherwise the compiler would scatter them in the loop, or not at all, if the
+    optimizer's state is sharded further than the parameters.
     """
-    params = _paths.flatten(sums)
-    slots = _paths.flatten(opt_state).leaves
-    updates = [*microbatches.params]
-    for slot, leaf, sharding in zip(
-        find_slots(slots, params.leaves), slots, microbatches.slots, strict=True
-    ):
-        if (
-            slot is not None
-            and leaf.value.shape == params.leaves[slot.param].value.shape
-        ):
-            updates[slot.param] = sharding
-    arrays = [leaf.value for leaf in params.leaves]
-    arrays = map(_constrained, arrays, microbatches.params)
-    return params.unflatten([*map(_constrained, arrays, updates)])
+    params, slots = _paths.flatten(sums), _paths.flatten(opt_state).leaves
+    arrays, updates = [leaf.value for leaf in params.leaves], [*microbatches.params]
+    places = find_slots(slots, params.leaves)
+    for place, slot, sharding in zip(places, slots, microbatches.slots, strict=True):
+        if place is not None and slot.value.shape == arrays[place.param].shape:
+            updates[place.param] = sharding
+    placed = map(_constrained, arrays, microbatches.params)
+    return params.unflatten([*map(_constrained, placed, updates)])
 
 
 def _check_rows(rows: int, microbatches: Microbatches) -> None:
@@ -229,11 +192,9 @@ def _check_rows(rows: int, microbatches: Microbatches) -> None:
         shards = math.prod(mesh.shape[axis] for axis in axes)
     step = count * shards
     if rows % step:
-        near = sorted({max(step, rows // step * step), -(-rows // step) * step})
         msg = (
             f"a global batch of {rows} examples does not divide into {count} "
-            f"microbatches over {shards} shards. Global batch sizes that do: "
-            f"{' and '.join(map(str, near))}."
+            f"microbatches over {shards} shards. Take a multiple of {step}."
         )
         raise StepError(msg)
 
@@ -262,18 +223,15 @@ def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
 
 def _check_trainable(params: PyTree) -> None:
     for leaf in _paths.flatten(params).leaves:
-        if not is_float(leaf.value):
-            text = _render.array_text(leaf.value.dtype, leaf.value.shape)
+        if not _is_float(leaf.value):
             msg = (
-                f"the parameter {leaf.path} {text} cannot be trained: there is no "
-                "gradient for integers. Make it another kind of variable than "
-                "nnx.Param."
+                f"the parameter {leaf.path} has dtype {leaf.value.dtype}, which has no "
+                "gradient. Make it another kind of variable than nnx.Param."
             )
             raise StepError(msg)
 
 
-def is_float(leaf: jax.Array) -> bool:
-    """Returns whether an array has gradients."""
+def _is_float(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

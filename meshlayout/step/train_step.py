@@ -21,12 +21,17 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
-from meshlayout.step.batch_metrics import merged, metrics_of_batch, total_weight
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.gradients import Microbatches, gradients_of, select
-from meshlayout.step.objective import Loss, make_loss
+from meshlayout.step.interception import Remat
+from meshlayout.step.objective import (
+    Loss,
+    make_loss,
+    merged,
+    metrics_of_batch,
+    total_weight,
+)
 from meshlayout.step.placement import check_batch, place_batch, row_sharding
-from meshlayout.step.remat import Remat
 from meshlayout.step.state_step import StateStep
 from meshlayout.step.steps_per_call import stacked, steps_of
 from meshlayout.step.update import OnNonfinite, Update

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
@@ -20,68 +21,52 @@ from meshlayout.step.gradients import Gradients, select
 
 OnNonfinite: TypeAlias = Literal["skip", "ignore"]
 
-# Names in `TrainState.extra`.
-EMA = "ema"
-SKIPPED = "skipped"
-LOSS_SCALE = "loss_scale"
+# Names in `TrainState.extra`, and what is there at first.
+EMA, SKIPPED, LOSS_SCALE = "ema", "skipped", "loss_scale"
+_COUNT = np.int32(0)
+_SCALE = DynamicScale(
+    fin_steps=np.int32(0),  # pyright: ignore[reportArgumentType]
+    scale=np.float32(2**15),  # pyright: ignore[reportArgumentType]
+    minimum_scale=1.0,
+)
 
 
 @dataclass(frozen=True)
 class Update:
-    """How gradients change the state.
-
-    Attributes:
-        clip_norm: The largest global norm of the gradients; None for any.
-        on_nonfinite: What happens to a step whose loss or gradients are not finite.
-        ema: The decay of the parameters' moving average; None for none.
-        has_loss_scale: Whether the loss is scaled, and the step skipped on overflow.
-    """
+    """How gradients change the state."""
 
     clip_norm: float | None
     on_nonfinite: OnNonfinite
     ema: float | None
     has_loss_scale: bool
 
-    @property
-    def may_skip(self) -> bool:
-        """Whether a step may leave the state as it was."""
-        return self.on_nonfinite == "skip" or self.has_loss_scale
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the extra arrays that the state must have."""
-        is_needed = {
-            EMA: self.ema is not None,
-            SKIPPED: self.may_skip,
-            LOSS_SCALE: self.has_loss_scale,
-        }
-        return frozenset(name for name, needed in is_needed.items() if needed)
-
     def prepared(self, state: TrainState) -> TrainState:
         """Returns the state with the extra arrays that this update needs in it."""
-        if self.names <= state.extra.keys():
+        starts: dict[str, Any] = {}
+        if self.ema is not None:
+            starts[EMA] = state.params
+        if self._may_skip:
+            starts[SKIPPED] = _COUNT
+        if self.has_loss_scale:
+            starts[LOSS_SCALE] = _SCALE
+        missing = {name: x for name, x in starts.items() if name not in state.extra}
+        if not missing:
             return state
 
-        def scalar(value: Any) -> Any:
+        def scalar(value: Leaf) -> Any:
             if isinstance(state.step, jax.ShapeDtypeStruct):  # an abstract state
                 return state.step.update(dtype=value.dtype)
             return _jax.put(value, state.step.sharding)
 
-        makers = {
-            EMA: lambda: jax.tree.map(_average, state.params),
-            SKIPPED: lambda: scalar(jnp.int32(0)),
-            LOSS_SCALE: lambda: jax.tree.map(
-                scalar,
-                DynamicScale(
-                    fin_steps=jnp.int32(0),
-                    scale=jnp.float32(2**15),
-                    minimum_scale=1.0,
-                ),
-            ),
+        extra = {
+            name: jax.tree.map(_average if name == EMA else scalar, start)
+            for name, start in missing.items()
         }
-        missing = sorted(self.names - state.extra.keys())
-        extra = {name: makers[name]() for name in missing}
         return state.replace(extra={**state.extra, **extra})
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.on_nonfinite == "skip" or self.has_loss_scale
 
     def scale(self, state: TrainState) -> Any:
         """Returns the factor of the loss, or None."""
@@ -90,12 +75,7 @@ class Update:
     def apply(
         self, state: TrainState, gradients: Gradients
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Returns the next state, and notes about the update, by name.
-
-        Args:
-            state: The state before.
-            gradients: The gradients, times the loss scale if there is one.
-        """
+        """Returns the next state, and notes about the update, by name."""
         grads, losses, notes = gradients.grads, list(gradients.parts.values()), {}
         if self.has_loss_scale:
             scale = notes["loss_scale"] = self.scale(state)
@@ -122,12 +102,13 @@ class Update:
             step=state.step + 1,
             extra=extra,
         )
-        if self.may_skip:
+        if self._may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._unless(is_finite, state, new)
             notes["skipped"] = 1 - is_finite.astype("float32")
-        rate = learning_rate(new.opt_state)
-        return new, notes if rate is None else {"learning_rate": rate, **notes}
+        nodes = jax.tree.leaves(new.opt_state, is_leaf=_has_rate)
+        rates = [x.hyperparams["learning_rate"] for x in nodes if _has_rate(x)]
+        return new, {**({"learning_rate": rates[0]} if rates else {}), **notes}
 
     def _unless(
         self, is_finite: jax.Array, old: TrainState, new: TrainState
@@ -163,16 +144,6 @@ def _average(param: Leaf) -> Any:
     return jnp.array(param, dtype)  # a copy: the parameter is donated
 
 
-def learning_rate(opt_state: optax.OptState) -> Any:
-    """Returns the learning rate that an optimizer's state shows, or None.
-
-    `optax.inject_hyperparams` keeps it there, also for a schedule.
-    """
-    for node in jax.tree.leaves(opt_state, is_leaf=_has_hyperparams):
-        if _has_hyperparams(node) and "learning_rate" in node.hyperparams:
-            return node.hyperparams["learning_rate"]
-    return None
-
-
-def _has_hyperparams(node: PyTree) -> bool:
-    return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
+def _has_rate(node: PyTree) -> bool:
+    # `optax.inject_hyperparams` keeps it there, also for a schedule.
+    return "learning_rate" in (getattr(node, "hyperparams", None) or ())
