@@ -1,26 +1,24 @@
 """`create`: describe a state, lay it out, make it; never larger than its shards.
 
-A builder runs once, abstractly, whatever it returns. Leaves that it computes become
-results of the trace; leaves that exist already (arrays from outside, Python numbers,
-functions) are kept. Flax's own sharding by metadata is off in the meantime, since the
-layout map decides.
+A builder runs once, abstractly, whatever it returns. Arrays become results of the
+trace; other leaves (Python numbers, functions) are kept. Flax's own sharding by
+metadata is off in the meantime, since the layout map decides.
 """
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import jax
 from flax import errors as flax_errors, nnx
-from jax.core import Tracer
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.arrays import copy_to_mesh
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
@@ -48,23 +46,19 @@ else:  # flax 0.11
     eager_sharding_off = contextlib.nullcontext
 
 
-class ComputedArray(jax.ShapeDtypeStruct):
-    """The shape and dtype of an array that the builder computes."""
-
-
 @dataclass(frozen=True)
 class TracedBuild:
     """A traced builder: its operations, and the tree that it makes."""
 
-    jaxpr: Any  # its results are the leaves that the builder computes
-    leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
+    jaxpr: Any  # its results are the arrays of the tree
+    leaves: list[Leaf]  # of the tree, with a `ShapeDtypeStruct` for every array
     treedef: Any  # of the tree; for NNX modules, of their state
     graphdef: Any  # the structure of the modules, if there are any
     shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
-        """The tree to lay out, with a `ShapeDtypeStruct` for every computed array."""
+        """The tree to lay out."""
         with eager_sharding_off():
             return self.treedef.unflatten(self.leaves)
 
@@ -90,7 +84,7 @@ class StateDescription(Generic[T]):
     layouts: PyTree
     resolutions: tuple[Resolution, ...]
     _traced: TracedBuild = field(repr=False, compare=False)
-    _placed: list[Leaf] = field(repr=False, compare=False)  # the leaves of `abstract`
+    _leaves: list[Leaf] = field(repr=False, compare=False)  # of `abstract`
     _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
@@ -108,23 +102,11 @@ class StateDescription(Generic[T]):
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        traced = self._traced
-        targets = [
-            Layout.of(placed)
-            for leaf, placed in zip(traced.leaves, self._placed, strict=True)
-            if isinstance(leaf, ComputedArray)
-        ]
-        results = iter(run_on_shards(traced.jaxpr, inputs, targets, self._mesh))
-        leaves: list[Leaf] = []
-        for leaf, placed in zip(traced.leaves, self._placed, strict=True):
-            if isinstance(leaf, ComputedArray):
-                leaves.append(next(results))
-            elif placed is not leaf:
-                # A copy, so that donating the state does not delete the user's array.
-                leaves.append(copy_to_mesh(leaf, Layout.of(placed)))
-            else:
-                leaves.append(leaf)
-        return traced.rebuild(leaves)
+        is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
+        targets = [*map(Layout.of, itertools.compress(self._leaves, is_array))]
+        results = iter(run_on_shards(self._traced.jaxpr, inputs, targets, self._mesh))
+        pairs = zip(self._leaves, is_array, strict=True)
+        return self._traced.rebuild([next(results) if x else leaf for leaf, x in pairs])
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
@@ -134,7 +116,7 @@ class StateDescription(Generic[T]):
         facts: dict[str, Leaf] = {f"input {i}": x for i, x in enumerate(inputs)}
         facts |= {f"constant {i}": value for i, value in enumerate(constants)}
         paths = _paths.leaf_names(self._traced.node)
-        facts |= dict(zip(paths, self._placed, strict=True))
+        facts |= dict(zip(paths, self._leaves, strict=True))
         return program_facts(facts, str(jaxpr.jaxpr), {})
 
 
@@ -227,20 +209,11 @@ def place(
     leaves: list[Leaf] = []
     for leaf in traced.leaves:
         layout = next(remaining) if has_layout(leaf) else None
-        if layout is not None and is_array(leaf):
-            # A NumPy array of 64 bits will have 32 on the device.
-            is_computed = isinstance(leaf, ComputedArray)
-            dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
-            leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)
+        if layout is not None and isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = leaf.update(sharding=layout.sharding)
         leaves.append(leaf)
-    return StateDescription(
-        traced.rebuild(leaves),
-        resolved.layouts,
-        resolved.resolutions,
-        traced,
-        leaves,
-        layouts.mesh,
-    )
+    facts = (resolved.layouts, resolved.resolutions, traced, leaves, layouts.mesh)
+    return StateDescription(traced.rebuild(leaves), *facts)
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
@@ -259,11 +232,13 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
-        leaves.extend(
-            ComputedArray(leaf.shape, leaf.dtype) if isinstance(leaf, Tracer) else leaf
-            for leaf in built
-        )
-        return [leaf for leaf in built if isinstance(leaf, Tracer)]
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in built):
+            msg = "the builder returned shapes without values, as jax.eval_shape does."
+            raise StateError(msg)
+        are_arrays = [is_array(x) and _jax.is_array_dtype(x.dtype) for x in built]
+        pairs = zip(built, are_arrays, strict=True)
+        leaves.extend(_ARRAY if flag else leaf for leaf, flag in pairs)
+        return [*itertools.compress(built, are_arrays)]
 
     try:
         with contextlib.ExitStack() as stack:
@@ -284,7 +259,12 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
+    shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)
+    leaves = [next(shapes) if leaf is _ARRAY else leaf for leaf in leaves]
     return TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
+
+
+_ARRAY = object()  # stands for an array among the leaves
 
 
 def has_layout(value: object) -> bool:

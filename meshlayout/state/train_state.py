@@ -1,13 +1,12 @@
 """`TrainState`: everything that a training step carries forward.
 
-The arrays are plain nested dicts, split off the model once when the state is created:
-`nnx.jit`, which takes modules, traverses them again at every call. The model's
-structure and the optimizer travel along as static code. `state.model` puts a module
-together when a user asks for one.
+The arrays are plain nested dicts, split off the model once: `nnx.jit`, which takes
+modules, traverses them again at every call. The model's structure and the optimizer
+travel along as static code. `optimizer_by_path` is for some of the parameters.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import jax
@@ -309,6 +308,62 @@ class TrainState(Generic[T]):
         return _render.html_table(columns, rows, caption=head)
 
 
+def optimizer_by_path(
+    optimizers: Mapping[str, optax.GradientTransformation | None],
+) -> optax.GradientTransformation:
+    """Returns `optax.multi_transform` with patterns of paths instead of labels.
+
+    Use this to freeze a part of the model, or for learning rates of their own.
+
+    Args:
+        optimizers: Optimizers by pattern, searched for in the paths; the first match
+            wins. None freezes the parameters, and keeps no state for them.
+
+    Raises:
+        StateError: If an entry is wrong; and at initialization, if a parameter matches
+            no pattern.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = optimizer_by_path({"head": optax.sgd(1.0), "": None})
+        >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+        >>> updates, _ = tx.update(params, tx.init(params), params)
+        >>> updates["head"].tolist(), updates["body"].tolist()
+        ([-1.0, -1.0], [0.0, 0.0])
+    """
+    is_mapping = isinstance(optimizers, Mapping) and len(optimizers) > 0
+    kinds = (optax.GradientTransformation, type(None))
+    if not is_mapping or not all(isinstance(tx, kinds) for tx in optimizers.values()):
+        msg = (
+            "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
+            f"got {_checks.shown(optimizers)}."
+        )
+        raise StateError(msg)
+    context = {"where": "optimizer_by_path", "error": StateError}
+    patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
+
+    # Labeled by index: labels become keys in the optimizer's state, where the `/` of a
+    # pattern would separate the keys of a path.
+    def label(path: str) -> str:
+        for index, pattern in enumerate(patterns):
+            if pattern.search(path):
+                return str(index)
+        msg = (
+            f"no pattern of the optimizer matches the parameter {path!r}. Add a last "
+            'pattern for the rest: "": optax.adam(1e-3), or "": None to freeze it.'
+        )
+        raise StateError(msg)
+
+    def labels(params: PyTree) -> PyTree:
+        flat = _paths.flatten(params)
+        return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
+
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(optimizers.values())
+    }
+    return optax.multi_transform(parts, labels)
+
+
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
     """Returns a built model's parameters and other arrays as dicts, and its code."""
     is_linen = isinstance(module, nn.Module) and isinstance(built, Mapping)
@@ -317,13 +372,14 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
         msg = (
             f"{_WHERE}: the builder must return an NNX module; or, with module= the "
             "Linen module, what module.init(key, sample) returns. Got "
-            f"{_checks.shown(built)} and module={_checks.shown(module)}.{hint} For any "
-            "other pytree use create(build, layouts)."
+            f"{_checks.type_text(built)} and module={_checks.shown(module)}.{hint} "
+            "For any other pytree use create(build, layouts)."
         )
         raise StateError(msg)
     if is_linen:
         # Steps work on plain arrays; the boxes are put back to resolve layouts.
-        plain, boxed = dict(meta.unbox(built)), built.get("params")
+        variables: Any = built
+        plain, boxed = dict(meta.unbox(variables)), variables.get("params")
         params = plain.pop("params", None)
         return params, plain, ModelCode(None, module, jax.tree.structure(boxed), tx)
     # Into plain dicts: flattening an nnx.State takes JAX several times as long, and

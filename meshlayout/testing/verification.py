@@ -160,7 +160,7 @@ def verify(
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    step_on_one = step
+    step_on_one: Any = step
     if isinstance(step, StateStep):
         step_on_one = step.without_layouts()
     elif isinstance(step, CompiledStep):
