@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -117,7 +117,7 @@ class StateDescription(Generic[T]):
         facts |= {f"constant {i}": value for i, value in enumerate(constants)}
         paths = _paths.leaf_names(self._traced.node)
         facts |= dict(zip(paths, self._leaves, strict=True))
-        return program_facts(facts, str(jaxpr.jaxpr), {})
+        return program_facts(facts, str(jaxpr.jaxpr))
 
 
 def describe(
