@@ -361,7 +361,7 @@ def test_the_launcher_decides_on_the_number_of_virtual_devices(monkeypatch, capl
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert len(ml.virtual_devices(3)) == 8
     assert caplog.messages == [
-        "virtual_devices(3) makes 8 devices, as --devices-per-process says."
+        "virtual_devices(3): --devices-per-process=8 counts."
     ]
     monkeypatch.delenv("MESHLAYOUT_LAUNCHER")
     with pytest.raises(ml.errors.MeshError, match="comes too late"):

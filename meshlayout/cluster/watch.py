@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -66,20 +67,13 @@ class _Failure(NamedTuple):
     status: int = 1
 
 
-_watch: "_Watch | None" = None
-
-
-def start(
-    names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
-) -> None:
-    """Starts the watch, after `jax.distributed.initialize`; names are for messages."""
-    global _watch
-    _watch = _Watch(names, heartbeat_s, step_timeout_s)
+_watch: "Watch | None" = None
 
 
 def end_of(process: int) -> str:
     """Returns that the program of a process has ended; empty if it has not."""
-    return "" if _watch is None else _watch.end_of(process)
+    is_ended = _watch is not None and process in _watch.ended
+    return f"{_watch.names[process]} has ended its program" if is_ended else ""
 
 
 def delay_abort() -> None:
@@ -93,24 +87,30 @@ def delay_abort() -> None:
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-class _Watch:
-    """The watch that one process keeps over all."""
+class Watch:
+    """The watch that one process keeps over all, after `jax.distributed.initialize`.
+
+    Attributes:
+        names: The names of all processes, for messages.
+        ended: How many steps the processes had begun whose programs have ended.
+    """
 
     def __init__(
         self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
     ) -> None:
-        state = _jax.coordination_state()
+        global _watch
+        state, _watch = _jax.coordination_state(), self
         counts.steps = counts.others = counts.meetings = 0
         self._client, self._index, self._pid = (
             state.client,
             state.process_id,
             os.getpid(),
         )
-        self._names, self._name = names, names[self._index]
+        self.names, self.ended, self._name = names, dict[int, int](), names[self._index]
         self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
-        self._ended, self._live = dict[int, int](), {*range(len(names))}
+        self._live: set[int] = {*range(len(names))}
         self._failure: _Failure | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
@@ -127,10 +127,6 @@ class _Watch:
         for thread in self._threads:
             thread.start()
 
-    def end_of(self, process: int) -> str:
-        is_ended = process in self._ended
-        return f"{self._names[process]} has ended its program" if is_ended else ""
-
     def leave(self) -> None:
         """Ends `jax.distributed` here; process 0 first waits for all others."""
         global _watch
@@ -146,8 +142,9 @@ class _Watch:
             self._set(f"ended/{self._index}", steps)
             try:
                 # One that leaves without "ended" is found by `_read`, which ends this.
-                while self._index == 0 and self._failure is None and self._others():
-                    time.sleep(_PAUSE_S / 5)
+                _wait_while(
+                    lambda: not (self._index or self._failure) and bool(self._others())
+                )
                 self._linger(self._heartbeat_s)
             except KeyboardInterrupt as interrupt:
                 self._end(self._post(self._failure_of(interrupt)))
@@ -168,13 +165,11 @@ class _Watch:
 
     def _others(self) -> set[int]:
         """Returns the other processes whose programs have not ended."""
-        return {*range(len(self._names))} - {self._index, *self._ended}
+        return {*range(len(self.names))} - {self._index, *self.ended}
 
     def _linger(self, limit_s: float) -> None:
         """Waits, on process 0, until all others have left its store."""
-        deadline_s = time.monotonic() + limit_s
-        while self._index == 0 and self._live - {0} and time.monotonic() < deadline_s:
-            time.sleep(_PAUSE_S / 5)
+        _wait_while(lambda: self._index == 0 and bool(self._live - {0}), limit_s)
 
     def _on_exception(self, kind: Any, error: BaseException, trace: Any) -> None:
         if self._ending.locked():  # the message is out, and this follows from it
@@ -203,11 +198,9 @@ class _Watch:
         is_own = isinstance(error, OSError)  # of a socket of the program
         if not is_own and any(_ECHO.search(str(link)) for link in chain):
             # Another process is the cause; if it is lost, `_read` ends this one.
-            deadline_s = time.monotonic() + self._heartbeat_s + 3
-            while time.monotonic() < deadline_s and not self._ended:
-                time.sleep(_PAUSE_S / 5)
-            for process in self._ended:
-                text = f"{self.end_of(process)}, and {self._name} needs it: {error}"
+            _wait_while(lambda: not self.ended, self._heartbeat_s + 3)
+            for process in self.ended:
+                text = f"{end_of(process)}, and {self._name} needs it: {error}"
                 return _Failure(process, text)
         place = ""
         for frame in traceback.extract_tb(error.__traceback__)[-1:]:
@@ -221,7 +214,7 @@ class _Watch:
         """Asks JAX who is alive; JAX answers when all that are have asked."""
         while not self._is_over.wait(self._pause_s):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
-                processes = [*range(len(self._names))]
+                processes = [*range(len(self.names))]
                 self._live = {*self._client.get_live_nodes(processes)}
 
     def _read(self) -> None:
@@ -251,14 +244,14 @@ class _Watch:
             # It may have ended well, just after this process has left the store.
             silent_s = 2 * silent_s if self._is_leaving else self._heartbeat_s
         if silent_s >= self._heartbeat_s:
-            text = f"{self._names[0]} is lost: it {why}."
+            text = f"{self.names[0]} is lost: it {why}."
             self._end(self._failure or _Failure(0, text))
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
         numbers: dict[str, dict[int, int]] = {"moves": {}, "ended": {}}
         for kind, _, process in (key.partition("/") for key in entries if "/" in key):
             numbers[kind][int(process)] = int(entries[f"{kind}/{process}"])
-        self._ended |= numbers["ended"]
+        self.ended |= numbers["ended"]
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
@@ -269,15 +262,15 @@ class _Watch:
                 self._end(failure)
             return
         for process in sorted(self._others() - live):
-            text = f"{self._names[process]} is lost: it was killed, stopped or cut off,"
+            text = f"{self.names[process]} is lost: it was killed, stopped or cut off,"
             self._end(self._post(_Failure(process, f"{text} or left by os._exit.")))
         own = counts.steps + counts.others
-        for process, steps in self._ended.items():
+        for process, steps in self.ended.items():
             is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
             is_ahead = own > max(steps, 0)
-            if (is_ahead or is_starting) and self._index not in self._ended:
+            if (is_ahead or is_starting) and self._index not in self.ended:
                 where = f"in step or save {own}" if is_ahead else "starting devices"
-                text = f"{self.end_of(process)}, and {self._name} is {where}, which "
+                text = f"{end_of(process)}, and {self._name} is {where}, which "
                 self._end(self._post(_Failure(process, f"{text}needs it.")))
         if self._step_timeout_s is not None:
             self._judge_moves(numbers["moves"], self._step_timeout_s)
@@ -287,11 +280,11 @@ class _Watch:
         self._set(
             f"moves/{self._index}", counts.steps + counts.others + counts.meetings
         )
-        if moves != self._moves or self._ended:
+        if moves != self._moves or self.ended:
             self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
             last, most = min(moves, key=moves.__getitem__), max(moves.values())
-            where = f"{self._names[last]} is behind, in number {moves[last]} of {most}."
+            where = f"{self.names[last]} is behind, in number {moves[last]} of {most}."
             if moves[last] == most:
                 where = f"no process is behind another, all are in number {most}."
                 last = _NOBODY
@@ -333,6 +326,12 @@ class _Watch:
         if self._index:  # else JAX's service in process 0 takes 5 s to end
             _in_time(self._shutdown, 1.0)  # if process 0 is gone, it waits
         os._exit(failure.status)
+
+
+def _wait_while(is_so: Callable[[], bool], limit_s: float = math.inf) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while is_so() and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S / 5)
 
 
 def _in_time(call: Callable[[], Any], limit_s: float) -> None:
