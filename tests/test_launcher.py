@@ -360,9 +360,7 @@ def test_the_launcher_decides_on_the_number_of_virtual_devices(monkeypatch, capl
     monkeypatch.setenv("MESHLAYOUT_LAUNCHER", str(os.getppid()))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert len(ml.virtual_devices(3)) == 8
-    assert caplog.messages == [
-        "virtual_devices(3): --devices-per-process=8 counts."
-    ]
+    assert caplog.messages == ["virtual_devices(3): --devices-per-process=8 counts."]
     monkeypatch.delenv("MESHLAYOUT_LAUNCHER")
     with pytest.raises(ml.errors.MeshError, match="comes too late"):
         ml.virtual_devices(3)

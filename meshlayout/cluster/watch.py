@@ -39,7 +39,6 @@ from meshlayout._counts import counts
 
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
-_PING = "meshlayout/ping"
 _PAUSE_S = 0.5
 _NO_DEVICES = -1  # instead of a number of steps
 _NOBODY = -1  # instead of a process
@@ -112,9 +111,9 @@ class Watch:
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
         self._live: set[int] = {*range(len(names))}
         self._failure: _Failure | None = None
+        self._entries: dict[str, str] | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
-        self._client.key_value_set(_PING, "", allow_overwrite=True)
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
         self._shutdown, state.shutdown = state.shutdown, self.leave
@@ -222,16 +221,18 @@ class Watch:
         answered_s = time.monotonic()
         while not self._is_over.wait(self._pause_s):
             live = self._live  # before what is read: "ended" is written before it
-            try:
-                # This has a time-out; the other one waits forever for process 0.
-                self._client.blocking_key_value_get(_PING, 1000)
-                entries = self._client.key_value_dir_get(_ROOT)
-            except jax.errors.JaxRuntimeError:
-                if self._index and not self._is_over.is_set():
-                    self._judge_first(time.monotonic() - answered_s)
-                continue
-            answered_s = time.monotonic()
-            self._judge({k.removeprefix(_ROOT): v for k, v in entries}, live)
+            self._entries = None
+            # This has no time-out, and waits forever for a process 0 that is gone.
+            _in_time(self._get_entries, 1.0)
+            if self._entries is not None:
+                answered_s = time.monotonic()
+                self._judge(self._entries, live)
+            elif self._index and not self._is_over.is_set():
+                self._judge_first(time.monotonic() - answered_s)
+
+    def _get_entries(self) -> None:
+        entries = self._client.key_value_dir_get(_ROOT)
+        self._entries = {k.removeprefix(_ROOT): text for k, text in entries}
 
     def _judge_first(self, silent_s: float) -> None:
         """Judges process 0, whose store has not answered."""
@@ -335,11 +336,16 @@ def _wait_while(is_so: Callable[[], bool], limit_s: float = math.inf) -> None:
 
 
 def _in_time(call: Callable[[], Any], limit_s: float) -> None:
-    """Calls something that may not return, and waits for it for a while."""
-    thread = threading.Thread(target=call, daemon=True)
+    """Calls something that may fail or not return, and waits for it for a while."""
+
+    def run() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # since 3.12, Python starts none while it ends
-        call()
+        run()
     else:
         thread.join(limit_s)
