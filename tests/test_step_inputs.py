@@ -72,8 +72,8 @@ def test_batches_of_a_call_of_several_steps_come_from_the_host_too(mesh):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_metrics_that_start_on_no_device_are_no_change_to_warn_of(mesh):
-    @ml.compile_step(on_recompile="error")
+def test_what_starts_on_no_mesh_and_comes_back_on_one_is_a_recompilation(mesh):
+    @ml.compile_step
     def step(state, batch, metrics):
         return state, metrics.update_from(
             outputs={}, batch=batch, losses=batch["x"][:, 0]
@@ -81,8 +81,13 @@ def test_metrics_that_start_on_no_device_are_no_change_to_warn_of(mesh):
 
     state = create(mesh)
     metrics = ml.metrics.Metrics({"d": ml.metrics.Mean()})
-    for _ in range(3):
-        state, metrics = step(state, on(mesh, {"x": X}), metrics)
+    with pytest.warns(ml.errors.RecompileWarning) as caught:
+        for _ in range(3):
+            state, metrics = step(state, on(mesh, {"x": X}), metrics)
+    assert [str(one.message) for one in caught] == [
+        "step recompiles: the layout of metrics/metrics/d/sums changed from no layout of "
+        "its own to () on (batch=4, model=2)."
+    ]
     np.testing.assert_allclose(metrics["d"], X[:, 0].mean(), rtol=1e-5)
 
 
@@ -182,8 +187,7 @@ def test_integers_are_not_trained(mesh):
     state = create(mesh, build=lambda: Whole(nnx.Rngs(0)))
     batch = on(mesh, {"x": X, "y": Y})
     assert message_of(lambda: ml.make_train_step(squares)(state, batch)) == (
-        "the parameter count has dtype int32, which has no gradient. Make it another "
-        "kind of variable than nnx.Param."
+        "the parameter count is no float: make it no nnx.Param."
     )
 
 

@@ -28,8 +28,7 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     """Returns the groups of devices in an instruction's text, one row each.
 
-    They are places in the mesh; the pairs of a permutation are groups, too. Groups of a
-    program on all its devices at once may be written as `{}`.
+    They are places in the mesh; the pairs of a permutation are groups, too.
 
     Example:
         >>> replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", 8)
@@ -81,8 +80,6 @@ def mesh_axes(
     Example:
         >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
-        >>> mesh_axes([[0, 4], [1, 5], [2, 6], [3, 7]], mesh)
-        (('batch',), True)
         >>> mesh_axes([[0, 1], [2, 3], [4, 5], [6, 7]], mesh)
         (('model',), False)
     """
