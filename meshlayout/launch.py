@@ -2,8 +2,7 @@
 
 It starts the processes with JAX's variables for each, shows what they print with the
 number of the process, ends all when one fails, and starts them again if asked to.
-Standard library only: it loads neither JAX nor NumPy. Clusters have their own
-schedulers, which do the same on many machines; the script is the same there.
+Standard library only: it loads neither JAX nor NumPy.
 """
 
 import argparse

@@ -1,15 +1,12 @@
 """Ends all processes of a run when one of them fails, and says which one it was.
 
 JAX knows who is alive: its heartbeats come from threads of C++, so that a process that
-holds Python's lock for minutes is not lost. By itself JAX would abort the others inside
-C++, or wait for them at exit; with `jax_enable_recoverability` it leaves that to us.
-Here one thread asks JAX who is alive, and another one reads what the processes write
-into the key-value store: "failure" (the first one counts) and "ended", so that a
-process whose program has come to its end is not called lost. Two threads, because the
-question who is alive is only answered once all that are alive have asked it.
-
-The end is `os._exit` after the message, as the main thread may be inside a collective,
-from which no exception can get it out. Process 0 holds the store, and leaves last.
+holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves the rest
+to us. One thread asks JAX who is alive, which is answered once all that are have asked;
+another one reads what the processes write into the key-value store: "failure" (the
+first one counts) and "ended", so that a program that has come to its end is not lost.
+The end is `os._exit` after the message, as the main thread may be inside a collective.
+Process 0 holds the store, and leaves last.
 """
 
 import atexit
@@ -45,8 +42,7 @@ _NOBODY = -1  # instead of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
 
-# What JAX says, in exceptions of several classes, because another process is gone; and
-# what `Channel.failure` says.
+# What JAX and `Channel.failure` say because another process is gone.
 _ECHO = re.compile(
     r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b|\b(Gloo|NCCL)\b"
     r"|[Cc]onnection (closed|reset|refused)|[Ss]ocket closed|coordination service"
@@ -87,11 +83,9 @@ def delay_abort() -> None:
 
 
 class Watch:
-    """The watch that one process keeps over all, after `jax.distributed.initialize`.
+    """The watch that one process keeps over all, once JAX's service has started.
 
-    Attributes:
-        names: The names of all processes, for messages.
-        ended: How many steps the processes had begun whose programs have ended.
+    `ended` has the steps that the processes had begun whose programs have ended.
     """
 
     def __init__(
