@@ -67,8 +67,9 @@ _watch: "Watch | None" = None
 
 def end_of(process: int) -> str:
     """Returns that the program of a process has ended; empty if it has not."""
-    is_ended = _watch is not None and process in _watch.ended
-    return f"{_watch.names[process]} has ended its program" if is_ended else ""
+    if _watch is None or process not in _watch.ended:
+        return ""
+    return f"{_watch.names[process]} has ended its program"
 
 
 def delay_abort() -> None:
