@@ -67,9 +67,10 @@ _watch: "Watch | None" = None
 
 def end_of(process: int) -> str:
     """Returns that the program of a process has ended; empty if it has not."""
-    if _watch is None or process not in _watch.ended:
+    watch = _watch
+    if watch is None or process not in watch.ended:
         return ""
-    return f"{_watch.names[process]} has ended its program"
+    return f"{watch.names[process]} has ended its program"
 
 
 def delay_abort() -> None:
@@ -95,16 +96,12 @@ class Watch:
         global _watch
         state, _watch = _jax.coordination_state(), self
         counts.steps = counts.others = counts.meetings = 0
-        self._client, self._index, self._pid = (
-            state.client,
-            state.process_id,
-            os.getpid(),
-        )
-        self.names, self.ended, self._name = names, dict[int, int](), names[self._index]
+        self._client, self._index = state.client, state.process_id
+        self.names, self._name, self._pid = names, names[self._index], os.getpid()
         self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
-        self._live: set[int] = {*range(len(names))}
+        self._live, self.ended = {*range(len(names))}, dict[int, int]()
         self._failure: _Failure | None = None
         self._entries: dict[str, str] | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
@@ -135,10 +132,8 @@ class Watch:
             steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
             self._set(f"ended/{self._index}", steps)
             try:
-                # One that leaves without "ended" is found by `_read`, which ends this.
-                _wait_while(
-                    lambda: not (self._index or self._failure) and bool(self._others())
-                )
+                if self._index == 0:  # `_read` finds one that leaves without "ended"
+                    _wait_while(lambda: bool(self._others()) and self._failure is None)
                 self._linger(self._heartbeat_s)
             except KeyboardInterrupt as interrupt:
                 self._end(self._post(self._failure_of(interrupt)))
