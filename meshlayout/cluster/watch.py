@@ -268,9 +268,8 @@ class Watch:
 
     def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
         """Ends all if none has begun a step or a meeting for too long."""
-        self._set(
-            f"moves/{self._index}", counts.steps + counts.others + counts.meetings
-        )
+        own = counts.steps + counts.others + counts.meetings
+        self._set(f"moves/{self._index}", own)
         if moves != self._moves or self.ended:
             self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
