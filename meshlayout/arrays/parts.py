@@ -20,33 +20,27 @@ from meshlayout.arrays.placement import (
     can_compare,
     check_alive,
     for_each,
-    full_rank,
     is_concrete,
     with_lists_as_arrays,
 )
 from meshlayout.cluster.agreement import all_gather, digest
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout
+from meshlayout.layout import Layout, as_layout
 
 
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
-    """Makes global arrays from the parts that the devices hold.
+    """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Use this if each device's part was computed separately. It is the inverse of
-    `unpack`. Each part goes directly to its device; nothing is gathered. Devices that
-    are replicas of each other in the layout must get equal parts, which is checked only
-    on request.
+    Use this if each device's part was computed separately. Each part goes directly to
+    its device; nothing is gathered. Devices that are replicas of each other in the
+    layout must get equal parts, which is checked only on request.
 
     Args:
-        parts: One part per device of this process, in mesh order. A part is anything
-            array-like, even a list of numbers, or a pytree of those; all parts have the
-            same structure.
+        parts: One part per device of this process, in mesh order: anything array-like,
+            even a list of numbers, or a pytree of those, all of the same structure.
         layout: The layout of the global array, or a tree of layouts.
         verify: Whether to compare the parts of replicas, bit by bit, also those of
             other processes.
-
-    Returns:
-        The array, or a pytree of arrays.
 
     Raises:
         LayoutError: If the number of parts, their structures, shapes or dtypes do not
@@ -66,11 +60,8 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)
     for index, structure in enumerate(structures):
         if structure != structures[0]:
-            msg = (
-                f"parts 0 and {index} have different structures: {structures[0]} and "
-                f"{structure}."
-            )
-            raise LayoutError(msg)
+            msg = f"parts 0 and {index} have different structures: {structures[0]} and "
+            raise LayoutError(f"{msg}{structure}.")
     columns = list(zip(*leaves, strict=True))
     pack_leaf = functools.partial(_pack_leaf, verify=verify)
     packed = for_each(pack_leaf, parts[0], columns, broadcast(layout, parts[0]))
@@ -87,7 +78,7 @@ def _pack_leaf(
         )
         raise LayoutError(msg)
     parts = [as_array(part) for part in column]
-    layout = full_rank(layout, parts[0].ndim)
+    layout = as_layout(layout, parts[0].ndim)
     mesh = layout.mesh
     if len(parts) != mesh.num_local_devices():
         msg = (
@@ -116,41 +107,36 @@ def _pack_leaf(
         )
         for part, device in zip(parts, mesh.local_devices, strict=True)
     ]
-    return jax.make_array_from_single_device_arrays(
-        layout.global_shape(parts[0].shape), layout.sharding, shards
-    )
+    shape = layout.global_shape(parts[0].shape)
+    return jax.make_array_from_single_device_arrays(shape, layout.sharding, shards)
 
 
 def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
     """Checks the types of all parts, and the digests of those of the same shard."""
-    told = [json.dumps(facts)]
-    told = all_gather(told[0]) if can_compare(layout.mesh) else told
-    kinds: dict[str, str] = {}
-    holders: dict[str, tuple[str, str]] = {}
-    for process, text in enumerate(told):
-        for number, (kind, value, index) in enumerate(json.loads(text)):
-            name = f"part {number}" + f" of process {process}" * (len(told) > 1)
-            kinds.setdefault(kind, name)
-            first, expected = holders.setdefault(index, (name, value))
+    text = json.dumps(facts)
+    texts = all_gather(text) if can_compare(layout.mesh) else [text]
+    first: dict[str, tuple[str, str]] = {}
+    for process, told in enumerate(map(json.loads, texts)):
+        for number, (kind, value, index) in enumerate(told):
+            name = f"part {number}" + f" of process {process}" * (len(texts) > 1)
+            other, expected = first.setdefault("kind", (name, kind))
+            if kind != expected:
+                msg = (
+                    f"{other} is {expected}, but {name} is {kind}; the parts of an "
+                    "array have one shape and dtype."
+                )
+                raise LayoutError(msg)
+            other, expected = first.setdefault(index, (name, value))
             if value != expected:
                 msg = (
-                    f"{first} and {name} are different, but are replicas of shard "
+                    f"{other} and {name} are different, but are replicas of shard "
                     f"{index} in {layout!r}."
                 )
                 raise LayoutError(msg)
-    if len(kinds) > 1:
-        (kind, first), (other, second), *_ = kinds.items()
-        msg = (
-            f"{first} is {kind}, but {second} is {other}; the parts of an array have "
-            "one shape and dtype."
-        )
-        raise LayoutError(msg)
 
 
 def unpack(x: Leaf) -> list[Any]:
-    """Splits arrays into the parts that the devices hold.
-
-    Use this to look at what each device has; nothing is copied.
+    """Splits arrays into the parts that the devices hold, without copies.
 
     Args:
         x: An array on a mesh, or a pytree of those on the same devices.
@@ -171,14 +157,11 @@ def unpack(x: Leaf) -> list[Any]:
         {(4, 2)}
     """
     columns = for_each(_unpack_leaf, x)
-    if any([*column] != [*columns[0]] for column in columns) or not columns:
+    if not columns or any([*column] != [*columns[0]] for column in columns):
         msg = "unpack: x must be arrays on the same devices, in the same order."
         raise LayoutError(msg)
-    structure = jax.tree.structure(x)
-    return [
-        structure.unflatten(column[device] for column in columns)
-        for device in columns[0]
-    ]
+    unflatten = jax.tree.structure(x).unflatten
+    return [unflatten(column[device] for column in columns) for device in columns[0]]
 
 
 def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
@@ -191,11 +174,11 @@ def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
         raise LayoutError(msg)
     check_alive(x)
     shards = _jax.with_shards(x).addressable_shards
-    held = {shard.device: shard.data for shard in shards}
+    parts = {shard.device: shard.data for shard in shards}
     if not isinstance(x.sharding, NamedSharding):
-        return held
+        return parts
     # In mesh order, in which `pack` takes them; JAX's order may be another one.
-    return {device: held[device] for device in Layout.of(x).mesh.local_devices}
+    return {device: parts[device] for device in Layout.of(x).mesh.local_devices}
 
 
 def to_numpy(x: Leaf) -> Any:
@@ -207,9 +190,6 @@ def to_numpy(x: Leaf) -> Any:
         x: An array in any layout, or a pytree of arrays; all processes must call this.
             PRNG keys become their words; leaves that are neither arrays nor numbers are
             returned unchanged.
-
-    Returns:
-        A read-only NumPy array, or a pytree of them.
 
     Raises:
         LayoutError: If a leaf has no value: inside jit, abstract, or deleted.
@@ -239,5 +219,4 @@ def _host_value(x: Leaf) -> Any:
             "devices of other processes."
         )
         raise LayoutError(msg)
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return _jax.to_host(jax.random.key_data(x) if is_key else x)
+    return _jax.to_host(_jax.words_of_key(x) if _jax.is_extended(x.dtype) else x)
