@@ -42,26 +42,21 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     _jax.check_joined("virtual_devices")
     launched = _jax.launcher_devices()
     if launched not in (None, n):
-        _log.info(
-            "virtual_devices(%d) makes %d devices, as --devices-per-process says.",
-            *(n, launched),
-        )
+        _log.info("virtual_devices(%d): --devices-per-process=%d counts.", n, launched)
         n = launched
     _start(n)
     devices = jax.local_devices()
     platform = devices[0].platform
+    here = f"{len(devices)} {platform.upper()} device{'s' * (len(devices) != 1)}"
     if platform != "cpu":
         warnings.warn(
-            f"virtual_devices({n}) has no effect here: JAX runs on "
-            f"{_count(len(devices), platform.upper())}, which a mesh consists of. To "
-            "try virtual CPU devices on this machine, set JAX_PLATFORMS=cpu before "
-            "Python starts.",
+            f"virtual_devices({n}) has no effect here: JAX runs on {here}. To try "
+            "virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts.",
             stacklevel=2,
         )
     elif len(devices) != n:
         msg = (
-            f"virtual_devices({n}) comes too late: JAX already runs with "
-            f"{_count(len(devices), 'CPU')}, and the number can no longer change. "
+            f"virtual_devices({n}) comes too late: JAX already runs with {here}. "
             "Restart the kernel or process and call it before any other use of JAX, or "
             "make a mesh of the devices that exist: create_mesh()."
         )
@@ -85,7 +80,3 @@ def _start(n: int) -> None:
     # Asking for the backend starts it; XLA reads NPROC once, then.
     if jax.default_backend() != "cpu":
         del os.environ["NPROC"]
-
-
-def _count(number: int, kind: str) -> str:
-    return f"{number} {kind} device{'s' * (number != 1)}"

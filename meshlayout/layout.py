@@ -2,11 +2,9 @@
 
 A `NamedSharding` does not know the rank of its array, so that JAX finds most mistakes
 only when an array is there. A layout has one entry per dim: shapes, shards and bytes
-are worked out and checked before anything is created, with errors that name the dim and
-the sizes that would fit.
-
-`None`, `()` and `UNSHARDED` are the same entry, and so are `"model"` and `("model",)`:
-layouts that mean the same have to be equal, as they are keys of compiled programs.
+are checked before anything is created, with errors that name the dim and the sizes that
+would fit. Layouts that mean the same are equal, as they are keys of compiled programs:
+`None`, `()` and `UNSHARDED` are one entry, and so are `"model"` and `("model",)`.
 """
 
 import math
@@ -17,7 +15,6 @@ from types import EllipsisType
 from typing import Any, Final, TypeAlias, Union
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _checks, _jax
@@ -45,20 +42,16 @@ MATCH: Final = _Match()
 DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # noqa: UP007
 """One entry of a layout, in its canonical form."""
 
+AnyMesh: TypeAlias = Mesh | jax.sharding.Mesh
+Axes: TypeAlias = str | tuple[str, ...]
+
 SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
 """What a user may write for the entries of a layout."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """One dim of a shape that does not divide into its shards.
-
-    Attributes:
-        dim: The array dim.
-        size: Its size, in elements.
-        num_shards: The number of shards that it would have to divide into.
-        axes: The mesh axes that shard it.
-    """
+    """One dim of a shape that does not divide into the shards of its mesh axes."""
 
     dim: int
     size: int
@@ -77,11 +70,11 @@ class Misfit:
     def fix(self) -> str:
         """The nearest sizes that would fit, and the alternative."""
         below = self.size // self.num_shards * self.num_shards
-        sizes = [below] * (below > 0) + [below + self.num_shards]
-        fit = " and ".join(map(str, sizes))
+        above = below + self.num_shards
+        sizes = f"sizes that fit: {below} and {above}"
         return (
-            f"Nearest size{'s' * (len(sizes) > 1)} that fit{'s' * (len(sizes) == 1)}: "
-            f"{fit}. To keep the size, leave dim {self.dim} UNSHARDED."
+            f"Nearest {sizes if below else f'size that fits: {above}'}. "
+            f"To keep the size, leave dim {self.dim} UNSHARDED."
         )
 
     def __str__(self) -> str:
@@ -93,10 +86,9 @@ class Misfit:
 class Layout:
     """How the dims of one array are sharded over the axes of a mesh.
 
-    Use this wherever you would write a `NamedSharding`. A layout is an immutable value:
-    two layouts that mean the same are equal and have the same hash. It is a
-    `NamedSharding` with a rank, so that shapes can be worked out and checked before
-    there is an array.
+    Use this wherever you would write a `NamedSharding`. It is one with a rank, so that
+    shapes can be checked before there is an array, and an immutable value: two layouts
+    that mean the same are equal and have the same hash.
 
     Args:
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
@@ -131,7 +123,7 @@ class Layout:
     def __init__(
         self,
         specs: SpecLike,
-        mesh: Mesh | jax.sharding.Mesh | None = None,
+        mesh: AnyMesh | None = None,
         *,
         memory_kind: str | None = None,
     ) -> None:
@@ -195,9 +187,8 @@ class Layout:
     @property
     def sharding(self) -> NamedSharding:
         """The `NamedSharding`, for any JAX function that takes one."""
-        return NamedSharding(
-            self.mesh.jax_mesh, self.spec, memory_kind=self.memory_kind
-        )
+        mesh, kind = self.mesh.jax_mesh, self.memory_kind
+        return NamedSharding(mesh, self.spec, memory_kind=kind)
 
     @classmethod
     def of(cls, value: Any, rank: int | None = None) -> "Layout":
@@ -213,12 +204,9 @@ class Layout:
             LayoutError: If `value` has no sharding, or one without axis names.
 
         Example:
-            >>> mesh = create_mesh({"batch": 2, "model": 4})
-            >>> x = jax.device_put(
-            ...     jax.numpy.zeros((4, 8)), Layout(["batch", None], mesh).sharding
-            ... )
-            >>> Layout.of(x)
-            Layout([batch, unsharded], Mesh(batch=2, model=4))
+            >>> sharding = create_mesh({"batch": 8}).layout("batch").sharding
+            >>> Layout.of(jax.device_put(jax.numpy.zeros(16), sharding))
+            Layout([batch], Mesh(batch=8))
         """
         if isinstance(value, Layout):
             return value if rank is None else value.with_rank(rank)
@@ -239,16 +227,14 @@ class Layout:
             raise LayoutError(msg)
         mesh = sharding.mesh
         if not isinstance(mesh, jax.sharding.Mesh):
-            # In a trace, shardings are on abstract meshes. The devices are known only
-            # if the program set the mesh.
-            concrete = _jax.concrete_mesh()
-            if concrete is None or concrete.abstract_mesh != mesh:
+            # In a trace: the devices are known only if the program set the mesh.
+            mesh = _jax.concrete_mesh()
+            if mesh is None or mesh.abstract_mesh != sharding.mesh:
                 msg = (
                     f"the sharding {sharding} is on an abstract mesh, which has no "
                     "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
                 )
                 raise LayoutError(msg)
-            mesh = concrete
         specs = [*sharding.spec]
         # JAX leaves trailing unsharded dims out.
         specs += [None] * (0 if rank is None else rank - len(specs))
@@ -265,16 +251,14 @@ class Layout:
             >>> Layout([..., "model"], mesh).with_rank(3)
             Layout([unsharded, unsharded, model], Mesh(batch=2, model=4))
         """
-        missing = rank - len(self.specs) + self.has_ellipsis
-        if missing < 0 or (missing and not self.has_ellipsis):
-            or_more = " or more" * self.has_ellipsis
-            hint = " Use `...` for any number of unsharded dims."
-            msg = (
-                f"{self!r} is for arrays of rank {rank - missing}{or_more}, but this "
-                f"one has rank {rank}.{hint * (not self.has_ellipsis)}"
-            )
-            raise LayoutError(msg)
-        if not self.has_ellipsis:
+        is_open = self.has_ellipsis
+        missing = rank - len(self.specs) + is_open
+        if missing < 0 or (missing and not is_open):
+            needed = f"{rank - missing}{' or more' * is_open}"
+            hint = " Use `...` for any number of unsharded dims." * (not is_open)
+            msg = f"{self!r} is for arrays of rank {needed}, but this one has rank "
+            raise LayoutError(f"{msg}{rank}.{hint}")
+        if not is_open:
             return self
         index = self.specs.index(...)
         before, after = self.specs[:index], self.specs[index + 1 :]
@@ -356,17 +340,15 @@ class Layout:
             >>> Layout(["batch", "model"], mesh).shard_slices((4, 8), 5)
             (slice(2, 4, None), slice(2, 4, None))
         """
-        shape = self.shard_shape(global_shape)
-        index = self.with_rank(len(shape))._shard_index(self.mesh.coords(device))
-        pairs = zip(index, shape, strict=True)
-        return tuple(slice(i * size, (i + 1) * size) for i, size in pairs)
+        shape = tuple(global_shape)
+        self.check(shape)
+        slices = self.with_rank(len(shape)).sharding.devices_indices_map(shape)
+        held = slices[self.mesh.devices[self.mesh.coords(device)]]
+        sizes = zip(held, shape, strict=True)
+        return tuple(slice(*part.indices(size)[:2]) for part, size in sizes)
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
-        """Returns the bytes of an array on each device.
-
-        Args:
-            global_shape: Shape of the whole array.
-            dtype: Its dtype; for PRNG keys, the words of the keys count.
+        """Returns the bytes of an array on each device; of PRNG keys, those of words.
 
         Raises:
             LayoutError: If the shape does not fit.
@@ -395,19 +377,13 @@ class Layout:
         return self.mesh.axis_size(axes_of(self._known()[dim]))
 
     @classmethod
-    def replicated(
-        cls, mesh: Mesh | jax.sharding.Mesh | None = None, rank: int = 0
-    ) -> "Layout":
+    def replicated(cls, mesh: AnyMesh | None = None, rank: int = 0) -> "Layout":
         """Returns the layout in which every device holds the whole array."""
         return cls([None] * rank, mesh)
 
     @classmethod
     def batch_sharded(
-        cls,
-        mesh: Mesh | jax.sharding.Mesh | None,
-        axis: str | tuple[str, ...],
-        rank: int,
-        dim: int = 0,
+        cls, mesh: AnyMesh | None, axis: Axes, rank: int, dim: int = 0
     ) -> "Layout":
         """Returns the layout that shards one dim over a mesh axis, or over several."""
         specs: list[Any] = [None] * rank
@@ -415,19 +391,16 @@ class Layout:
         return cls(specs, mesh)
 
     @classmethod
-    def inner_sharded(
-        cls,
-        mesh: Mesh | jax.sharding.Mesh | None,
-        axis: str | tuple[str, ...],
-        rank: int,
-    ) -> "Layout":
+    def inner_sharded(cls, mesh: AnyMesh | None, axis: Axes, rank: int) -> "Layout":
         """Returns the layout that shards the last dim; see `batch_sharded`."""
         return cls.batch_sharded(mesh, axis, rank, dim=-1)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
         """Returns the index of the shard of every device, in mesh order."""
-        _ = self.rank, self._known()
-        return list(map(self._shard_index, np.ndindex(self.mesh.devices.shape)))
+        counts = tuple(map(self.num_shards, range(self.rank)))
+        slices = self.sharding.devices_indices_map(counts)
+        devices = self.mesh.devices.flat
+        return [tuple(part.start or 0 for part in slices[x]) for x in devices]
 
     def __repr__(self) -> str:
         memory = f", memory_kind={self.memory_kind!r}" if self.memory_kind else ""
@@ -450,23 +423,9 @@ class Layout:
     def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, DimSpec]]:
         """Returns the size, the number of shards and the entry of each dim."""
         sizes = list(map(operator.index, shape))
-        return [
-            (size, self.mesh.axis_size(axes_of(entry)), entry)
-            for size, entry in zip(
-                sizes, self.with_rank(len(sizes))._known(), strict=True
-            )
-        ]
-
-    def _shard_index(self, coords: Sequence[int]) -> tuple[int, ...]:
-        """Returns the index of the shard at a place in the mesh, one entry per dim."""
-        place = dict(zip(self.mesh.axis_names, coords, strict=True))
-        index = []
-        for entry in self.specs:
-            flat = 0
-            for axis in axes_of(entry):  # major first, as in JAX
-                flat = flat * self.mesh.shape[axis] + place[axis]
-            index.append(flat)
-        return tuple(index)
+        entries = self.with_rank(len(sizes))._known()
+        counts = [self.mesh.axis_size(axes_of(entry)) for entry in entries]
+        return list(zip(sizes, counts, entries, strict=True))
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:

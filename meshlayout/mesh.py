@@ -12,6 +12,7 @@ them would not run on two: here, the first axes cross unless `dcn` says otherwis
 """
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -80,11 +81,12 @@ class Mesh:
             )
             raise MeshError(msg)
         for name in mesh.axis_names:
-            if not isinstance(name, str) or not name.strip() or {*name} & {*",=|"}:
+            if not isinstance(name, str) or not re.fullmatch(
+                r"\s*[^\s,=|][^,=|]*", name
+            ):
                 msg = (
                     f"axis name {shown(name)} is not a string, is empty, or contains "
-                    "one of , = | (which separate axes in text). Use a name such as "
-                    "'batch'."
+                    "one of , = |. Use a name such as 'batch'."
                 )
                 raise MeshError(msg)
         _jax.check_joined("Mesh")
@@ -304,24 +306,22 @@ def create_mesh(
 
     Use this at the start of a program; on several processes, after `ml.initialize`.
     Without `devices`, all devices of all processes are used and JAX chooses their
-    order. It keeps those of a process together, the last axis running fastest; on TPU,
-    it follows the network of the chips. Of several slices, the first axes run from one
-    to the next, so write the axis with the least communication first. Given devices
-    keep their order.
+    order: those of a process together, the last axis running fastest, and on TPU along
+    the network of the chips. Of several slices, the first axes run from one to the
+    next, so write the axis with the least communication first.
 
     Names are free, but without a layout batches are sharded over the axes called
     `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
 
     With `dcn`, the named axes cross the slow network (the data center's), and every
     other axis stays inside one slice, or inside one process where all devices are in
-    one slice. The same program runs on a laptop: with one process, there is no such
-    network, and `dcn` has no effect.
+    one slice. With one process it has no effect, so the program runs on a laptop, too.
 
     Args:
         axes: Sizes by name, a list of (name, size), or text such as
             `"batch=2,model=4"`. One size may be -1, for whatever is left. If omitted,
             the mesh has one axis `batch` over all devices.
-        devices: The devices, as objects or as text such as `"CPU:3"`.
+        devices: The devices, as objects or as text such as `"CPU:3"`, in order.
         dcn: The axis or axes that cross the slow network. Their sizes must together
             make the number of slices or processes, or a multiple of it: a `batch` of
             16 over 2 slices of 8 crosses once. JAX then also orders given devices.
@@ -381,11 +381,8 @@ def _parse_axes(axes: Any) -> dict[str, int]:
             "'batch=2,model=4'."
         )
         raise MeshError(msg)
-    if (
-        min(sizes.values()) < -1
-        or 0 in sizes.values()
-        or [*sizes.values()].count(-1) > 1
-    ):
+    counts = [*sizes.values()]
+    if min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
         msg = (
             f"in {sizes_text(sizes)}, a size must be a positive number of devices, or "
             "-1 for whatever is left, once."
@@ -492,14 +489,9 @@ def _axes_across(
 
     Cached, as messages show meshes, and a mesh may have thousands of devices.
     """
-    indices = [getattr(device, attribute, None) or 0 for device in mesh.devices.flat]
-    grid = np.array(indices).reshape(mesh.devices.shape)
-    names = tuple(
-        name
-        for axis, name in enumerate(mesh.axis_names)
-        if (grid != grid.take([0], axis)).any()
-    )
-    return names, len(set(indices))
+    grid = np.reshape(_groups(mesh.devices.flat, attribute), mesh.devices.shape)
+    changes = [(grid != grid.take([0], dim)).any() for dim in range(grid.ndim)]
+    return tuple(itertools.compress(mesh.axis_names, changes)), len(np.unique(grid))
 
 
 def _device_grid(
@@ -507,14 +499,7 @@ def _device_grid(
 ) -> np.ndarray[Any, Any]:
     """Returns the devices in the order that JAX chooses for their networks.
 
-    Args:
-        sizes: The size of each axis.
-        devices: The devices.
-        slow_axes: The axes that cross the slow network; None for the first ones, where
-            there is a slow network.
-
-    Raises:
-        MeshError: If the sizes cannot be divided so, or JAX finds no order.
+    `slow_axes` cross the slow network; None for the first ones, where there is one.
     """
     slow = sizes if slow_axes is None else slow_axes
     for axis in slow:
@@ -523,11 +508,10 @@ def _device_grid(
             msg = f"dcn names the axis {shown(axis)}, which the mesh lacks.{hint}"
             raise MeshError(msg)
     attribute = "slice_index"
-    count = _num_groups(devices, attribute)
-    if count == 1 and slow_axes is not None:
+    if slow_axes is not None and len({*_groups(devices, attribute)}) == 1:
         attribute = "process_index"
-        count = _num_groups(devices, attribute)
-    crossing, left = dict.fromkeys(sizes, 1), count
+    count = left = len({*_groups(devices, attribute)})
+    crossing = dict.fromkeys(sizes, 1)
     for axis in slow:
         crossing[axis] = math.gcd(sizes[axis], left)
         left //= crossing[axis]
@@ -541,11 +525,9 @@ def _device_grid(
         )
         raise MeshError(msg)
     inside = [size // crossing[axis] for axis, size in sizes.items()]
-    by_process = attribute == "process_index"
+    by_process, slow_sizes = attribute == "process_index", [*crossing.values()]
     try:
-        return _jax.device_grid(
-            devices, inside, [*crossing.values()], by_process=by_process
-        )
+        return _jax.device_grid(devices, inside, slow_sizes, by_process=by_process)
     except (NotImplementedError, ValueError, AssertionError) as error:
         shape, text = sizes_text(sizes), str(error).rstrip(".")
         msg = (
@@ -555,5 +537,6 @@ def _device_grid(
         raise MeshError(msg) from error
 
 
-def _num_groups(devices: Iterable[Any], attribute: str) -> int:
-    return len({getattr(device, attribute, None) or 0 for device in devices})
+def _groups(devices: Iterable[Any], attribute: str) -> list[int]:
+    """Returns the slice or process of each device; CPUs are in no slice."""
+    return [getattr(device, attribute, None) or 0 for device in devices]

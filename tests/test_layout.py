@@ -67,12 +67,6 @@ def layouts_and_shapes(draw):
     return layout, shape
 
 
-def as_index(slices, shape):
-    return tuple(
-        range(*part.indices(size)) for part, size in zip(slices, shape, strict=True)
-    )
-
-
 @FEW
 @given(layouts_and_shapes())
 def test_shard_shape_is_that_of_the_named_sharding(case):
@@ -80,15 +74,6 @@ def test_shard_shape_is_that_of_the_named_sharding(case):
     assert layout.shard_shape(shape) == layout.sharding.shard_shape(shape)
     assert layout.global_shape(layout.shard_shape(shape)) == shape
     assert layout.misfits(shape) == []
-
-
-@FEW
-@given(layouts_and_shapes())
-def test_shard_slices_are_those_of_devices_indices_map(case):
-    layout, shape = case
-    for device, theirs in layout.sharding.devices_indices_map(shape).items():
-        ours = layout.shard_slices(shape, device)
-        assert as_index(ours, shape) == as_index(theirs, shape)
 
 
 @settings(max_examples=25, deadline=None)

@@ -435,8 +435,7 @@ NOT_AXES = (
 )
 SIZE = "a size must be a positive number of devices, or -1 for whatever is left, once."
 PLAIN = (
-    "is not a string, is empty, or contains one of , = | (which separate axes in text). "
-    "Use a name such as 'batch'."
+    "is not a string, is empty, or contains one of , = |. Use a name such as 'batch'."
 )
 TYPES = (
     "must be 'auto', 'explicit' or 'manual', or a list with one of them for each axis."

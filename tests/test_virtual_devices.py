@@ -77,8 +77,8 @@ def test_it_comes_too_late_once_jax_runs_with_another_number():
         "print(len(virtual_devices(1)), os.environ.get('NPROC'))\n"
     )
     assert said == [
-        "virtual_devices(8) comes too late: JAX already runs with 1 CPU device, and "
-        "the number can no longer change. Restart the kernel or process and call it before any other use of JAX, or make a mesh of the devices that exist: create_mesh().",
+        "virtual_devices(8) comes too late: JAX already runs with 1 CPU device. "
+        "Restart the kernel or process and call it before any other use of JAX, or make a mesh of the devices that exist: create_mesh().",
         "1 None",
     ]
 
@@ -114,7 +114,7 @@ def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
         warnings.simplefilter("always")
         assert virtual_devices(8) == chips
     assert [str(warning.message) for warning in said] == [
-        "virtual_devices(8) has no effect here: JAX runs on 4 TPU devices, which a mesh consists of. To try virtual CPU devices on this machine, set "
-        "JAX_PLATFORMS=cpu before Python starts."
+        "virtual_devices(8) has no effect here: JAX runs on 4 TPU devices. "
+        "To try virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts."
     ]
     assert dict(os.environ) == before
