@@ -14,14 +14,14 @@ from typing import Any
 
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout, axes_of
-from meshlayout.layout_map.report import Resolved
+from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import Rule, checked_rule
 
 
-def rules_of(resolved: Resolved) -> dict[str, Rule]:
+def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
     """Returns plain rules for what a map decided about the leaves of a tree."""
     specs: dict[str, Layout | Rule] = {}
-    for leaf in resolved.resolutions:
+    for leaf in leaves:
         # What follows a parameter or is set by the leaf itself will be so again.
         is_followed = leaf.reason.startswith("follows")
         if not is_followed and (leaf.rule or leaf.reason in ("default", "scalar")):

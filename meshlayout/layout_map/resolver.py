@@ -76,8 +76,7 @@ class Resolver:
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Resolves a leaf by the first source of layouts that has an answer.
 
-        Returns:
-            The resolution; None if the leaf is neither an array nor a number.
+        Returns None if the leaf is neither an array nor a number.
         """
         array = _array_of(leaf)
         if array is None:
@@ -95,10 +94,7 @@ class Resolver:
         slots: Sequence[OptimizerSlot | None],
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
-        """Resolves an optimizer state, given the slot of each of its leaves, if any.
-
-        `owners` are the resolutions of the parameters.
-        """
+        """Resolves an optimizer state, whose parameters are resolved as `owners`."""
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
         paths = [owner.path for owner in owners if owner is not None]
@@ -125,10 +121,7 @@ class Resolver:
     def opinion(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
     ) -> Resolution | None:
-        """Returns what rules or default say about an array that has a layout already.
-
-        None if no rule matches and the default, if there is one, has no opinion.
-        """
+        """Returns what rules or default say of an array that has a layout, if any."""
         resolution = self.by_rules(path, shape, dtype, layout)
         if resolution is None and self._options.default is not None:
             array = _Array(path, shape, dtype)

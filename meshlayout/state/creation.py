@@ -59,7 +59,6 @@ class TracedBuild:
     leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
     treedef: Any  # of the tree; for NNX modules, of their state
     graphdef: Any  # the structure of the modules, if there are any
-    shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
@@ -229,7 +228,7 @@ def place(
     """Lays out every array of a traced state, by the map or by `resolve`."""
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
-        layouts._check_used(resolved, traced.shared)
+        layouts._check_used(resolved)
     remaining = iter(jax.tree.leaves(resolved.layouts))
     leaves: list[Leaf] = []
     for leaf in traced.leaves:
@@ -253,17 +252,15 @@ def place(
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     """Traces a builder once; `inputs` are the arrays it takes as arguments, if any."""
     graphdef, treedef = None, None
-    shared: dict[str, str] = {}
     leaves: list[Leaf] = []
     is_eager = eager_sharding()
 
     # A jaxpr can only return arrays. Everything else that the builder makes (structure,
     # leaves of other types) leaves the trace as a side effect.
     def flat(*values: Any) -> list[Any]:
-        nonlocal graphdef, treedef, shared
+        nonlocal graphdef, treedef
         tree = build(*values)
         if _paths.holds_modules(tree):
-            shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
         leaves.extend(
@@ -295,7 +292,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
-    traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
+    traced = TracedBuild(jaxpr, leaves, treedef, graphdef)
     for path, leaf in zip(_paths.leaf_names(traced.node), leaves, strict=True):
         if type(leaf) is jax.ShapeDtypeStruct:
             msg = (
