@@ -127,11 +127,8 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
         actual = _layout_of(leaf)
         expected = as_layout(layout, actual.rank)
         if not is_same_layout(actual, expected):
-            msg = (
-                f"the layout is {actual!r}, but {expected!r} was expected. Move it "
-                "with relayout(x, layout)."
-            )
-            raise LayoutError(msg)
+            msg = f"the layout is {actual!r}, but {expected!r} was expected."
+            raise LayoutError(f"{msg} Move it with relayout(x, layout).")
 
     for_each(check, x, broadcast(layout, x))
 
@@ -152,11 +149,7 @@ def is_same_layout(actual: Layout, expected: Layout) -> bool:
 
 
 def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> list[Any]:
-    """Calls a function with each leaf of a tree, and one more argument per column.
-
-    Raises:
-        LayoutError: What the function raises, with the name of the leaf before it.
-    """
+    """Calls a function for each leaf; its LayoutErrors are given the leaf's name."""
     results = []
     for index, arguments in enumerate(zip(jax.tree.leaves(x), *columns, strict=True)):
         try:
@@ -184,11 +177,9 @@ def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
         every = jax.tree.broadcast(layout, x, is_leaf=is_layout)
     except (ValueError, TypeError) as error:
         msg = (
-            "the layouts do not have the structure of the arrays. Give one Layout for "
-            "all, or a tree of layouts that is a prefix of the tree of arrays; a spec "
-            f"needs a mesh: Layout(spec, mesh). JAX says: {error}"
+            "expected one Layout for all arrays, or a tree of layouts that is a prefix "
         )
-        raise LayoutError(msg) from None
+        raise LayoutError(f"{msg}of the tree of arrays. JAX says: {error}") from None
     return jax.tree.leaves(every, is_leaf=is_layout)
 
 
@@ -213,13 +204,6 @@ def is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_alive(x: Leaf) -> None:
-    """Raises LayoutError if a leaf is a deleted array."""
-    if is_concrete(x) and x.is_deleted():
-        msg = "the array is deleted; it was donated, to a step or a relayout."
-        raise LayoutError(msg)
-
-
 def as_array(x: Leaf) -> Any:
     """Returns a NumPy or JAX array for anything array-like."""
     if isinstance(x, jax.Array):
@@ -239,11 +223,8 @@ def full_rank(x: Leaf, layout: object) -> Layout:
 def _fitting(x: Leaf, layout: object) -> Layout:
     """Returns the layout for an array, with its rank, and MATCH filled in if known."""
     if isinstance(x, Tracer) and _jax.is_manual(x):
-        msg = (
-            "inside shard_map every device works on its own shard, which relayout "
-            "cannot move. Call it outside shard_map."
-        )
-        raise LayoutError(msg)
+        msg = "inside shard_map every device works on its own shard, which relayout "
+        raise LayoutError(f"{msg}cannot move. Call it outside shard_map.")
     fitting = as_layout(layout, np.ndim(x))
     if MATCH in fitting.specs:
         fitting = _matched(x, fitting)
@@ -267,7 +248,6 @@ def _matched(x: Leaf, layout: Layout) -> Layout:
 
 
 def _layout_of(x: Leaf) -> Layout:
-    check_alive(x)
     if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         msg = f"{_checks.shown(x)} is on no mesh. Place it with relayout(x, layout)."
         raise LayoutError(msg)
@@ -285,10 +265,6 @@ def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
 
 
 def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        msg = "an abstract array has no values to move."
-        raise LayoutError(msg)
-    check_alive(x)
     if not isinstance(x, _NUMBERS):  # which stay weakly typed
         x = as_array(x)
     spec = (PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
@@ -315,11 +291,9 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:
-    """Returns a copy of an array that shares no memory with any other.
-
-    `may_alias=False` of `device_put` is only a hint where an array moves, but holds
-    where it stays; the words of PRNG keys it shares in any case.
-    """
+    """Returns a copy of an array that shares no memory with any other."""
+    # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
+    # where it stays; the words of PRNG keys it shares in any case.
     if _jax.is_extended(x.dtype):
         return _jax.key_of_words(_in_own_memory(_jax.words_of_key(x)), x.dtype)
     return jax.device_put(x, x.sharding, may_alias=False)
@@ -334,10 +308,9 @@ _compared: set[tuple[Any, ...]] = set()
 def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
     """Checks that what goes to devices of all processes is the same on all of them.
 
-    Arrays of the same name, shape, dtype and mesh are compared once, as programs are:
-    in a loop, this costs nothing after the first step. JAX compares, too (`device_put`
-    of a host array): it gathers the values of all processes on all devices, takes NaN
-    for a difference, and names no process.
+    Arrays of the same name, shape, dtype and mesh are compared once, as programs are.
+    `jax.device_put` of a host array compares, too: it gathers the values of all on all
+    devices, takes NaN for a difference, and names no process.
     """
     values: dict[str, Any] = {}
     for name, x, mesh in named:
@@ -364,11 +337,9 @@ def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
 
 
 def can_compare(mesh: Mesh) -> bool:
-    """Returns whether processes can compare what they place on a mesh.
-
-    On a mesh of some processes, each may place arrays of its own, as in JAX. In threads
-    other than the main one, the calls of processes have no order by which to pair them.
-    """
+    """Returns whether processes can compare what they place on a mesh."""
+    # On a mesh of some processes, each may place arrays of its own, as in JAX. In other
+    # threads, the calls of processes have no order by which to pair them.
     is_main = threading.current_thread() is threading.main_thread()
     processes = {device.process_index for device in mesh.devices.flat}
     return is_main and 1 < jax.process_count() == len(processes)

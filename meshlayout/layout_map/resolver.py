@@ -66,6 +66,7 @@ class Resolver:
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
         self._by_pattern = {rule.pattern: rule for rule in rules}
+        self._default = [] if options.default is None else [options.default]
 
     def matching(self, path: str) -> list[ParsedRule]:
         """Returns all rules that match a path: the exact one, then the others."""
@@ -122,21 +123,15 @@ class Resolver:
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
     ) -> Resolution | None:
         """Returns what rules or default say of an array that has a layout, if any."""
-        resolution = self.by_rules(path, shape, dtype, layout)
-        if resolution is None and self._options.default is not None:
-            array = _Array(path, shape, dtype)
-            return self._by_rules(array, [self._options.default], layout)
-        return resolution
+        array = _Array(path, shape, dtype)
+        by_rules = self._by_rules(array, self._deciding(path), layout)
+        return by_rules or self._by_rules(array, self._default, layout)
 
     def by_rules(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        layout: Layout | None = None,
+        self, path: str, shape: tuple[int, ...], dtype: DType
     ) -> Resolution | None:
         """Resolves one array by the rules alone; returns None if none matches."""
-        return self._by_rules(_Array(path, shape, dtype), self._deciding(path), layout)
+        return self._by_rules(_Array(path, shape, dtype), self._deciding(path))
 
     def _deciding(self, path: str) -> list[ParsedRule]:
         """Returns the rules that decide about a path.
@@ -212,7 +207,7 @@ class Resolver:
             return (
                 by_rules if layout == by_rules.layout else replace(by_rules, note=note)
             )
-        if options.default is not None and not is_known:
+        if self._default and not is_known:
             return self._by_default(array)
         layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
         return Resolution(*array, layout, None, source, lost, note)
@@ -220,8 +215,7 @@ class Resolver:
     def _by_default(self, array: _Array) -> Resolution:
         if not array.shape:
             return self._replicated(array, "scalar")
-        default = self._options.default
-        resolution = None if default is None else self._by_rules(array, [default])
+        resolution = self._by_rules(array, self._default)
         if resolution is None and self._options.unmatched == "error":
             msg = (
                 f"{array}: no rule matches, and the map has unmatched='error'. Add a "
