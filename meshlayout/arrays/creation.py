@@ -145,13 +145,14 @@ def _random(
 ) -> jax.Array:
     # jit takes no arrays of other devices, or of another mesh that was set.
     whole = layout.mesh.layout(...)
-    key, *bounds = (
-        x if isinstance(x, Tracer) else relayout(x, whole) for x in (key, *bounds)
+    arguments = (key, *bounds)
+    key, *bounds_there = (
+        x if isinstance(x, Tracer) else relayout(x, whole) for x in arguments
     )
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     with _no_set_mesh():
-        return call_with_layout(sample, layout, key, sizes, dtype, *bounds)
+        return call_with_layout(sample, layout, key, sizes, dtype, *bounds_there)
 
 
 def _created(create: Callable[..., jax.Array], layout: Layout) -> jax.Array:

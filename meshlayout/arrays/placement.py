@@ -176,10 +176,8 @@ def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
     try:
         every = jax.tree.broadcast(layout, x, is_leaf=is_layout)
     except (ValueError, TypeError) as error:
-        msg = (
-            "expected one Layout for all arrays, or a tree of layouts that is a prefix "
-        )
-        raise LayoutError(f"{msg}of the tree of arrays. JAX says: {error}") from None
+        msg = "expected one Layout for all arrays, or a tree of layouts that is a "
+        raise LayoutError(f"{msg}prefix of theirs. JAX says: {error}") from None
     return jax.tree.leaves(every, is_leaf=is_layout)
 
 
@@ -256,12 +254,10 @@ def _layout_of(x: Leaf) -> Layout:
 
 def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
     """Moves a tree to layouts that fit; a `copy` shares no memory with it."""
-    leaves, treedef = jax.tree.flatten(x)
     if jax.process_count() > 1:
-        names = map(array_text, _paths.leaf_names(x), leaves)
-        meshes = (layout.mesh for layout in layouts)
-        check_same(zip(names, leaves, meshes, strict=True))
-    return treedef.unflatten(for_each(functools.partial(_move, copy=copy), x, layouts))
+        check_same(x, [layout.mesh for layout in layouts])
+    move = functools.partial(_move, copy=copy)
+    return jax.tree.structure(x).unflatten(for_each(move, x, layouts))
 
 
 def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
@@ -305,7 +301,7 @@ def _in_own_memory(x: jax.Array) -> jax.Array:
 _compared: set[tuple[Any, ...]] = set()
 
 
-def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
+def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
     """Checks that what goes to devices of all processes is the same on all of them.
 
     Arrays of the same name, shape, dtype and mesh are compared once, as programs are.
@@ -313,8 +309,10 @@ def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
     devices, takes NaN for a difference, and names no process.
     """
     values: dict[str, Any] = {}
-    for name, x, mesh in named:
-        key = name, np.shape(x), getattr(x, "dtype", type(x)), mesh
+    leaves = zip(_paths.leaf_names(tree), jax.tree.leaves(tree), meshes, strict=True)
+    for path, x, mesh in leaves:
+        name = array_text(path, x)
+        key = name, type(x), mesh
         if key in _compared or not can_compare(mesh) or _jax.is_staged(x):
             continue
         is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable

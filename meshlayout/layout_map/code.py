@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import Layout, axes_of
+from meshlayout.layout import Layout
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import Rule, checked_rule
 
@@ -131,16 +131,11 @@ def _value_text(pattern: str, value: Any) -> str:
             "layout. Pass the model, to_code(model), to write what it decides for it."
         )
         raise LayoutMapError(msg)
-    entries = ["..." if e is ... else _axes_text(axes_of(e)) for e in value.specs]
-    text = _tuple_text(entries)
+    known = {None: "None", ...: "..."}
+    entries = [
+        known.get(entry) or json.dumps(entry, ensure_ascii=False)
+        for entry in value.specs
+    ]
+    text = f"({', '.join(entries)}{',' * (len(entries) == 1)})"
     kind = value.memory_kind
     return f"ml.Layout({text}, mesh, memory_kind={kind!r})" if kind else text
-
-
-def _axes_text(axes: tuple[str, ...]) -> str:
-    names = [json.dumps(axis, ensure_ascii=False) for axis in axes]
-    return names[0] if len(names) == 1 else _tuple_text(names) if names else "None"
-
-
-def _tuple_text(entries: list[str]) -> str:
-    return f"({', '.join(entries)}{',' * (len(entries) == 1)})"

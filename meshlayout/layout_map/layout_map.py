@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, get_args
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths
@@ -308,16 +307,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     ) -> Resolved:
         """Returns the layouts of an optimizer state, from those of all its `params`."""
         flat = _paths.flatten(opt_state)
-        named = _paths.flatten(params).leaves
-        slots = find_slots(flat.leaves, named)
-        large = [leaf.path for leaf in flat.leaves if np.size(leaf.value) > 1]
-        if large and not any(slots):
-            msg = (
-                f"{large[0]!r} of the optimizer state, like all others, belongs to "
-                f"none of params=, such as {named[0].path!r}. Pass the argument of "
-                "optimizer.init."
-            )
-            raise LayoutMapError(msg)
+        slots = find_slots(flat.leaves, _paths.flatten(params).leaves)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(self, resolved: Resolved) -> Explanation:

@@ -29,15 +29,12 @@ class OptimizerSlot:
     """A leaf of an optimizer state that belongs to a parameter."""
 
     param: int  # its index in the flat list of parameters
-    dims: tuple[
-        int | None, ...
-    ]  # its dim for each dim of the leaf; None if it has none
+    dims: tuple[int | None, ...]  # for each dim of the leaf, the parameter's, if any
 
     def layout(self, param: Layout) -> Layout:
         """Returns the slot's layout, given its parameter's."""
-        return param.with_specs(
-            [None if d is None else param.specs[d] for d in self.dims]
-        )
+        specs = [None if dim is None else param.specs[dim] for dim in self.dims]
+        return param.with_specs(specs)
 
 
 def find_slots(

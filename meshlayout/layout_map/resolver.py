@@ -75,19 +75,14 @@ class Resolver:
         return rules if exact is None else [exact, *(r for r in rules if r != exact)]
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Resolves a leaf by the first source of layouts that has an answer.
-
-        Returns None if the leaf is neither an array nor a number.
-        """
+        """Resolves an array or number by the first source that has an answer."""
         array = _array_of(leaf)
         if array is None:
             return None
-        rules = self._deciding(array.path)
-        if leaf.box is not None and logical_axes(leaf.box) is not None:
-            by_rules = self._by_rules(array, rules)
-            return self._of_leaf(self._by_names(array, leaf.box, by_rules), leaf)
-        resolution = self._by_rules(array, rules) or self._by_default(array)
-        return self._of_leaf(resolution, leaf)
+        resolution = self._by_rules(array, self._deciding(array.path))
+        if logical_axes(leaf.box) is not None:
+            resolution = self._by_names(array, leaf.box, resolution)
+        return self._of_leaf(resolution or self._by_default(array), leaf)
 
     def slots(
         self,
@@ -190,7 +185,7 @@ class Resolver:
 
     def _by_names(
         self, array: _Array, box: Box, by_rules: Resolution | None
-    ) -> Resolution:
+    ) -> Resolution | None:
         """Reads the axis names in a leaf's metadata, over which rules win."""
         options = self._options
         source = f"logical axes {logical_axes(box)}"
@@ -208,7 +203,7 @@ class Resolver:
                 by_rules if layout == by_rules.layout else replace(by_rules, note=note)
             )
         if self._default and not is_known:
-            return self._by_default(array)
+            return None
         layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
         return Resolution(*array, layout, None, source, lost, note)
 
