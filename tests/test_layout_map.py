@@ -436,22 +436,6 @@ REFUSED = {
         lambda m: m.resolve({"x": 1}).check_lock(None),
         "check_lock takes the text of to_lock(), got None.",
     ),
-    "parameters of another model": (
-        lambda m: m.resolve(
-            optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
-        ),
-        "'0/mu/a' of the optimizer state, like all others, belongs to none of params=, "
-        "such as 'z'. Pass the argument of optimizer.init.",
-    ),
-    "an activation without a name": (
-        lambda m: ml.constrain(jnp.ones(2), ""),
-        "constrain(x, name) takes a name, got ''.",
-    ),
-    "an activation that is a tree": (
-        lambda m: constrained(m.mesh, {"a": jnp.ones(8)}),
-        "constrain places a single array, but 'h' is a dict. Call it for each array, "
-        "with different names.",
-    ),
     "an activation inside shard_map": (
         lambda m: jax.jit(
             jax.shard_map(

@@ -1,8 +1,4 @@
-"""Arrays that are created sharded, never in full on one device: JAX's own creators.
-
-They are compiled with the layout of the result, which is checked against its shape.
-Random values have the bits of JAX's on one device in any layout.
-"""
+"""Arrays that are created sharded, never in full on one device: JAX's own creators."""
 
 import contextlib
 import functools
@@ -97,14 +93,8 @@ def call_with_layout(
     Use this for arrays that no other function of `ml.arrays` creates, such as
     `jnp.eye`. The function is compiled, and no device ever holds a full result.
     Arguments with arrays are traced; all others (shapes, dtypes, numbers) are compiled
-    in, and must be hashable.
-
-    Args:
-        fn: Any function that `jax.jit` can compile.
-        layout: The layout of the result, or a tree of layouts; LayoutError if one does
-            not fit.
-        *args: Arguments of the function.
-        **kwargs: Keyword arguments of the function.
+    in, and must be hashable. A layout, or tree of them, that does not fit the result is
+    a LayoutError.
 
     Example:
         >>> import meshlayout as ml
@@ -145,14 +135,11 @@ def _random(
 ) -> jax.Array:
     # jit takes no arrays of other devices, or of another mesh that was set.
     whole = layout.mesh.layout(...)
-    arguments = (key, *bounds)
-    key, *bounds_there = (
-        x if isinstance(x, Tracer) else relayout(x, whole) for x in arguments
-    )
+    there = [x if isinstance(x, Tracer) else relayout(x, whole) for x in (key, *bounds)]
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     with _no_set_mesh():
-        return call_with_layout(sample, layout, key, sizes, dtype, *bounds_there)
+        return call_with_layout(sample, layout, there[0], sizes, dtype, *there[1:])
 
 
 def _created(create: Callable[..., jax.Array], layout: Layout) -> jax.Array:

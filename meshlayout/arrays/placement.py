@@ -35,10 +35,9 @@ _NUMBERS = (bool, int, float, complex)
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
-    Use this to place and to move arrays: from any layout to any other, on the same or
-    other devices, and from NumPy arrays and numbers. Nothing is copied if an array has
-    the layout already. It is differentiable. Inside jit it becomes a constraint; if the
-    arguments are on a mesh of another shape, JAX may need `out_shardings`.
+    From any layout to any other, on the same or other devices, and from NumPy arrays
+    and numbers. Nothing is copied if an array has the layout already. Differentiable.
+    Inside jit it is a constraint; JAX may need `out_shardings` for another mesh.
 
     Args:
         x: An array or a pytree of arrays.

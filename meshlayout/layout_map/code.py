@@ -131,11 +131,8 @@ def _value_text(pattern: str, value: Any) -> str:
             "layout. Pass the model, to_code(model), to write what it decides for it."
         )
         raise LayoutMapError(msg)
-    known = {None: "None", ...: "..."}
-    entries = [
-        known.get(entry) or json.dumps(entry, ensure_ascii=False)
-        for entry in value.specs
-    ]
+    names = {None: "None", ...: "..."}
+    entries = [names.get(e) or json.dumps(e, ensure_ascii=False) for e in value.specs]
     text = f"({', '.join(entries)}{',' * (len(entries) == 1)})"
     kind = value.memory_kind
     return f"ml.Layout({text}, mesh, memory_kind={kind!r})" if kind else text

@@ -1,6 +1,6 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved.
 
-`rules` parses rules when they are inserted, `resolver` decides the layout of each leaf,
+`rules` parses rules as they are inserted, `resolver` decides about each leaf,
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
@@ -214,10 +214,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree. For a module, the layouts are an `nnx.State`.
-            params: For an optimizer state, the parameters that it belongs to. Its slots
-                take the layouts of the parameters by the end of their path, unless a
-                rule matches the path of a slot and of no parameter. Not needed if the
-                tree holds both, such as a subtree `opt_state` next to the parameters.
+            params: The parameters of an optimizer state, if the tree has them not. Slots
+                take the layouts of parameters by the end of their path, unless a rule
+                matches the path of a slot and of no parameter.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or

@@ -1,8 +1,7 @@
 """Layouts that a parameter itself carries: the axis names of Flax's metadata.
 
-Flax has several generations of partitioning metadata (boxes of Linen, keys of NNX
-variables that were renamed twice). Flax itself says what their names mean, so that a
-model written for `nn.logical_axis_rules` gets the same layouts.
+Flax itself says what they mean, so that a model written for `nn.logical_axis_rules`
+gets the same layouts.
 """
 
 import itertools

@@ -78,9 +78,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The layouts of a whole tree.
-
-    Unpacks as `layouts, resolutions = layout_map.resolve(tree)`.
+    """The layouts of a whole tree; unpacks as `layouts, resolutions`.
 
     Attributes:
         layouts: A tree with the structure of the resolved one and a `Layout` for every
@@ -116,8 +114,8 @@ class Resolved:
     def to_lock(self) -> str:
         """Returns the layout of every array as stable text, one line each, by path.
 
-        Commit the text next to a test that calls `check_lock`, to notice changes in
-        review. Concrete arrays are written with their current layouts.
+        For a test that calls `check_lock`, to notice changes in review. Concrete arrays
+        are written with their current layouts.
         """
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
         meshes = {f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays}
