@@ -1,7 +1,7 @@
 """Pictures of how an array is laid out on its devices: `visualize`.
 
-Only indices are read, from the layout or from JAX's `devices_indices_map`: arrays that
-are not addressable, abstract or too large for this machine can be drawn, too.
+Only indices are read, from JAX's `devices_indices_map`: arrays that are not
+addressable, abstract or too large for this machine can be drawn, too.
 """
 
 import math
@@ -52,15 +52,12 @@ class Shards:
 
     def _axes(self) -> list[str]:
         """Returns the mesh axes that shard each dim; an empty string for none."""
-        if self.layout is None:
-            return [""] * len(self.shape)
-        return [entry_text(entry) if entry else "" for entry in self.layout.specs]
+        specs = self.layout.specs if self.layout else [None] * len(self.shape)
+        return [entry_text(entry) if entry else "" for entry in specs]
 
     def _title(self) -> str:
-        dims = [
-            f"{size}@{axes}" if axes else str(size)
-            for size, axes in zip(self.shape, self._axes(), strict=True)
-        ]
+        axes = [f"@{axes}" * bool(axes) for axes in self._axes()]
+        dims = [f"{size}{text}" for size, text in zip(self.shape, axes, strict=True)]
         dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
         array = f"{dtype}[{', '.join(dims)}]"
         if self.layout is None:
@@ -70,8 +67,7 @@ class Shards:
 
     def _note(self) -> str:
         """Returns a line on the shards: how many, their shape, bytes and copies."""
-        (_, part), *_ = self.held
-        shape = tuple(stop - start for start, stop in part)
+        shape = tuple(stop - start for start, stop in self.held[0][1])
         parts = len({part for _, part in self.held})
         copies = len(self.held) // parts
         size = ""
@@ -120,7 +116,7 @@ def visualize(
         CPU devices.
     """
     array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
-    dtype = None
+    dtype = layout = None
     if not isinstance(array, (Layout, Sharding)):
         # Not `array.sharding`, for which traced values raise.
         sharding = _jax.sharding_of(array)
@@ -138,20 +134,14 @@ def visualize(
             "visualize(layout, shape=(8, 8))."
         )
         raise LayoutError(msg)
-    shape, layout = tuple(shape), None
     if isinstance(array, (Layout, NamedSharding)):
-        # With our arithmetic, which says what does not divide and knows `...`.
         layout = as_layout(array, len(shape))
-        held = [
-            (device, layout.shard_slices(shape, index))
-            for index, device in enumerate(layout.mesh.devices.flat)
-        ]
-    else:
-        held = [*array.devices_indices_map(shape).items()]
-    parts = (
-        tuple(s.indices(size)[:2] for s, size in zip(part, shape, strict=True))
-        for _, part in held
-    )
-    ids = (int(device.id) for device, _ in held)
-    platform = held[0][0].platform
-    return Shards(shape, dtype, layout, platform, tuple(zip(ids, parts, strict=True)))
+        layout.shard_shape(shape)  # says better than JAX what does not divide
+        array = layout.sharding
+    shape = tuple(shape)
+    held: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    for device, index in array.devices_indices_map(shape).items():
+        part = (s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        held.append((int(device.id), tuple(part)))
+    [platform] = {device.platform for device in array.device_set}
+    return Shards(shape, dtype, layout, platform, tuple(held))

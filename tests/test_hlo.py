@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout.errors import CommunicationError
-from meshlayout.hlo import Communication, read_communication
+from meshlayout.hlo import read_communication
 from tests.error_messages import message_of
 
 
@@ -32,6 +32,17 @@ message = functools.partial(message_of, error=CommunicationError)
 
 def sent_by(function, *arguments):
     return read_communication(jax.jit(function).lower(*arguments).compile())
+
+
+def program_of(operation):
+    """Returns the text of a program of one operation on x, eight floats."""
+    return f"""HloModule step, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0), metadata={{op_name="x"}}
+  ROOT %y = {operation}
+}}
+"""
 
 
 def shifted(x, axes):
@@ -84,17 +95,6 @@ def test_a_collective_sends_what_its_formula_says(mesh, kind, axes):
     assert re.fullmatch(r"tests/test_hlo.py:\d+", one.source)
 
 
-def test_a_permutation_in_which_no_array_moves_sends_nothing(mesh):
-    stay = [(i, i) for i in range(4)]
-
-    @jax.shard_map(mesh=mesh.jax_mesh, in_specs=P("model"), out_specs=P("model"))
-    def program(x):
-        return jax.lax.ppermute(x, "model", stay)
-
-    sent = sent_by(program, ml.arrays.ones(8, mesh.layout("model")))
-    assert sent.wire_bytes == 0
-
-
 def test_groups_that_are_part_of_an_axis_say_so(mesh):
     halves = [[0, 1], [2, 3]]
 
@@ -126,19 +126,41 @@ def test_groups_that_are_part_of_an_axis_say_so(mesh):
     ],
 )
 def test_every_way_to_write_groups_is_read(mesh, groups, axes):
-    text = f"""HloModule step, num_partitions=8
-
-ENTRY %main (x: f32[8]) -> f32[8] {{
-  ROOT %sum = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
-}}
-"""
+    text = program_of(f"f32[8]{{0}} all-reduce(%x), replica_groups={groups}")
     [one] = read_communication(text, mesh).collectives
     assert (one.axes, one.whole_axes) == (axes, True)
     n = math.prod(SIZES[axis] for axis in axes)
     assert (one.num_devices, one.wire_bytes) == (n, 2 * (n - 1) * 32 / n)
-    [unknown] = read_communication(text).collectives
-    assert unknown.axes is None
-    assert [*read_communication(text).by("axes")] == [f"groups of {n}"]
+    unknown = read_communication(text)
+    assert unknown.collectives[0].axes is None
+    assert [*unknown.by("axes")] == [f"groups of {n}"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "wire_bytes"),
+    [
+        ("f32[8]{0} collective-broadcast(%x), replica_groups=[2,4]<=[8]", 0, 32),
+        ("f32[8]{0} collective-broadcast(%x), replica_groups=[8,1]<=[8]", 0, 0),
+        ("f32[8]{0} ragged-all-to-all(%x, %x), replica_groups=[2,4]<=[8]", 1, 24),
+        ("f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add", 2, 0),
+        ("bf16[8]{0} all-gather(%x), replica_groups=[4,2]<=[2,4]T(1,0)", 3, 8),
+        ("f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,1}}", 4, 0),
+    ],
+)
+def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes):
+    [one] = read_communication(program_of(operation), mesh).collectives
+    names = ("collective_broadcast", "ragged_all_to_all", "all_reduce", "all_gather")
+    assert one.kind == (*names, "collective_permute")[kind]
+    assert one.wire_bytes == wire_bytes
+    assert one.whole_axes
+
+
+def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
+    text = program_of("f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add")
+    types = ",".join(["f32[8]{0}"] * 30_000)
+    layout = f"step, entry_computation_layout={{({types})->f32[8]{{0}}}}"
+    [one] = read_communication(text.replace("step", layout, 1), mesh).collectives
+    assert (one.axes, one.wire_bytes) == (("batch", "model"), 56)
 
 
 # Loops.
@@ -161,33 +183,28 @@ def test_nested_loops_are_counted_in_full(mesh):
     assert sent.wire_bytes == sum(one.wire_bytes for one in sent.collectives)
 
 
-def test_a_loop_that_only_running_it_would_count_is_marked(mesh):
-    def program(x):
+def test_unknown_loops_and_branches_are_marked(mesh):
+    def loop(x):
         def body(carried):
             x, i = carried
             return x + x.sum(), i + 1
 
         return jax.lax.while_loop(lambda c: (c[0][0] < 100) & (c[1] < 9), body, (x, 0))
 
-    sent = sent_by(program, ml.arrays.ones(8, mesh.layout("model")))
-    assert sent["all_reduce"] >= 1
-    assert all((one.times, one.times_known) == (1, False) for one in sent.collectives)
-    assert str(sent).splitlines()[-1] == (
-        "? marks loops of unknown length, counted as one iteration, and branches, "
-        "counted as taken"
-    )
-
-
-def test_branches_count_as_taken_and_are_marked(mesh):
-    def program(x):
+    def branches(x):
         def body(total, _):
             return jax.lax.cond(total > 0, lambda: x.sum(), lambda: total), None
 
         return jax.lax.scan(body, 0.0, length=4)[0]
 
-    sent = sent_by(program, ml.arrays.ones((8, 8), mesh.layout("model", None)))
-    assert {(one.times, one.times_known) for one in sent.collectives} == {(4, False)}
-    assert {one.module for one in sent.collectives} == {""}
+    x = ml.arrays.ones(8, mesh.layout("model"))
+    for program, times in ((loop, 1), (branches, 4)):
+        sent = sent_by(program, x)
+        assert {(x.times, x.times_known) for x in sent.collectives} == {(times, False)}
+        assert str(sent).splitlines()[-1] == (
+            "? marks loops of unknown length, counted as one iteration, and branches, "
+            "counted as taken"
+        )
 
 
 # As XLA writes loops for TPUs: no count, and a counter that was copied.
@@ -243,25 +260,10 @@ def test_turns_are_read_off_the_loop_itself(
     for name, value in {**values, "FIRST": first}.items():
         text = text.replace(name, str(value))
     [one] = read_communication(text).collectives
-    assert (one.times, one.times_known) == (
-        1 if times is None else times,
-        times is not None,
-    )
+    count = 1 if times is None else times
+    assert (one.times, one.times_known) == (count, times is not None)
     assert one.in_loop
-    # 8 floats added up over 4 devices.
-    assert one.wire_bytes == one.times * 48
-
-
-def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
-    types = ",".join(["f32[8]{0}"] * 30_000)
-    text = f"""HloModule step, entry_computation_layout={{({types})->f32[8]{{0}}}}, num_partitions=8
-
-ENTRY %main (x: f32[8]) -> f32[8] {{
-  ROOT %sum = f32[8]{{0}} all-reduce(%x), replica_groups={{}}, to_apply=%add
-}}
-"""
-    [one] = read_communication(text, mesh).collectives
-    assert (one.axes, one.wire_bytes) == (("batch", "model"), 56)
+    assert one.wire_bytes == count * 48  # 8 floats added up over 4 devices
 
 
 # Asynchronous forms.
@@ -332,8 +334,7 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     assert scatter.nbytes == 32
 
 
-# A stack as newer XLA writes it: `Net.__call__` calls `Block.__call__` and its own line
-# 9; parents are written one too high.
+# A stack as newer XLA writes it; parents are written one too high.
 STACK = """HloModule step, num_partitions=8
 
 FileNames
@@ -373,33 +374,13 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_collectives_name_the_classes_and_the_line_of_the_model():
-    places = [(x.module, x.source) for x in read_communication(STACK).collectives]
-    assert places == [
-        ("Net/Block", "net/models.py:3"),
+def test_collectives_name_the_line_of_the_model():
+    assert [x.source for x in read_communication(STACK).collectives] == [
+        "net/models.py:3",
         # Of what was combined only one is noted: what made each of the three counts.
-        ("Net", "net/models.py:3 and 1 more"),
-        ("", ""),
+        "net/models.py:3 and 1 more",
+        "",
     ]
-
-
-@pytest.mark.parametrize(
-    ("operation", "kind", "wire_bytes"),
-    [
-        ("f32[8]{0} collective-broadcast(%x), replica_groups=[2,4]<=[8]", 0, 32),
-        ("f32[8]{0} collective-broadcast(%x), replica_groups=[8,1]<=[8]", 0, 0),
-        ("f32[8]{0} ragged-all-to-all(%x, %x), replica_groups=[2,4]<=[8]", 1, 24),
-        ("f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add", 2, 0),
-        ("bf16[8]{0} all-gather(%x), replica_groups=[4,2]<=[2,4]T(1,0)", 3, 8),
-    ],
-)
-def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes):
-    kinds = ("collective_broadcast", "ragged_all_to_all", "all_reduce", "all_gather")
-    text = "HloModule step, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
-    text += f"  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {operation}\n}}\n"
-    [one] = read_communication(text, mesh).collectives
-    assert (one.kind, one.wire_bytes) == (kinds[kind], wire_bytes)
-    assert one.whole_axes
 
 
 # The leaves that collectives move.
@@ -440,10 +421,13 @@ def train_arguments(mesh, kind, rules):
     return state, {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
 
 
-@pytest.mark.parametrize(("kind", "ema"), [("nnx", 0.9), ("linen", None)])
-def test_gradients_are_named_by_their_parameters(mesh, kind, ema):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("nnx", {"ema": 0.9}), ("nnx", {"clip_norm": 1.0}), ("linen", {})],
+)
+def test_gradients_are_named_by_their_parameters(mesh, kind, options):
     arguments = train_arguments(mesh, kind, {})
-    sent = ml.make_train_step(squares, ema=ema).communication(*arguments)
+    sent = ml.make_train_step(squares, **options).communication(*arguments)
     moved = [leaf for one in sent.collectives for leaf in one.leaves]
     assert sorted(moved) == ["down/kernel", "up/kernel"]
     assert {one.kind for one in sent.collectives if one.leaves} == {"all_reduce"}
@@ -464,13 +448,6 @@ def test_layers_of_an_nnx_model_are_told_apart(mesh):
     batch = {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
     sent = ml.make_eval_step(squares).communication(state, batch).by("module")
     assert {"first/down", "second/down"} <= {*sent}
-
-
-def test_gradients_on_which_every_leaf_depends_have_no_name(mesh):
-    arguments = train_arguments(mesh, "nnx", {})
-    sent = ml.make_train_step(squares, clip_norm=1.0).communication(*arguments)
-    assert sent["all_reduce"] >= 1
-    assert [one.leaves for one in sent.collectives if one.leaves] == []
 
 
 def test_moved_weights_are_named_and_activations_are_not(mesh):
@@ -549,10 +526,6 @@ def test_collectives_are_grouped_and_totalled(mesh):
         "by module: none 5 collectives, 304 B; Net/head 1 collective, 96 B",
     ]
     assert "head/dot_general (backward)" in sent._repr_html_()
-    assert message(lambda: sent.by("size")) == (
-        "by: key must be one of 'kind', 'axes', 'module', 'source', 'in_loop', "
-        "'is_async', got 'size'."
-    )
 
 
 @pytest.fixture
@@ -583,26 +556,6 @@ def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
     assert diff.wire_bytes == both.wire_bytes - rows.wire_bytes > 0
     assert str(diff).splitlines()[-1] == "each device sends: 4 B -> 196 B"
     assert both.diff(rows).wire_bytes == -diff.wire_bytes
-
-
-def test_reports_are_equal_where_their_collectives_are():
-    def scattered(length):
-        x = jax.ShapeDtypeStruct((length,), "float32")
-        mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
-        spec = jax.sharding.PartitionSpec("x")
-        add = jax.shard_map(
-            lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
-            mesh=mesh,
-            in_specs=jax.sharding.PartitionSpec(),
-            out_specs=spec,
-            check_vma=False,
-        )
-        return ml.hlo.read_communication(jax.jit(add).lower(x).compile())
-
-    small, large = scattered(64), scattered(128)
-    assert dict(small) == dict(large)
-    assert small != large
-    assert {small, large, scattered(64)} == {small, large}
 
 
 def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
@@ -657,7 +610,6 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
     ("bad", "ending"),
     [
         (None, "got None."),
-        ({}, "got {}."),
         ("func.func main\n", "got 'func.func main\\n'."),
         (jax.jit(lambda x: x).lower(1.0), "got a Lowered. Call its compile() first."),
     ],
@@ -666,11 +618,6 @@ def test_what_is_not_a_compiled_program_is_refused(bad, ending):
     text = message(lambda: read_communication(bad))
     start = "read_communication takes a compiled program or its text, which begins with"
     assert text == f"{start} HloModule, {ending}"
-
-
-def test_what_is_no_lock_is_refused():
-    text = message(lambda: Communication(()).check_lock(math.nan))
-    assert text.startswith("check_lock takes the text of to_lock()")
 
 
 def test_budgets_of_bytes_are_checked(mesh, column_sum):
@@ -684,19 +631,3 @@ def test_budgets_of_bytes_are_checked(mesh, column_sum):
         "column_sum has 196 bytes of collectives sent by each device where at most 195 "
         "were expected."
     )
-    for bad in (-1, math.nan, "x", True, {"all_reduce": -1}, {"all_reduces": 1}):
-        with pytest.raises(ml.testing.VerificationError):
-            expect(column_sum, *arguments, max_wire_bytes=bad)
-
-
-@pytest.mark.parametrize("bad", [math.nan, -1, 0, "x", object(), True, [], {"": 1}])
-def test_counts_in_loops_and_flags_that_are_neither_are_refused(mesh, column_sum, bad):
-    arguments = arguments_of(mesh, "model", None)
-    expect = ml.testing.expect_communication
-    with pytest.raises(ml.testing.VerificationError):
-        expect(column_sum, *arguments, in_loops=bad)
-    with pytest.raises(ml.testing.VerificationError):
-        expect(column_sum, *arguments, max_wire_bytes={"": bad})
-    if bad is not True:
-        with pytest.raises(ml.testing.VerificationError, match="only must be True"):
-            expect(column_sum, *arguments, all_reduce=1, only=bad)

@@ -918,8 +918,9 @@ def test_a_model_without_stacked_experts_is_refused(mesh_2x4):
     )
     assert message == (
         "expert_parallel: no parameter is a stack of matrices of which each multiplies "
-        "its own inputs. If the model calls its experts in another way, write the rule: "
-        "LayoutMap(mesh, {'experts/': ('model', ...)})."
+        "its own inputs. Experts that a loop calls one by one are not spread: multiply "
+        "with all of them at once, as by jnp.einsum or jax.lax.ragged_dot, or write the "
+        "rule: LayoutMap(mesh, {'experts/': ('model', ...)})."
     )
 
 

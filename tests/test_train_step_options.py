@@ -567,7 +567,7 @@ STEPS = {
     ),
     "metrics that are no dict": (
         lambda: ml.make_train_step(squares, metrics=[ml.metrics.Mean()]),
-        "metrics= takes a dict from names to metrics, and got a list.",
+        "metrics: expected a dict from names to metrics, got [Mean(values='losses')].",
     ),
     "a metric named like the step's": (
         lambda: ml.make_train_step(squares, metrics={"loss": ml.metrics.Mean()}),
@@ -608,6 +608,10 @@ def scalar(model, batch):
     return squares(model, batch).mean()
 
 
+RETURNS = (
+    "a loss function returns losses, floats of shape (batch, ...), or those and a dict "
+    'of outputs for the metrics: return losses, {"logits": logits}.'
+)
 CALLS = {
     "a scalar for a batch with weights": (
         scalar,
@@ -621,23 +625,19 @@ CALLS = {
         lambda model, batch: 1.0,
         {},
         {},
-        "<lambda> returned a float; a loss function returns losses of shape (batch, "
-        "...), or "
-        'those and a dict of outputs for the metrics: return losses, {"logits": logits}.',
+        f"<lambda> returned a float; {RETURNS}",
     ),
     "a tuple of three": (
         lambda model, batch: (1, 2, 3),
         {},
         {},
-        "<lambda> returned a tuple of 3; a loss function returns losses of shape "
-        "(batch, ...), or "
-        'those and a dict of outputs for the metrics: return losses, {"logits": logits}.',
+        f"<lambda> returned a tuple of an int, an int, an int; {RETURNS}",
     ),
     "whole numbers": (
         lambda model, batch: jnp.ones(16, "int32"),
         {},
         {},
-        "<lambda> returned losses of dtype int32; losses are floats.",
+        f"<lambda> returned losses of int32; {RETURNS}",
     ),
     "losses of other rows": (
         lambda model, batch: squares(model, batch)[:4],
@@ -665,7 +665,7 @@ CALLS = {
         {"accumulate": 3},
         {},
         "a global batch of 16 examples does not divide into 3 microbatches over 8 "
-        "shards. Global batch sizes that do: 24.",
+        "shards. Take a multiple of 24.",
     ),
     "nothing to regularize": (
         squares,

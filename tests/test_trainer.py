@@ -22,7 +22,6 @@ from rich.console import Console
 
 import meshlayout as ml
 from models import gan
-from tests.bad_values import refusal
 from tests.error_messages import message_of
 from tests.same_bits import assert_same_bits
 
@@ -127,22 +126,29 @@ def test_one_program_serves_full_and_short_batches(mesh):
     assert trainer.position.step == 6
 
 
-def test_a_larger_batch_than_the_first_is_padded_too(mesh):
-    data = examples(21)
-    batches = [
-        {name: rows[start:stop] for name, rows in data.items()}
-        for start, stop in ((0, 3), (3, 16), (16, 21))
-    ]
-    state = create_state(mesh)
-    w, _, (loss,) = numpy_epochs(state, batches, epochs=1)
-    trainer = ml.Trainer(state, loss_fn, on_recompile="ignore")
-    history = quiet_fit(trainer, batches)
-    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
-    params = params_of(trainer.state)
-    np.testing.assert_allclose(params["kernel"][:, 0], w, atol=1e-6)
-    found = trainer.predict(batches)["out"]
-    expected = data["x"] @ params["kernel"][:, 0] + params["bias"]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["tuples", "a mean", "a mean without padding"])
+def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
+    mesh, kind, options, caplog
+):
+    def mean_loss(model, batch):
+        return loss_fn(model, batch)[0].mean()
+
+    state, batches = create_state(mesh), cut(examples(22), 8)
+    w, _, losses = numpy_epochs(state, batches, epochs=2)
+    loss = pair_loss if kind == "tuples" else mean_loss
+    if kind == "tuples":
+        batches = [(one["x"], one["y"]) for one in batches]
+    elif kind == "a mean without padding":
+        options = {**options, "pad": False}
+    trainer = ml.Trainer(state, loss, **options)
+    history = quiet_fit(trainer, lambda: iter(batches), 2, validation_data=batches)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+    measured = trainer.evaluate(lambda: iter(batches))["loss"]
+    np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
+    said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -197,15 +203,24 @@ def test_tuples_carry_weights_in_the_place_that_is_named(mesh):
     np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
 
 
-def test_weights_that_batches_carry_are_kept(mesh):
-    data = examples(8)
-    weight = np.array([1, 2, 0, 1, 3, 0, 1, 1], "float32")
+def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
+    data = examples(16)
+    weight = np.linspace(0, 2, 16, dtype="float32")
     state = create_state(mesh)
     params = params_of(state)
     errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
     expected = (errors**2 * weight).sum() / weight.sum()
-    found = ml.Trainer(state, loss_fn).evaluate([{**data, "weight": weight}])
-    np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
+    for call, said in (
+        (lambda trainer, data: trainer.evaluate(data, batch_size=8), "the source's"),
+        (lambda trainer, data: trainer.evaluate(cut(data, 8)), "'weight' of their"),
+    ):
+        caplog.clear()
+        found = call(ml.Trainer(state, loss_fn), {**data, "weight": weight})
+        np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
+        (record,) = caplog.records
+        assert f"xamples are weighted by {said}" in record.getMessage()
+        with pytest.raises(ml.MeshLayoutError, match="'weight' has values from"):
+            call(ml.Trainer(state, loss_fn), {**data, "weight": -weight})
 
 
 def test_batches_on_devices_are_taken_as_they_are(mesh):
@@ -219,16 +234,6 @@ def test_batches_on_devices_are_taken_as_they_are(mesh):
     batch = ml.relayout(examples(8), mesh.layout("batch", ...))
     quiet_fit(Spy(create_state(mesh), loss_fn), [batch])
     assert seen[0] is batch
-
-
-def test_without_padding_a_scalar_loss_is_taken(mesh):
-    def scalar_loss(model, batch):
-        return loss_fn(model, batch)[0].mean()
-
-    state, batches = create_state(mesh), cut(examples(16), 8)
-    _, _, (loss,) = numpy_epochs(state, batches, epochs=1)
-    history = quiet_fit(ml.Trainer(state, scalar_loss, pad=False), batches)
-    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +318,13 @@ def test_an_iterator_that_ends_ends_training(steps):
     assert len(history.epochs) == (2 if steps == 3 else 1)
 
 
+def test_data_that_yields_nothing_is_refused():
+    for data in ([], iter([]), list):
+        assert message_of(lambda data=data: quiet_fit(Counted(), data)) == (
+            "train yielded no batch. Perhaps it is a used-up iterator."
+        )
+
+
 def test_predict_returns_the_real_examples_in_order(mesh):
     data = examples(21)
     state = create_state(mesh)
@@ -366,42 +378,16 @@ def test_data_without_labels_goes_to_the_model(mesh):
         trainer.predict(data["x"], batch_size=8, predict_fn=twice), 2 * bare
     )
 
-
-def test_a_single_array_is_predicted_as_it_was_trained_on(mesh):
     def autoencoder(model, batch):
         (x,) = batch
         return jnp.square(model(x) - x).mean(axis=-1), {"out": model(x)}
 
-    x = examples(8)["x"]
     trainer = ml.Trainer(create_state(mesh), autoencoder)
-    quiet_fit(trainer, (x,), batch_size=8)
-    found = trainer.predict(x, batch_size=8)["out"]
-    np.testing.assert_array_equal(found, trainer.predict((x,), batch_size=8)["out"])
-
-
-def test_predicting_what_the_loss_function_cannot_read_says_what_to_do(mesh):
-    def labeled_loss(model, batch):
-        logits = model(batch["x"])
-        return (logits - batch["y"]) ** 2, {"logits": logits}
-
-    trainer = ml.Trainer(create_state(mesh), labeled_loss)
-    with pytest.raises(KeyError) as caught:
-        trainer.predict({"x": examples(8)["x"]}, batch_size=8)
-    assert (
-        "predict calls labeled_loss for its outputs, and what it reads of a batch has to "
-        "be there. Without labels, give predict_fn=, a function of the model and a batch."
-    ) in caught.value.__notes__
-
-
-def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
-    data = examples(13)
-    trainer = ml.Trainer(create_state(mesh), loss_fn)
-    params = params_of(trainer.state)
-    errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
-    for _ in range(2):
-        found = trainer.evaluate(cut(data, 8))
-        np.testing.assert_allclose(found["loss"], (errors**2).mean(), rtol=1e-6)
-    assert_same_bits(params_of(trainer.state), params)
+    quiet_fit(trainer, (data["x"],), batch_size=8)
+    found = trainer.predict(data["x"], batch_size=8)["out"]
+    assert found.shape == (21, 1)
+    again = trainer.predict((data["x"],), batch_size=8)["out"]
+    np.testing.assert_array_equal(found, again)
 
 
 def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
@@ -429,6 +415,29 @@ def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
     np.testing.assert_allclose(found["loss"], (errors**2).mean(), rtol=1e-6)
 
 
+def test_predict_says_what_it_needs(mesh):
+    def bare(model, batch):
+        return loss_fn(model, batch)[0]
+
+    state, data = create_state(mesh), [examples(8)]
+    x = data[0]["x"]
+    with pytest.raises(KeyError) as caught:
+        ml.Trainer(state, bare).predict({"x": x}, batch_size=8)
+    assert (
+        "give predict_fn=, a function of the model and a batch."
+        in (caught.value.__notes__[0])
+    )
+    assert message_of(lambda: ml.Trainer(state, bare).predict(data)) == (
+        "predict: bare returns losses but no outputs. Return a pair of losses and a dict "
+        "of outputs, or give the trainer a predict_fn(model, batch)."
+    )
+    mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
+    assert message_of(lambda: mean.predict(data)) == (
+        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
+        "example."
+    )
+
+
 def test_evaluate_takes_another_batch_size_than_fit_without_a_warning(mesh):
     trainer = ml.Trainer(create_state(mesh, optax.sgd(0.0)), loss_fn)
     data = examples(12)
@@ -438,33 +447,6 @@ def test_evaluate_takes_another_batch_size_than_fit_without_a_warning(mesh):
         found = trainer.evaluate(cut(data, size))
         np.testing.assert_allclose(found["loss"], first, rtol=1e-6)
         assert len(trainer.predict(cut(data, size))["out"]) == 12
-
-
-def test_validation_is_evaluate_after_the_epoch(mesh):
-    data, held_out = cut(examples(16), 8), cut(examples(11, seed=1), 8)
-    trainer = ml.Trainer(create_state(mesh), loss_fn)
-    history = quiet_fit(trainer, data, 2, validation_data=held_out)
-    assert list(history) == ["loss", "val_loss"]
-    assert history["val_loss"][-1] == trainer.evaluate(held_out)["loss"]
-
-
-# History.
-
-
-def test_a_history_is_a_table(mesh):
-    trainer = Counted()
-    quiet_fit(trainer, numbered(1, 2))
-    quiet_fit(trainer, numbered(5))
-    assert repr(trainer.history).splitlines() == [
-        "epoch       i",
-        "─────  ──────",
-        "    1  2.0000",
-        "    2  5.0000",
-    ]
-    assert "<table" in trainer.history._repr_html_()
-    assert trainer.history.to_dict() == {"i": [2.0, 5.0]}
-    with pytest.raises(KeyError, match=r"the history has no 'j', only 'i'\."):
-        trainer.history["j"]
 
 
 # No waiting.
@@ -514,22 +496,6 @@ def test_options_of_the_steps_are_those_of_make_train_step():
     taken = set(inspect.signature(ml.make_train_step).parameters)
     typed = set(inspect.get_annotations(ml.trainer.StepOptions))
     assert typed == taken - {"loss_fn", "metrics", "layouts"}
-
-
-def test_a_subclass_may_override_a_step_and_keep_the_rest(mesh):
-    class Twice(ml.Trainer):
-        def train_step(self, state, batch, metrics):
-            state, _ = super().train_step(state, batch, None)
-            return super().train_step(state, batch, metrics)
-
-    trainer = Twice(create_state(mesh), loss_fn)
-    batches = cut(examples(16), 8)
-    _, _, (loss,) = numpy_epochs(
-        trainer.state, [b for b in batches for _ in range(2)], 1
-    )
-    quiet_fit(trainer, batches)
-    assert int(trainer.state.step) == 4
-    assert trainer.history["loss"][0] < loss
 
 
 def run_gan(layouts, steps=4):
@@ -613,19 +579,6 @@ def test_training_continues_after_an_error_in_a_callback(moment, error, mesh):
     quiet_fit(trainer, batches)
     assert int(trainer.state.step) == trainer.position.step == steps + 2
     assert trainer.history.epochs == list(range(1, epochs + 2))
-
-
-def test_training_continues_after_an_error_in_the_data(mesh):
-    def bad():
-        yield from cut(examples(16), 8)
-        raise BangError
-
-    trainer = ml.Trainer(create_state(mesh), loss_fn)
-    with pytest.raises(BangError):
-        quiet_fit(trainer, bad)
-    assert int(trainer.state.step) == 2
-    quiet_fit(trainer, cut(examples(16), 8))
-    assert int(trainer.state.step) == 4
 
 
 @pytest.fixture
@@ -713,125 +666,68 @@ def test_a_real_ctrl_c_leaves_a_state_to_continue_from():
 # Messages.
 
 
-def test_an_unknown_option_is_refused():
-    message = message_of(lambda: ml.Trainer({}, loss_fn, clip_nrm=1.0))
-    assert message.startswith(
-        "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? The options of its steps are regularizers, weights, "
-    )
-
-
-def test_options_without_a_loss_function_are_refused():
-    assert message_of(lambda: ml.Trainer({}, metrics={}, ema=0.9)) == (
-        "Trainer got no loss function, but ema, metrics for the steps that are made from one. Give loss_fn, or leave these to your own steps."
-    )
-
-
 @pytest.mark.parametrize(
-    ("step", "run"),
-    [
-        ("train_step", lambda trainer, data: trainer.fit(data, progress=False)),
-        ("eval_step", lambda trainer, data: trainer.evaluate(data)),
-        ("predict_step", lambda trainer, data: trainer.predict(data)),
-    ],
-)
-def test_a_trainer_without_a_loss_function_says_which_step_it_lacks(step, run):
-    trainer = ml.Trainer({"n": jnp.zeros(())})
-    assert message_of(lambda: run(trainer, [{"x": np.ones(2)}])) == (
-        f"the trainer has no loss function to make {step} from: give loss_fn, or "
-        f"override {step} in a subclass."
-    )
-
-
-@pytest.mark.parametrize(
-    "data",
-    [{"x": np.ones((2, 3))}, np.ones((2, 3)), (np.ones(2), np.ones(2))],
-    ids=["dict", "array", "tuple"],
-)
-def test_arrays_without_a_batch_size_are_answered_with_the_line_to_write(data):
-    text = message_of(lambda: Counted().fit(data))
-    assert text.startswith("fit: train is ")
-    assert text.endswith(
-        ", of arrays with 2 rows. Give the size of a batch, fit(train, "
-        "batch_size=32), or an iterable of batches, which may be a list of one batch."
-    )
-    text = message_of(lambda: Counted().fit(np.ones(2), np.ones(2)))
-    assert "fit(train, labels, batch_size=32)" in text
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
+    ("call", "message"),
     [
         (
-            3,
-            "train must be an iterable of batches, or a function that returns one, got 3.",
+            lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0),
+            "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? The options",
         ),
         (
-            lambda: None,
-            "train is a function that returned None, not an iterable of batches.",
+            lambda data: ml.Trainer({}, metrics={}, ema=0.9),
+            "Trainer got no loss function",
         ),
-        (lambda a: [], "train is called as train(), but takes (a)."),
+        (lambda data: Counted().fit(3), "train must be an iterable of batches, or a"),
+        (lambda data: Counted().fit(data, epochs=0), "fit: epochs must be a positive"),
+        (lambda data: Counted().fit(data, 2, epochs=3), "fit: epochs is given twice"),
+        (lambda data: Counted().fit(iter(data), 2), "train is an iterator, which has"),
+        (
+            lambda data: Counted().fit(data, shuffle=True),
+            "fit: shuffle=True is no seed: give a seed, shuffle=0, which",
+        ),
+        (
+            lambda data: Counted().fit({"i": np.ones((2, 9))}),
+            "fit: train is a dict, of arrays with 2 rows. Give the size of a batch, "
+            "fit(train, batch_size=32), or an iterable",
+        ),
+        (
+            lambda data: Counted().fit(np.ones(2), np.ones(2)),
+            "fit: train is an array of shape (2,), of arrays with 2 rows. Give the size "
+            "of a batch, fit(train, labels, batch_size=32), or",
+        ),
+        (
+            lambda data: ml.Trainer({"n": 0}).fit(data),
+            "the trainer has no loss function",
+        ),
+        (lambda data: Wrong({"n": 0}).fit(data), "train_step must return metrics of"),
     ],
 )
-def test_what_cannot_be_data_is_refused(data, expected):
-    assert message_of(lambda: quiet_fit(Counted(), data)) == expected
+def test_wrong_arguments_are_refused_with_a_sentence(call, message):
+    assert message_of(call, numbered(1, 2)).startswith(message)
 
 
-def test_data_that_gives_nothing_is_refused():
-    for data in ([], iter([]), list):
-        assert message_of(lambda data=data: quiet_fit(Counted(), data)) == (
-            "train yielded no batch. Perhaps it is a used-up iterator."
-        )
+class Wrong(ml.Trainer):
+    def train_step(self, state, batch, metrics) -> Any:
+        return state, {"loss": 1.0}
 
 
-def test_an_iterator_for_several_epochs_is_refused():
-    assert message_of(lambda: Counted().fit(iter([]), epochs=3)) == (
-        "train is an iterator, which yields its batches only once, but epochs=3. Give the number of batches in an epoch, steps_per_epoch=, or a list, or a function that "
-        "returns a new iterator."
-    )
-
-
-def test_a_batch_that_cannot_be_padded_is_computed_whole(mesh, caplog):
-    def tuple_loss(model, batch):
-        return loss_fn(model, {"x": batch[0], "y": batch[1]})
-
-    data = examples(14)
-    state = create_state(mesh)
-    w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
-    trainer = ml.Trainer(state, tuple_loss)
-    batches = [(one["x"], one["y"]) for one in cut(data, 8)]
-    history = quiet_fit(trainer, batches, 2)
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
-    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
+def test_a_history_is_a_table():
+    history = ml.History()
+    for epoch, (loss, rate) in enumerate([(0.788, 1e-5), (0.81, 2e-3), (1e6, 1.0)], 1):
+        history.add(epoch, {"loss": loss, "rate": rate})
+    assert repr(history).splitlines() == [
+        "epoch      loss      rate",
+        "─────  ────────  ────────",
+        "    1    0.7880  1.00e-05",
+        "    2    0.8100  2.00e-03",
+        "    3  1.00e+06    1.0000",
     ]
-
-
-def mean_loss(model, batch):
-    return loss_fn(model, batch)[0].mean()
-
-
-@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
-@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow), 6])
-def test_a_mean_as_the_loss_trains_on_a_generator(mesh, size, options):
-    state, batches = create_state(mesh), cut(examples(22), size)
-    w, _, losses = numpy_epochs(state, batches, epochs=2)
-    trainer = ml.Trainer(state, mean_loss, **options)
-    history = quiet_fit(trainer, lambda: iter(batches), 2, validation_data=batches)
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
-    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
-    measured = trainer.evaluate(lambda: iter(batches))["loss"]
-    np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
-
-
-def test_a_loss_that_fits_with_no_weights_either_says_so(mesh):
-    def wrong(model, batch):
-        return loss_fn(model, batch)[0][:3]
-
-    trainer = ml.Trainer(create_state(mesh), wrong)
-    with pytest.raises(ml.errors.LossError) as caught:
-        quiet_fit(trainer, lambda: iter(cut(examples(8), 8)))
-    assert caught.value.__notes__[-1] == "in fit: batch 1 of epoch 1"
+    assert "<table" in history._repr_html_()
+    assert history.to_dict()["loss"] == [0.788, 0.81, 1e6]
+    with pytest.raises(
+        KeyError, match=r"the history has no 'los', only 'loss', 'rate'\."
+    ):
+        history["los"]
 
 
 # Arrays.
@@ -867,22 +763,22 @@ def test_arrays_train_with_a_batch_size(mesh, kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_arrays_are_shuffled_again_in_each_epoch_and_lose_no_row():
+def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     class Rows(ml.Trainer):
         def train_step(self, state, batch, metrics):
             seen.append(np.asarray(batch["i"]).astype(int).tolist())
             return state, ml.metrics.Metrics({})
 
-    seen: list[list[int]] = []
-    trainer = Rows({"n": jnp.int32(0)}, pad=False)
-    rows = {"i": np.arange(10, dtype="float32")}
-    trainer.fit(rows, epochs=2, batch_size=4, progress=False)
-    epochs = [[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
-    assert epochs[0] != epochs[1] != list(range(10))
-
-
-# Batches that do not fit.
+    orders = []
+    for seed in (0, 0, 7):
+        seen: list[list[int]] = []
+        trainer = Rows({"n": jnp.int32(0)}, pad=False)
+        rows = {"i": np.arange(10, dtype="float32")}
+        quiet_fit(trainer, rows, epochs=2, batch_size=4, shuffle=seed)
+        orders.append([[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]])
+    assert orders[0] == orders[1] != orders[2]
+    assert [sorted(epoch) for epoch in orders[2]] == [list(range(10))] * 2
+    assert orders[2][0] != orders[2][1] != list(range(10))
 
 
 def test_an_error_in_a_later_batch_says_which_it_was(mesh):
@@ -896,145 +792,6 @@ def test_an_error_in_a_later_batch_says_which_it_was(mesh):
     with pytest.raises(KeyError) as caught:
         trainer.evaluate(lambda: iter(data))
     assert caught.value.__notes__[-1] == "in evaluate: batch 3"
-
-
-# Arguments.
-
-
-def test_fit_inside_of_fit_is_refused_and_the_callback_is_named(mesh):
-    class Again(ml.callbacks.Callback):
-        def on_step_end(self, trainer, step, metrics):
-            quiet_fit(trainer, cut(examples(8), 8))
-
-    trainer = ml.Trainer(create_state(mesh), loss_fn)
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        quiet_fit(trainer, cut(examples(8), 8), callbacks=[Again()])
-    assert str(caught.value) == (
-        "fit was called inside a fit of the same trainer, by a callback or the data. "
-        "Call it after the other one has returned, or make another Trainer."
-    )
-    assert caught.value.__notes__ == ["in Again.on_step_end, at step 1, epoch 1"]
-    assert quiet_fit(trainer, cut(examples(8), 8)).epochs == [1]
-
-
-BAD = [None, float("nan"), -1, 0, "x", object(), 1.5]
-
-
-def test_a_shuffle_without_a_seed_is_refused():
-    said = message_of(lambda: Counted().fit(numbered(1, 2), shuffle=True))
-    assert said == (
-        "fit: shuffle=True is no seed: give a seed, shuffle=0, which with the epoch "
-        "determines the order of the rows; or shuffle=None, which keeps their order."
-    )
-
-
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("epochs", "steps_per_epoch", "batch_size", "shuffle", "progress", "resume"),
-        *("callbacks", "validation_data", "train"),
-    ],
-)
-def test_arguments_of_fit_work_or_are_refused_with_a_sentence(mesh, name, value):
-    can_be_none = ("steps_per_epoch", "batch_size", "validation_data", "shuffle")
-    if (value is None and name in can_be_none) or (name == "shuffle" and value == 0):
-        return
-    trainer = Counted()
-    arguments: Any = {"train": numbered(1, 2), "progress": False, name: value}
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        trainer.fit(**arguments)
-    assert str(caught.value).endswith(".")
-    assert trainer.seen == []
-
-
-@pytest.mark.parametrize("value", [*BAD, 3])
-@pytest.mark.parametrize("name", ["loss_fn", "predict_fn", "pad", "metrics"])
-def test_arguments_of_the_trainer_work_or_are_refused_with_a_sentence(
-    mesh, name, value
-):
-    if value is None and name != "pad":
-        return
-    arguments: Any = {"loss_fn": loss_fn, name: value}
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        ml.Trainer({}, **arguments)
-    assert str(caught.value).endswith(".")
-
-
-def test_a_history_shows_small_and_large_values_in_powers_of_ten():
-    history = ml.History()
-    for epoch, (loss, rate) in enumerate([(0.788, 1e-5), (0.81, 2e-3), (1e6, 1.0)], 1):
-        history.add(epoch, {"loss": loss, "rate": rate})
-    assert repr(history).splitlines()[2:] == [
-        "    1    0.7880  1.00e-05",
-        "    2    0.8100  2.00e-03",
-        "    3  1.00e+06    1.0000",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("result", "what"),
-    [
-        (None, "None"),
-        (ml.metrics.Metrics({}), "a Metrics"),
-        ((1, 2, 3), "(1, 2, 3)"),
-        ((1, {"loss": 1.0}), "(1, {'loss': 1.0})"),
-    ],
-)
-def test_a_step_that_returns_no_pair_is_refused(result, what):
-    class Bad(ml.Trainer):
-        def train_step(self, state, batch, metrics) -> Any:
-            return result
-
-    assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
-        "Bad.train_step must return (state, metrics), with metrics of type "
-        f"ml.metrics.Metrics, got {what}."
-    )
-
-
-@pytest.mark.parametrize("value", [*BAD, True])
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda bad: ml.Trainer({}, steps_per_call=bad),
-        lambda bad: ml.Trainer({}, weights=bad),
-        lambda bad: ml.Trainer({}).stop(bad),
-        lambda bad: ml.Trainer({}).evaluate(bad),
-        lambda bad: ml.Trainer({}).predict(bad),
-        lambda bad: ml.Trainer({}).evaluate([], batch_size=bad),
-        lambda bad: ml.History().add(bad, {}),
-        lambda bad: ml.History().add(1, bad),
-    ],
-    ids=lambda call: inspect.getsource(call).strip(),
-)
-def test_every_other_argument_works_or_is_refused_with_a_sentence(call, value):
-    message = refusal(ml.MeshLayoutError, call, value)
-    # A text is a key of weights, a reason, and the worst that a history may hold.
-    assert message.endswith(".") if message else isinstance(value, (int, str))
-
-
-def test_outputs_that_do_not_fit_together_are_refused(mesh):
-    trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
-    data = [{"x": np.ones((8, 4), "float32")}, {"x": np.ones((8, 3), "float32")}]
-    assert message_of(lambda: trainer.predict(data)) == (
-        "predict: the outputs of the batches cannot be concatenated; each must be the same tree of arrays, which differ only in their first dim."
-    )
-
-
-def test_predict_names_what_is_not_an_output(mesh):
-    def bare(model, batch):
-        return loss_fn(model, batch)[0]
-
-    state, data = create_state(mesh), [examples(8)]
-    assert message_of(lambda: ml.Trainer(state, bare).predict(data)) == (
-        "predict: bare returns losses but no outputs. Return a pair of losses and a dict "
-        "of outputs, or give the trainer a predict_fn(model, batch)."
-    )
-    mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
-    assert message_of(lambda: mean.predict(data)) == (
-        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
-        "example."
-    )
 
 
 # Batches without examples, and means over batches of several sizes.
@@ -1058,22 +815,6 @@ def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
         assert f"batch {number} of train has no rows, or only" in caplog.text
 
 
-def test_weights_of_the_host_are_named_once_and_not_negative(mesh, caplog):
-    data = {**examples(16), "weight": np.linspace(0.5, 2, 16, dtype="float32")}
-    said = "examples are weighted by 'weight' of their batch."
-    for call in (
-        lambda trainer, data: quiet_fit(trainer, data, batch_size=8, epochs=2),
-        lambda trainer, data: quiet_fit(trainer, cut(data, 8), epochs=2),
-    ):
-        caplog.clear()
-        call(ml.Trainer(create_state(mesh), loss_fn), data)
-        assert [x.getMessage() for x in caplog.records] == [said]
-        data["weight"] = -data["weight"]
-        with pytest.raises(ml.MeshLayoutError, match="'weight' has values from"):
-            call(ml.Trainer(create_state(mesh), loss_fn), data)
-        data["weight"] = -data["weight"]
-
-
 def test_a_share_of_the_rows_is_held_out(mesh):
     data = examples(40)
     first, last = (
@@ -1091,24 +832,6 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     )
 
 
-def test_arrays_are_shuffled_by_the_users_seed():
-    orders = []
-    for seed in (0, 0, 7):
-        seen = []
-
-        class Rows(ml.Trainer):
-            def train_step(self, state, batch, metrics):
-                seen.extend(np.asarray(batch["i"]).astype(int).tolist())  # noqa: B023
-                return state, ml.metrics.Metrics({})
-
-        rows = {"i": np.arange(16, dtype="float32")}
-        trainer = Rows({"n": jnp.int32(0)}, pad=False)
-        quiet_fit(trainer, rows, batch_size=4, shuffle=seed)
-        orders.append(seen)
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[2]) == list(range(16))
-
-
 def test_a_state_that_is_used_up_is_refused(mesh):
     state, batches = create_state(mesh), cut(examples(8), 8)
     quiet_fit(ml.Trainer(state, loss_fn), batches)
@@ -1116,11 +839,6 @@ def test_a_state_that_is_used_up_is_refused(mesh):
     for call in (quiet_fit, ml.Trainer.evaluate, ml.Trainer.predict):
         with pytest.raises(ml.MeshLayoutError, match="used up"):
             call(other, batches)
-
-
-def test_verbose_0_shows_no_progress(mesh, capsys):
-    ml.Trainer(create_state(mesh), loss_fn).fit(cut(examples(8), 8), verbose=0)
-    assert capsys.readouterr().out == ""
 
 
 def test_the_trainer_runs_under_a_mesh_that_is_set(mesh):

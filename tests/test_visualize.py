@@ -1,6 +1,5 @@
 """Pictures of layouts and arrays, against what JAX says each device holds."""
 
-import dataclasses
 import operator
 import re
 
@@ -51,16 +50,12 @@ def held_by_jax(sharding, shape):
 
 CASES = [
     ([], ()),
-    (["batch"], (8,)),
     ([None], (7,)),
-    ([("batch", "model")], (16,)),
     ([("model", "batch")], (16,)),
     (["batch", "model"], (4, 8)),
     (["model", "batch"], (8, 4)),
-    ([None, "model"], (3, 8)),
     ([None, None], (3, 5)),
     (["batch", None, "model"], (4, 5, 8)),
-    (["batch", None, None, None], (8, 28, 28, 1)),
     ([None, None, None, "model"], (3, 3, 32, 64)),
     (["batch"], (0,)),
 ]
@@ -110,18 +105,14 @@ def test_shardings_without_axis_names_are_drawn_too():
         assert "One device holds the whole array" in repr(shards)
 
 
-def test_a_parameter_of_an_nnx_module_is_drawn_as_its_array():
+def test_parameters_are_drawn_also_where_they_are_only_described():
     layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     assert visualize(layer.kernel).shape == (8, 4)
-
-
-def test_a_parameter_that_is_only_described_is_drawn():
     layouts = ml.LayoutMap(MESH, {"kernel": ("model", None)})
     described = ml.describe(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), layouts)
     shards = visualize(described.abstract.kernel)
-    assert dict(shards.held) == held_by_jax(
-        ml.Layout(["model", None], MESH).sharding, (8, 4)
-    )
+    expected = ml.Layout(["model", None], MESH).sharding
+    assert dict(shards.held) == held_by_jax(expected, (8, 4))
 
 
 def test_the_text_of_a_picture():
@@ -178,13 +169,6 @@ def test_dims_that_are_not_drawn_are_named():
     assert "Not drawn: dims 2 (28), 3 (1), whole in every shard." in text
 
 
-def test_a_picture_is_a_value():
-    layout = ml.Layout(["batch", None], MESH)
-    assert visualize(layout, (4, 4)) == visualize(layout.sharding, (4, 4))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(visualize(layout, (4, 4)), "shape", (1,))  # noqa: B010
-
-
 # What cannot be drawn.
 
 LAYOUT = ml.Layout(["batch", "model"], MESH)
@@ -200,43 +184,26 @@ WAY_OUT = (
         (
             LAYOUT,
             None,
-            "a layout alone has no size to draw: give the shape of the array, visualize(layout, shape=(8, 8)).",
-        ),
-        (
-            LAYOUT,
-            (4, 6),
-            "dim 1 has size 6, which does not divide into 4 "
-            "shards over mesh axis 'model' (Layout([batch, model], Mesh(batch=2, "
-            "model=4))). Nearest sizes that fit: 4 and 8. To keep the size, leave dim "
-            "1 UNSHARDED.",
+            "a layout alone has no size to draw: give the shape of the array, "
+            "visualize(layout, shape=(8, 8)).",
         ),
         *(
             (value, None, f"{shown} is on no devices; {WAY_OUT}")
             for value, shown in (
                 (np.zeros((2, 3)), "an array of shape (2, 3)"),
-                (None, "None"),
                 (nnx.Param(None), "None"),
-                (MESH, "a Mesh"),
                 (jax.ShapeDtypeStruct((2, 3), int), "an array of shape (2, 3)"),
             )
         ),
-        (
-            ml.Layout([ml.MATCH, None], MESH),
-            (4, 4),
-            "Layout([MATCH, unsharded], Mesh(batch=2, model=4)) holds MATCH, which stands for the layout of an array; only relayout(x, "
-            "layout) can fill it in.",
-        ),
-        (
-            LAYOUT,
-            (8,),
-            "Layout([batch, model], Mesh(batch=2, model=4)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
-        ),
+        (LAYOUT, (4, 6), "dim 1 has size 6, which does not divide into 4 shards"),
+        (ml.Layout([ml.MATCH, None], MESH), (4, 4), "Layout([MATCH, unsharded],"),
+        (LAYOUT, (8,), "Layout([batch, model], Mesh(batch=2, model=4)) is for arrays"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(value, shape, message):
     with pytest.raises(ml.errors.LayoutError) as error:
         visualize(value, shape)
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
 
 
 def test_a_value_inside_jit_is_refused():

@@ -8,12 +8,13 @@ meshes the middle is left out.
 import colorsys
 import html
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from rich.cells import cell_len
+
 from meshlayout._render.tables import (
-    cell_width,
     html_block,
     html_line,
     one_line,
@@ -26,13 +27,10 @@ Held: TypeAlias = Sequence[tuple[int, tuple[tuple[int, int], ...]]]
 """The id of each device, and (start, stop) of what it holds in every dim."""
 
 # How many rows, columns and grids are drawn before the middle ones are left out.
-_MOST_STEPS = 16
-_MOST_GRIDS = 8
-_MOST_TEXT_COLUMNS = 110  # of a terminal
-_MOST_LABEL = 18
-
-# With more rows than this, text has no lines between rows.
-_MOST_RULED = 8
+_MAX_STEPS = 16
+_MAX_GRIDS = 8
+_MAX_TEXT_COLUMNS = 110  # of a terminal
+_MAX_LABEL = 18
 
 
 class Direction(NamedTuple):
@@ -40,14 +38,6 @@ class Direction(NamedTuple):
 
     title: str = ""
     steps: Sequence[str] = ("",)
-
-    def drawn(self, most: int) -> list[tuple[int, str]]:
-        """Returns the indices and labels that are drawn; -1 for what is left out."""
-        labels = list(enumerate(self.steps))
-        if len(labels) <= most:
-            return labels
-        tail = (most - 1) // 2
-        return [*labels[: most - 1 - tail], (-1, "…"), *labels[-tail:]]
 
 
 class Cell(NamedTuple):
@@ -63,22 +53,12 @@ Grid: TypeAlias = dict[tuple[int, int], Cell]
 
 @dataclass(frozen=True)
 class Picture:
-    """Grids of the same rows and columns, one after another.
-
-    Attributes:
-        down: The rows.
-        across: The columns.
-        grids: The title of each grid, and its cells by row and column.
-        notes: Lines below the picture.
-    """
+    """Grids by title, of the same rows (down) and columns (across); lines below."""
 
     down: Direction
     across: Direction
-    grids: Sequence[tuple[str, Grid]]
+    grids: dict[str, Grid]
     notes: Sequence[str] = ()
-
-
-# Describing.
 
 
 def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Picture:
@@ -92,9 +72,9 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     for device, part in held:
         index = tuple(cut.index(piece) for cut, piece in zip(cuts, part, strict=True))
         holders.setdefault(index, []).append(device)
-    cut_dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
-    whole = sorted({*range(len(shape))} - {*cut_dims}, key=lambda dim: -shape[dim])
-    drawn = sorted((cut_dims + whole[: max(0, 2 - len(cut_dims))])[-2:])
+    sharded = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
+    whole = sorted({*range(len(shape))} - {*sharded}, key=lambda dim: -shape[dim])
+    drawn = sorted((sharded + whole[: max(0, 2 - len(sharded))])[-2:])
     directions = [
         Direction(
             f"dim {dim} ({shape[dim]})" + f" over {axes[dim]}" * bool(axes[dim]),
@@ -105,12 +85,12 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     # A shard has the color of its first device in the picture of the mesh. Those of
     # many devices are too similar to tell a few shards apart.
     order = [device for device, _ in held]
-    if len(order) > _MOST_STEPS or len(holders) == 1:
+    if len(order) > _MAX_STEPS or len(holders) == 1:
         order = [devices[0] for _, devices in sorted(holders.items())]
     grids: dict[str, Grid] = {}
     for index, devices in sorted(holders.items()):
         pieces = [f"{cuts[d][i][0]}:{cuts[d][i][1]}" for d, i in enumerate(index)]
-        stacked = (dim for dim in cut_dims if dim not in drawn)
+        stacked = (dim for dim in sharded if dim not in drawn)
         title = ", ".join(f"dim {dim} at {pieces[dim]}" for dim in stacked)
         # An array of one dim is drawn as a single row.
         row, column = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
@@ -145,11 +125,19 @@ def _picture(
     directions: list[Direction], grids: dict[str, Grid], notes: list[str]
 ) -> Picture:
     down, across = [Direction()] * (2 - len(directions)) + directions
-    named = list(grids.items())
-    drawn = [i for i, _ in Direction(steps=[*grids]).drawn(_MOST_GRIDS) if i >= 0]
-    if len(drawn) < len(named):
-        notes = [*notes, f"{len(drawn)} of {len(named)} grids are drawn."]
-    return Picture(down, across, [named[i] for i in drawn], notes)
+    titles = [title for at, title in _shortened([*grids], _MAX_GRIDS) if at >= 0]
+    if len(titles) < len(grids):
+        notes = [*notes, f"{len(titles)} of {len(grids)} grids are drawn."]
+    return Picture(down, across, {title: grids[title] for title in titles}, notes)
+
+
+def _shortened(steps: Sequence[str], most: int) -> list[tuple[int, str]]:
+    """Returns indices and labels, with -1 for the middle ones where there are many."""
+    labels = list(enumerate(steps))
+    if len(labels) <= most:
+        return labels
+    tail = (most - 1) // 2
+    return [*labels[: most - 1 - tail], (-1, "…"), *labels[-tail:]]
 
 
 def _color(number: int, count: int) -> str:
@@ -164,52 +152,39 @@ def _color(number: int, count: int) -> str:
     return "#" + "".join(f"{round(255 * c):02x}" for c in color)
 
 
-def labels_text(devices: Iterable[int], room: int | None = None) -> str:
-    """Returns device ids in one line, runs of them as ranges, shortened to `room`.
-
-    Example:
-        >>> labels_text([0, 1, 2, 3, 8]), labels_text(range(0, 64, 2), room=12)
-        ('0-3, 8', '0, …, 62')
-    """
-    devices = sorted(devices)
-    parts = ranges_text(devices).split(",")
-    texts = [", ".join(parts), f"{parts[0]}, …, {parts[-1]}", f"{len(devices)} devices"]
-    return next((text for text in texts if room is None or len(text) <= room), "…")
-
-
 def _label(grid: Grid, row: int, column: int) -> str:
+    """Returns the ids in a cell, runs of them as ranges, as far as there is room."""
     if row < 0 or column < 0:
         return "…"
-    return labels_text(grid[row, column].devices, _MOST_LABEL)
-
-
-# Drawing.
+    devices = sorted(grid[row, column].devices)
+    parts = ranges_text(devices).split(",")
+    texts = [", ".join(parts), f"{parts[0]}, …, {parts[-1]}", f"{len(devices)} devices"]
+    return next((text for text in texts if len(text) <= _MAX_LABEL), "…")
 
 
 def picture_text(picture: Picture) -> str:
     """Draws with box characters, no wider than a terminal."""
-    rows = picture.down.drawn(_MOST_STEPS)
+    rows = _shortened(picture.down.steps, _MAX_STEPS)
     down, across = one_line(picture.down.title), one_line(picture.across.title)
-    labels = [_label(grid, *place) for _, grid in picture.grids for place in grid]
-    width = 2 + max(map(cell_width, [*labels, *picture.across.steps]))
-    margin = max(map(cell_width, [down, *(step for _, step in rows)]))
-    most = max(3, (_MOST_TEXT_COLUMNS - margin - 1) // (width + 1))
-    columns = picture.across.drawn(min(_MOST_STEPS, most))
+    labels = [_label(grid, *at) for grid in picture.grids.values() for at in grid]
+    width = 2 + max(map(cell_len, [*labels, *picture.across.steps]))
+    margin = max(map(cell_len, [down, *(step for _, step in rows)]))
+    room = max(3, (_MAX_TEXT_COLUMNS - margin - 1) // (width + 1))
+    columns = _shortened(picture.across.steps, min(_MAX_STEPS, room))
     left = " " * (margin + 1)
     top, middle, bottom = (
         f"{left}{start}{joint.join(['─' * width] * len(columns))}{end}"
         for start, joint, end in ("┌┬┐", "├┼┤", "└┴┘")
     )
     lines: list[str] = []
-    for title, grid in picture.grids:
+    for title, grid in picture.grids.items():
         lines += [title] * bool(title) + [f"{left} {across}"] * bool(across)
         steps = " ".join(padded(step, width, "c") for _, step in columns)
         lines += [f"{padded(down, margin, 'l')}  {steps}"] * bool(across or down)
-        lines.append(top)
-        for number, (row, step) in enumerate(rows):
-            lines += [middle] * (number > 0 and len(rows) <= _MOST_RULED)
+        rules = itertools.chain([top], itertools.repeat(middle))
+        for (row, step), rule in zip(rows, rules, strict=False):
             texts = [padded(_label(grid, row, at), width, "c") for at, _ in columns]
-            lines.append(f"{padded(step, margin, 'r')} │{'│'.join(texts)}│")
+            lines += [rule, f"{padded(step, margin, 'r')} │{'│'.join(texts)}│"]
         lines.append(bottom)
     return "\n".join([*(line.rstrip() for line in lines), *picture.notes])
 
@@ -229,17 +204,15 @@ def picture_html(title: str, picture: Picture, notes: Sequence[str] = ()) -> str
     Text outside the cells has the color of the page, so that it is legible on light and
     on dark ones; pages that strip styles still show the table.
     """
-    rows = picture.down.drawn(_MOST_STEPS)
-    columns = picture.across.drawn(_MOST_STEPS)
-    heads = [
-        [_head(""), _head(picture.across.title, len(columns))],
-        [_head(picture.down.title), *(_head(step) for _, step in columns)],
-    ]
+    down, across = picture.down, picture.across
+    columns = _shortened(across.steps, _MAX_STEPS)
+    steps = [_head(down.title), *(_head(step) for _, step in columns)]
+    heads = [[_head(""), _head(across.title, len(columns))], steps]
     tables: list[str] = []
-    for name, grid in picture.grids:
-        lines = heads if picture.across.title else []
-        for row, step in rows:
-            cells = [_cell_html(grid, row, column) for column, _ in columns]
+    for name, grid in picture.grids.items():
+        lines = heads if across.title else []
+        for row, step in _shortened(down.steps, _MAX_STEPS):
+            cells = (_cell_html(grid, row, column) for column, _ in columns)
             lines = [*lines, [_head(step), *cells]]
         body = "".join(f'<tr style="{_PLAIN}">{"".join(line)}</tr>' for line in lines)
         above = html_line(name, "font-weight:600") if name else ""
@@ -262,6 +235,7 @@ def _cell_html(grid: Grid, row: int, column: int) -> str:
     if row < 0 or column < 0:
         return f'<td style="{_PLAIN}">{text}</td>'
     devices, color, about = grid[row, column]
-    tip = html.escape(f"{one_line(about)} {labels_text(devices)}")
+    ids = ranges_text(sorted(devices)).replace(",", ", ")
+    tip = html.escape(f"{one_line(about)} {ids}")
     fill = f"background:{color};{_FILLED};text-align:center"
     return f'<td title="{tip}" style="{fill}">{text}</td>'

@@ -6,13 +6,12 @@ are written out, and HTML is escaped.
 
 import html
 import re
-import unicodedata
 from collections.abc import Sequence
+
+from rich.cells import cell_len
 
 from meshlayout._annotations import DType
 
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 # More rows than this make a notebook slow.
 _MAX_HTML_ROWS = 1000
@@ -30,11 +29,11 @@ def bytes_text(n: float) -> str:
         >>> bytes_text(17), bytes_text(401408), bytes_text(3 * 2**29)
         ('17 B', '392.0 KiB', '1.5 GiB')
     """
-    value, unit = float(n), 0
+    value, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     # Rounded before the comparison: 1023.96 KiB would else become "1024.0 KiB".
-    while abs(round(value, 1)) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{value:.0f} B"
+    while abs(round(value, 1)) >= 1024 and units[1:]:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def dtype_text(dtype: DType) -> str:
@@ -46,9 +45,8 @@ def dtype_text(dtype: DType) -> str:
     """
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = str(name or dtype)
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        name = re.sub(rf"^(b?){long}(?=\d)", rf"\g<1>{short}", name)
-    return name
+    # float32 is f32, and uint8 is u8.
+    return re.sub(r"^(b?)(f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1\2", name)
 
 
 def array_text(dtype: DType, shape: Sequence[int]) -> str:
@@ -94,18 +92,20 @@ def text_table(
         a/kernel     12
         b             3
     """
-    align = align or "l" * len(headers)
     lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
-    widths = [max(map(cell_width, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["─" * width for width in widths])
-    text = [
-        "  ".join(
-            padded(cell, width, how)
-            for cell, width, how in zip(line, widths, align, strict=True)
-        ).rstrip()
-        for line in lines
+    rule = ["─" * max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, rule)
+    return "\n".join([*text_columns(lines, align or "l" * len(headers)), *notes])
+
+
+def text_columns(rows: Sequence[Sequence[object]], align: str) -> list[str]:
+    """Returns rows as lines with aligned columns."""
+    lines = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(padded(*x) for x in zip(cells, widths, align, strict=True)).rstrip()
+        for cells in lines
     ]
-    return "\n".join([*text, *notes])
 
 
 def html_table(
@@ -121,25 +121,35 @@ def html_table(
     """
     align = align or "l" * len(headers)
     head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
-    body = [
+    body = "".join(
         _html_row("td", row, align, f"font-family:{_MONO};")
         for row in rows[:_MAX_HTML_ROWS]
-    ]
+    )
     if len(rows) > _MAX_HTML_ROWS:
-        left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
-        notes = [left, *notes]
+        more = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
+        notes = [more, *notes]
     # In quirks mode, a table does not inherit the color around it.
-    table = (
-        f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px;'
-        f'color:inherit">'
-        f'<thead style="border-bottom:{_LINE}">{head}</thead>'
-        f"<tbody>{''.join(body)}</tbody></table>"
-    )
-    above = [html_line(caption, "font-weight:600;margin-bottom:4px")] if caption else []
-    below = [html_line(note, "margin-top:3px;opacity:0.85") for note in notes]
+    style = "border-collapse:collapse;border:none;margin:0;font-size:12px;color:inherit"
     return html_block(
-        *above, f'<div style="overflow:auto;max-height:40em">{table}</div>', *below
+        html_line(caption, "font-weight:600;margin-bottom:4px") if caption else "",
+        f'<div style="overflow:auto;max-height:40em"><table style="{style}">'
+        f'<thead style="border-bottom:{_LINE}">{head}</thead>'
+        f"<tbody>{body}</tbody></table></div>",
+        *(html_line(note, "margin-top:3px;opacity:0.85") for note in notes),
     )
+
+
+def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
+    sides = {"l": "left", "r": "right", "c": "center"}
+    # Notebook themes stripe rows and right-align cells, so every style is explicit.
+    parts = [
+        f'<{tag} style="text-align:{sides[how]};padding:3px 14px 3px 2px;border:none;'
+        f'background:transparent;white-space:nowrap;{style}">'
+        f"{html.escape(one_line(cell))}</{tag}>"
+        for cell, how in zip(cells, align, strict=True)
+    ]
+    line = f"border:none;border-bottom:{_LINE};background:transparent"
+    return f'<tr style="{line}">{"".join(parts)}</tr>'
 
 
 def html_block(*parts: str) -> str:
@@ -160,19 +170,6 @@ def html_text(lines: Sequence[str]) -> str:
     return f'<pre style="{style};background:transparent;color:inherit">{text}</pre>'
 
 
-def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
-    sides = {"l": "left", "r": "right", "c": "center"}
-    # Notebook themes stripe rows and right-align cells, so every style is explicit.
-    parts = [
-        f'<{tag} style="text-align:{sides[how]};padding:3px 14px 3px 2px;border:none;'
-        f'background:transparent;white-space:nowrap;{style}">'
-        f"{html.escape(one_line(cell))}</{tag}>"
-        for cell, how in zip(cells, align, strict=True)
-    ]
-    line = f"border:none;border-bottom:{_LINE};background:transparent"
-    return f'<tr style="{line}">{"".join(parts)}</tr>'
-
-
 def one_line(cell: object) -> str:
     """Returns the text of a cell with control characters escaped."""
     return "".join(
@@ -180,16 +177,8 @@ def one_line(cell: object) -> str:
     )
 
 
-def cell_width(text: str) -> int:
-    """Returns the number of terminal columns that a text takes."""
-    return sum(
-        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
-        for c in text
-    )
-
-
 def padded(text: str, width: int, how: str) -> str:
     """Returns a text padded with spaces to a width, `l`eft, `r`ight or `c`entered."""
-    space = max(0, width - cell_width(text))
+    space = max(0, width - cell_len(text))
     before = {"l": 0, "r": space, "c": space // 2}[how]
     return " " * before + text + " " * (space - before)

@@ -40,21 +40,18 @@ _OPCODES = {
 class Collective:
     """One collective of a compiled program.
 
-    The bytes on the wire are those that a device sends in the algorithms that send the
-    least for large arrays, which are rings, where n devices take part and the result
-    has b bytes: an all-reduce 2 (n - 1) / n b, an all-gather or all-to-all
-    (n - 1) / n b, a reduce-scatter (n - 1) b, a permutation or broadcast b (Patarasuk
-    and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    2009; Chan et al., "Collective communication: theory, practice, and experience",
-    2007).
+    The bytes on the wire are those that a device sends in rings, which send the least
+    for large arrays: where n devices take part and the result has b bytes, an
+    all-reduce 2 (n - 1) / n b, an all-gather or all-to-all (n - 1) / n b, a
+    reduce-scatter (n - 1) b, a permutation or broadcast b (Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
     Attributes:
         kind: Its kind, such as `"all_reduce"`.
         axes: The mesh axes it goes along, in the mesh's order; None if the mesh is not
             known.
         whole_axes: Whether each of its groups is all devices along these axes.
-        num_devices: How many devices are in each of its groups; 2 for a permutation,
-            whose groups are pairs.
+        num_devices: How many devices are in each group; 2 for a permutation.
         arrays: Its results on each device, such as `("f32[512, 10]",)`.
         nbytes: Bytes of the results on each device, of one run.
         wire_bytes: Bytes that each device sends, of all runs together.
@@ -65,9 +62,8 @@ class Collective:
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
         module: The submodule it serves: the scopes of Linen and of `jax.named_scope`,
-            such as `"Net/blocks_0/attention"`; where there are none, the path of the
-            weights that made its values, such as `"blocks/0/attention/query"`, or the
-            classes whose `__call__` is on the stack, such as `"Net/Block/Attention"`.
+            or the path of the weights that made its values, such as
+            `"blocks/0/attention/query"`; or empty.
         source: The innermost line of code that is not a library's, such as
             `"models/mlp.py:31"`, or empty; of a collective that the compiler combined
             from several, the line of most, and how many others there are.
@@ -140,39 +136,28 @@ def _collective(
     groups = replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     size = sum(nbytes(*array) for array in arrays)
-    site, outer = computation, instruction  # its name where its result is used
-    for call in program.callers.get(computation, ())[:1]:
-        is_wrapped = call.instruction.opcode == "async-start"
-        is_scatter = computation.startswith("all-reduce-scatter")
-        is_piece = _PIECE.match(computation) is not None
-        is_async = is_async or is_piece or is_wrapped
-        if is_piece or is_scatter or is_wrapped:
-            site, outer, _ = call
-        if is_scatter:  # on TPUs a fusion around an all-reduce
-            kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
+    is_scatter = computation.startswith("all-reduce-scatter")  # a fusion, on TPUs
+    site, outer = computation, instruction  # where its result is used
+    for caller, call in program.callers.get(computation, ())[:1]:
+        if is_scatter or call.opcode == "async-start" or _PIECE.match(computation):
+            site, outer = caller, call
+            is_async = is_async or not is_scatter
+    if is_scatter:
+        kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
     axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
     runs = program.runs(computation)
-    moved: dict[str, None] = {}
-    for index, operand in enumerate(instruction.operands):
-        leaf = leaves.argument(computation, operand)
-        if not leaf and site == program.entry:
-            is_one = len(instruction.operands) == 1
-            leaf = leaves.result(outer.name, None if is_one else index)
-        moved[leaf] = None
-    moved.pop("", None)
-    origin = origin_of(program, computation, instruction)
-    if not origin.source:
-        origin = origin_of(program, site, outer)
+    moved = leaves.moved(computation, instruction, site, outer)
+    scopes, source = origin_of(program, computation, instruction)
+    if not source:
+        scopes, source = origin_of(program, site, outer)
     # An NNX model has no scopes: the weights tell its layers apart.
-    module = "/".join(origin.scopes) or leaves.parent([*moved])
+    module = "/".join(scopes) or leaves.parent(moved) or leaves.module(site, outer)
     return Collective(
         kind=kind,
         axes=axes,
         whole_axes=is_whole or kind == "collective_permute",
         num_devices=width,
-        arrays=tuple(
-            f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in arrays
-        ),
+        arrays=tuple(f"{x}[{', '.join(map(str, dims))}]" for x, dims in arrays),
         nbytes=size,
         wire_bytes=runs.times * _wire_bytes(kind, size, groups),
         times=runs.times,
@@ -180,8 +165,8 @@ def _collective(
         in_loop=runs.in_loop,
         is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
-        module=module or leaves.module(site, outer) or "/".join(origin.classes),
-        source=origin.source,
+        module=module,
+        source=source,
         leaves=tuple(moved),
     )
 
@@ -204,10 +189,9 @@ def _results(
 
 def _wire_bytes(kind: str, size: int, groups: list[list[int]]) -> int:
     """Returns what a device sends in one run, by the formulas of `Collective`."""
+    if all(len({*group}) == 1 for group in groups):
+        return 0
     n = max(map(len, groups))
-    if kind == "collective_permute":
-        return size if any(len({*pair}) > 1 for pair in groups) else 0
-    if kind == "collective_broadcast":
-        return size if n > 1 else 0
     shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1}
+    shares |= {"collective_permute": 1, "collective_broadcast": 1}
     return math.ceil(size * shares.get(kind, (n - 1) / n))

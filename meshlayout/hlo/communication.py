@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -14,9 +14,6 @@ from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
 from meshlayout.hlo.leaves import Leaves
 from meshlayout.hlo.program import Program
 from meshlayout.mesh import Mesh, as_mesh
-
-
-Key = Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
 
 
 @dataclass(frozen=True)
@@ -51,23 +48,18 @@ class Communication(Mapping[str, int]):
         """Bytes that each device sends in one run of the program."""
         return sum(collective.wire_bytes for collective in self.collectives)
 
-    def by(self, key: Key) -> "dict[str, Communication]":
+    def by(
+        self, key: Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
+    ) -> "dict[str, Communication]":
         """Returns the collectives in groups, those that send most first.
 
         Args:
-            key: `"kind"`, `"axes"`, `"module"`, `"source"`, `"in_loop"` or
-                `"is_async"`, which is what those of a group have in common.
-
-        Raises:
-            CommunicationError: If the key is none of these.
+            key: The attribute that those of a group have in common.
         """
-        if key not in get_args(Key):
-            keys = ", ".join(map(repr, get_args(Key)))
-            msg = f"by: key must be one of {keys}, got {_checks.shown(key)}."
-            raise CommunicationError(msg)
         groups: dict[str, list[Collective]] = {}
-        for collective in self.collectives:
-            groups.setdefault(_text_of(collective, key), []).append(collective)
+        for x in self.collectives:
+            text = _axes_text(x) if key == "axes" else str(getattr(x, key))
+            groups.setdefault(text, []).append(x)
         sent = {name: Communication(tuple(group)) for name, group in groups.items()}
         return dict(sorted(sent.items(), key=lambda x: -x[1].wire_bytes))
 
@@ -113,9 +105,6 @@ class Communication(Mapping[str, int]):
     def diff(self, other: "Communication") -> "CommunicationDiff":
         """Compares with another program, such as that of other layouts.
 
-        Args:
-            other: What the other program sends.
-
         Returns:
             What only the other one sends, and what only this one.
         """
@@ -127,7 +116,7 @@ class Communication(Mapping[str, int]):
         Commit the text next to a test that calls `check_lock` with it. Lines of source
         code are not in it, because they move.
         """
-        counts = Counter(map(_essence, self.collectives))
+        counts = Counter(map(_lock_line, self.collectives))
         lines = [f"{count} x {line}" for line, count in sorted(counts.items())]
         total = f"# {self.wire_bytes} bytes sent by each device"
         return "\n".join([total, *lines]) + "\n"
@@ -144,7 +133,7 @@ class Communication(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class CommunicationDiff:
-    """What one program sends and another does not; text, or a table in notebooks.
+    """What one program sends and another does not, as text.
 
     Attributes:
         before: What the first program sends.
@@ -205,7 +194,7 @@ def read_communication(
         program: What `jax.jit(...).lower(...).compile()` returns, for devices that are
             here or described ones; or the text of an optimized program.
         mesh: The mesh it runs on; if None, that of its arguments and results.
-        arguments: Better names of arguments, from what `hlo.leaf_name` makes of JAX's.
+        arguments: Better names of arguments, by JAX's names as paths: `"state/w"`.
         results: Names of the program's first results, to know gradients by; those of
             one leaf end alike.
 
@@ -220,29 +209,17 @@ def read_communication(
             f"with HloModule, got {_checks.shown(program)}.{hint}"
         )
         raise CommunicationError(msg)
+    if mesh is None:
+        names = ("input_shardings", "output_shardings")
+        shardings = jax.tree.leaves([getattr(program, name, ()) for name in names])
+        meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
+        # The one that says most: a mesh of one device may be among them.
+        mesh = max(whole, key=lambda x: sum(n > 1 for n in x.axis_sizes), default=None)
     parsed = Program(text)
     leaves = Leaves(parsed, arguments or {}, results)
-    known = _mesh_of(program) if mesh is None else as_mesh(mesh)
+    known = None if mesh is None else as_mesh(mesh)
     return Communication(tuple(read_collectives(parsed, known, leaves)))
-
-
-def _mesh_of(program: Any) -> Mesh | None:
-    """Returns the mesh of a program's arguments or results: the most detailed one."""
-    names = ("input_shardings", "output_shardings")
-    shardings = jax.tree.leaves([getattr(program, name, ()) for name in names])
-    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
-    whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
-    most = max(whole, key=lambda x: sum(n > 1 for n in x.shape.values()), default=None)
-    return None if most is None else Mesh(most)
-
-
-def _text_of(collective: Collective, key: str) -> str:
-    if key != "axes":
-        return str(getattr(collective, key))
-    if collective.axes is None:
-        return f"groups of {collective.num_devices}"
-    names = ", ".join(collective.axes) or "none"
-    return names if collective.whole_axes else f"{names} (in part)"
 
 
 def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
@@ -250,15 +227,26 @@ def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
     return [
         [
             f"{count} x {x.kind}" if count > 1 else x.kind,
-            _text_of(x, "axes"),
+            _axes_text(x),
             _listed(_counted(x.arrays), 4),
             _render.bytes_text(x.wire_bytes * count),
-            f"{'async ' * x.is_async}{_times(x)}",
+            f"{'async ' * x.is_async}{_times_text(x)}",
             _purpose(x),
             x.source,
         ]
         for x, count in Counter(collectives).items()
     ]
+
+
+def _axes_text(collective: Collective) -> str:
+    if collective.axes is None:
+        return f"groups of {collective.num_devices}"
+    names = ", ".join(collective.axes) or "none"
+    return names if collective.whole_axes else f"{names} (in part)"
+
+
+def _times_text(collective: Collective) -> str:
+    return f"{collective.times}{'?' * (not collective.times_known)}"
 
 
 def _purpose(collective: Collective) -> str:
@@ -268,10 +256,6 @@ def _purpose(collective: Collective) -> str:
     *_, operation = collective.op_name.replace(")", "/").rpartition("/")
     backward = " (backward)" * ("transpose(" in collective.op_name)
     return f"{'/'.join(filter(None, (collective.module, operation)))}{backward}".strip()
-
-
-def _times(collective: Collective) -> str:
-    return f"{collective.times}{'?' * (not collective.times_known)}"
 
 
 def _counted(arrays: Iterable[str]) -> list[str]:
@@ -284,25 +268,24 @@ def _listed(texts: Sequence[str], at_most: int) -> str:
     return ", ".join(texts[:at_most]) + f", ... ({more} more)" * (more > 0)
 
 
-def _essence(collective: Collective) -> str:
-    """Returns a collective as a line that stays the same where source code moves."""
+def _lock_line(collective: Collective) -> str:
+    """Returns a line that stays the same where source code moves."""
     purpose = ", ".join(collective.leaves) or collective.module
     return (
-        f"{collective.kind} over {_text_of(collective, 'axes')}: "
+        f"{collective.kind} over {_axes_text(collective)}: "
         f"{', '.join(_counted(collective.arrays))}, "
-        f"{collective.wire_bytes} bytes sent, times {_times(collective)}"
+        f"{collective.wire_bytes} bytes sent, times {_times_text(collective)}"
         f"{', asynchronous' * collective.is_async}{', for ' * bool(purpose)}{purpose}"
     )
 
 
 def _without(sent: Communication, other: Communication) -> tuple[Collective, ...]:
     """Returns the collectives that another program does not have, or fewer of."""
-    left = Counter(map(_essence, sent.collectives))
-    left -= Counter(map(_essence, other.collectives))
+    lines = [*map(_lock_line, sent.collectives)]
+    extra = Counter(lines) - Counter(map(_lock_line, other.collectives))
     picked: list[Collective] = []
-    for collective in sent.collectives:
-        line = _essence(collective)
-        if left[line] > 0:
-            left[line] -= 1
+    for collective, line in zip(sent.collectives, lines, strict=True):
+        if extra[line] > 0:
+            extra[line] -= 1
             picked.append(collective)
     return tuple(picked)

@@ -75,20 +75,19 @@ def _cost_of(jaxpr: Any) -> Cost:
 
 
 def _equation_cost(eqn: Equation) -> Cost:
-    name = eqn.primitive.name
+    name, params = eqn.primitive.name, eqn.params
     if name in _KERNELS:
         return Cost(0, uncounted=(name,))
-    products = _products(eqn)
-    if products:
+    if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        shapes = [x.aval.shape for x in eqn.invars[:2]]
+        products = _products(params, *shapes)
         return Cost(2 * products * math.prod(eqn.outvars[0].aval.shape))
     inner = [_cost_of(jaxpr) for jaxpr in _jax.inner_jaxprs(eqn)]
     flops = [cost.flops for cost in inner]
-    times = 1
-    if name == "scan":
-        times = eqn.params["length"]
-    elif name == "shard_map":  # the program of one device
-        mesh = eqn.params["mesh"]
-        manual = eqn.params.get("manual_axes", mesh.axis_names)
+    times = params["length"] if name == "scan" else 1
+    if name == "shard_map":  # the program of one device
+        mesh = params["mesh"]
+        manual = params.get("manual_axes", mesh.axis_names)
         times = math.prod(mesh.shape[axis] for axis in manual)
     return Cost(
         max(flops) if name == "cond" else times * sum(flops),
@@ -97,19 +96,14 @@ def _equation_cost(eqn: Equation) -> Cost:
     )
 
 
-def _products(eqn: Equation) -> int:
-    """Returns how many products make one number of the result; 0 for others."""
-    name, params = eqn.primitive.name, eqn.params
-    shapes: Any = [getattr(x.aval, "shape", ()) for x in eqn.invars[:2]]
-    if name == "conv_general_dilated":
-        outputs = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+def _products(params: Any, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Returns how many products make one number of the result."""
+    numbers = params.get("dimension_numbers")
+    if "lhs_dilation" in params:
+        outputs = right[numbers.rhs_spec[0]]
         # Between the numbers of a dilated input, such as in gradients, are zeros.
-        return math.prod(shapes[1]) // outputs // math.prod(params["lhs_dilation"])
-    if name == "ragged_dot_general":
+        return math.prod(right) // outputs // math.prod(params["lhs_dilation"])
+    if numbers is None:
         numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    elif name == "dot_general":
-        numbers = params["dimension_numbers"]
-    else:
-        return 0
     (contracted, _), _ = numbers
-    return math.prod(shapes[0][dim] for dim in contracted)
+    return math.prod(left[dim] for dim in contracted)

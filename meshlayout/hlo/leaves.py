@@ -7,10 +7,10 @@ leaf, and the slots of the optimizer that follow it, and no others.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from meshlayout.hlo.origins import common_start
-from meshlayout.hlo.program import OP_NAME, Instruction, Program
+from meshlayout.hlo.program import OP_NAME, Instruction, Path, Program
 
 
 _MOVES = {"bitcast", "convert", "transpose", "reshape", "slice", "pad", "broadcast"}
@@ -42,98 +42,79 @@ class Leaves:
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
     ) -> None:
         self._program, self._arguments, self._results = program, arguments, {*results}
-        # The leaves among the results that each value of the entry has a part in. What
-        # has several results is known by its elements, by name and index.
-        self._owners: dict[str, set[str]] = {}
-        self._elements: dict[tuple[str, str], str] = {}
+        # The leaves among the results that depend on each value of the entry.
+        self._dependents: dict[str, set[str]] = {}
         entry = program.computations.get(program.entry, {})
         root = entry.get(program.roots.get(program.entry, ""))
         for path, name in zip(results, root.operands if root else (), strict=False):
-            self._owners.setdefault(name, set()).add(_owner(path, self._results))
+            self._dependents.setdefault(name, set()).add(self._owner(path))
         for name, instruction in reversed(entry.items()):
+            leaves = self._dependents.get(name, set())
             for operand in instruction.operands:
-                owners = self._owners.setdefault(operand, set())
-                owners |= self._owners.get(name, set())
-            index = instruction.attribute(r"\bindex=(\d+)")
-            if index or instruction.opcode.endswith("-done"):
-                self._elements[instruction.operands[0], index] = name
+                self._dependents.setdefault(operand, set()).update(leaves)
+
+    def moved(
+        self, computation: str, instruction: Instruction, site: str, outer: Instruction
+    ) -> list[str]:
+        """Returns the leaves that a collective moves.
+
+        Of its operands, or else those that depend on its result, which is that of the
+        outer instruction. Every leaf depends on an activation, one on each gradient.
+        """
+        operands = instruction.operands
+        names = [self.argument(computation, operand) for operand in operands]
+        if not any(names) and site == self._program.entry:
+            names = sorted(self._dependents.get(outer.name, ()))
+            names = names if len(names) <= len(operands) else []
+        return [*dict.fromkeys(filter(None, names))]
 
     def argument(self, computation: str, name: str) -> str:
         """Returns the name of the argument that a value is, or `""`."""
         program = self._program
-        path: list[int] = []  # of the element that is followed through tuples
+        path: Path = ()
         for _ in range(_MAX_STEPS):
-            instruction = program.computations[computation].get(name)
-            if instruction is None:
-                break
-            if instruction.opcode == "parameter":
+            maker, path = program.maker(computation, name, path, _MOVES)
+            if maker.opcode == "parameter":
                 if computation == program.entry:
-                    text = leaf_name(instruction.attribute(OP_NAME))
+                    text = leaf_name(maker.attribute(OP_NAME))
                     return self._arguments.get(text, text)
                 calls = program.callers.get(computation, [])
                 if len(calls) != 1:
-                    break
-                place = int(instruction.attribute(r"^(\d+)\)"))
-                [(computation, instruction, _)] = calls
-                if instruction.opcode in ("fusion", "call", "async-start"):
-                    name = instruction.operands[place]
+                    return ""
+                place = int(maker.attribute(r"^(\d+)\)"))
+                [(computation, maker)] = calls
+                if maker.opcode in ("fusion", "call", "async-start"):
+                    name = maker.operands[place]
                     continue
-                if instruction.opcode != "while":
-                    break
-            _, _, opcode, operands, _ = instruction
-            if opcode == "get-tuple-element":
-                path.append(int(instruction.attribute(r"\bindex=(\d+)")))
-                name = operands[0]
-            elif opcode == "while" and path and program.keeps(instruction, path[-1]):
-                name = operands[0]
-            elif opcode in ("fusion", "call"):
-                [computation] = program.called(instruction)
+            if maker.opcode == "while" and path and program.carries(maker, path):
+                name = maker.operands[0]
+            elif maker.opcode in ("fusion", "call"):  # into it, from its result
+                [computation] = program.called(maker)
                 name = program.roots[computation]
-            elif path and (opcode == "tuple" or _is_combined(instruction)):
-                name = operands[path.pop()]
-            elif opcode in _MOVES:
-                name = operands[0]
             else:
-                break
+                return ""
         return ""
-
-    def result(self, name: str, element: int | None = None) -> str:
-        """Returns the only leaf among the results that depends on a value, or `""`.
-
-        Of an instruction of the program's entry, or of one element of its result.
-        """
-        value = self._elements.get((name, ""), name)
-        if element is not None:
-            value = self._elements.get((value, str(element)), value)
-        owners = self._owners.get(value, set())
-        return next(iter(owners)) if len(owners) == 1 else ""
 
     def parent(self, paths: Sequence[str]) -> str:
         """Returns the path of the module that holds all of some leaves, or `""`."""
-        owners = [_owner(path, self._results).split("/") for path in paths]
+        owners = [self._owner(path).split("/") for path in paths]
         return "/".join(common_start([keys[:-1] for keys in owners if keys[1:]]))
 
     def module(self, computation: str, instruction: Instruction) -> str:
         """Returns the path of the module whose weights made a value, or `""`."""
         known = self._program.computations[computation]
         for _ in range(_MAX_STEPS):
-            made = [known[name] for name in instruction.operands if name in known]
-            weights = [self.argument(computation, each.name) for each in made]
+            makers = [known[name] for name in instruction.operands if name in known]
+            weights = [self.argument(computation, each.name) for each in makers]
             if any(weights):
                 return self.parent(weights)
-            if len(made) != 1:
+            if len(makers) != 1:
                 return ""
-            [instruction] = made
+            [instruction] = makers
         return ""
 
-
-def _is_combined(instruction: Instruction) -> bool:
-    """Returns whether this is several all-gathers in one, each with its result."""
-    return instruction.opcode.startswith("all-gather") and len(instruction.operands) > 1
-
-
-def _owner(path: str, paths: Collection[str]) -> str:
-    """Returns the longest path that another one ends with, as a slot's does, or it."""
-    keys = path.split("/")
-    ends = ("/".join(keys[start:]) for start in range(1, len(keys)))
-    return next((end for end in ends if end in paths), path)
+    def _owner(self, path: str) -> str:
+        """Returns the parameter that a slot's path ends with, or the path."""
+        keys = path.split("/")
+        ends = ("/".join(keys[start:]) for start in range(1, len(keys)))
+        return next((end for end in ends if end in self._results), path)

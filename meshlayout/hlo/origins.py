@@ -1,7 +1,7 @@
-"""Where an instruction comes from: scopes, classes and source lines in its metadata.
+"""Where an instruction comes from: scopes and source lines in its metadata.
 
 JAX writes named scopes and its own transformations into one name, and newer XLA keeps
-whole stacks. NNX modules open no scopes, but their `__call__`s are on the stack.
+whole stacks.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import NamedTuple
 
 from meshlayout.hlo.program import OP_NAME, Instruction, Program
 
@@ -24,35 +23,24 @@ _PLUMBING = re.compile(
 # A program in a compilation cache may be from another copy of this library.
 _OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_OURS)
-_CALL = re.compile(r"(\w+)\.__call__")
 _NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
 
 
-class Origin(NamedTuple):
-    """Named scopes, classes whose `__call__` is on the stack, and the user's line."""
-
-    scopes: list[str]
-    classes: list[str]
-    source: str
-
-
-def origin_of(program: Program, computation: str, instruction: Instruction) -> Origin:
-    """Returns the scopes, the classes and the source line of an instruction.
+def origin_of(
+    program: Program, computation: str, instruction: Instruction
+) -> tuple[list[str], str]:
+    """Returns the named scopes and the user's source line of an instruction.
 
     Of what was combined from several, XLA notes only one: then it is what all of the
     operands' have in common.
     """
-    origins = [_origin(program, instruction)]
-    if len(instruction.operands) > 1:
-        makers = (_maker(program, computation, name) for name in instruction.operands)
-        origins = [_origin(program, maker) for maker in makers if maker]
-    sources = Counter(origin.source for origin in origins if origin.source)
+    names = instruction.operands if len(instruction.operands) > 1 else ()
+    makers = [_maker(program, computation, name) for name in names] or [instruction]
+    noted = [maker for maker in makers if maker]
+    sources = Counter(filter(None, (_source(program, maker) for maker in noted)))
     more = f" and {len(sources) - 1} more" * (len(sources) > 1)
-    return Origin(
-        common_start([origin.scopes for origin in origins]),
-        common_start([origin.classes for origin in origins]),
-        "".join(source for source, _ in sources.most_common(1)) + more,
-    )
+    source = "".join(source for source, _ in sources.most_common(1)) + more
+    return common_start([scopes(maker.attribute(OP_NAME)) for maker in noted]), source
 
 
 def _maker(program: Program, computation: str, name: str) -> Instruction | None:
@@ -61,23 +49,16 @@ def _maker(program: Program, computation: str, name: str) -> Instruction | None:
     while instruction := known.get(name):
         if _NOTED.search(instruction.rest):
             return instruction
-        name = instruction.operands[0] if instruction.operands else ""
+        name = next(iter(instruction.operands), "")
     return None
 
 
-def _origin(program: Program, instruction: Instruction) -> Origin:
-    frames = program.frames(instruction)
-    users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
-    calls = [_CALL.fullmatch(frame.function) for frame in reversed(users)]
-    places = [
-        f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
-        for frame in users or frames
-    ]
-    return Origin(
-        scopes(instruction.attribute(OP_NAME)),
-        [call[1] for call in calls if call],
-        next(iter(places), ""),
-    )
+def _source(program: Program, instruction: Instruction) -> str:
+    lines = [*program.lines(instruction)]
+    users = [x for x in lines if not any(part in x[0] for part in _LIBRARIES)]
+    for file, line in users or lines:
+        return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
+    return ""
 
 
 def scopes(op_name: str) -> list[str]:

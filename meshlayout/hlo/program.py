@@ -9,9 +9,9 @@ constants, too. Any other loop is of unknown length.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Instruction(NamedTuple):
@@ -29,14 +29,6 @@ class Instruction(NamedTuple):
         return match[1] if match else ""
 
 
-class Call(NamedTuple):
-    """Where a computation is called, and as what (`"body"`, `"calls"`, ...)."""
-
-    computation: str
-    instruction: Instruction
-    role: str
-
-
 class Runs(NamedTuple):
     """How often a computation runs in one run of the program, as in `Collective`."""
 
@@ -45,26 +37,20 @@ class Runs(NamedTuple):
     in_loop: bool
 
 
-class Frame(NamedTuple):
-    """One line of the stack that made an instruction."""
-
-    file: str
-    line: int
-    function: str
-
+# The element of nested tuples that a value is, outermost first.
+Path: TypeAlias = tuple[str, ...]
 
 OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
+INDEX = r"\bindex=(\d+)"
 
 _HEAD = re.compile(r"(?:ENTRY )?%?([^\s(=]+) .*\{\s*$")
-_INSTRUCTION = re.compile(
-    r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\("
-    r"(?P<rest>.*)$"
-)
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_ATTRIBUTES = re.compile(r"\), [\w-]+=")
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _CALLED = re.compile(r"(\w+)=(\{%[^}]*\}|%[^\s,)}]+)")
-_SECTION = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*$")
-_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
-_COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+# Names of files and functions, locations and stack frames are tables after a heading.
+_HEADING = re.compile(r"[A-Z]\w+$")
+_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 
 
 class Program:
@@ -73,7 +59,7 @@ class Program:
     Attributes:
         computations: Instructions by name, by the name of their computation.
         roots: The name of each computation's result.
-        callers: Where each computation is called.
+        callers: The instructions that call each computation, with their computations.
         num_devices: How many devices it runs on.
         entry: The name of the computation that is the whole program.
     """
@@ -81,45 +67,38 @@ class Program:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.roots: dict[str, str] = {}
-        self.callers: dict[str, list[Call]] = {}
-        self._tables: dict[str, dict[int, str]] = {}
-        # The header is one line, which holds the types of all arguments.
-        header = re.search("^HloModule .*$", text, re.MULTILINE)
-        counts = _COUNTS.findall(header[0]) if header else []
-        self.num_devices = math.prod(map(int, counts))
+        self.callers: dict[str, list[tuple[str, Instruction]]] = {}
         self.entry = ""
+        self._tables: dict[tuple[str, int], str] = {}
+        # The header is one line, which holds the types of all arguments.
+        header, _, text = text.partition("\n")
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+        self.num_devices = math.prod(map(int, counts))
         self._parse(text)
         for name, instruction in self:
-            for called, role in self.called(instruction).items():
-                call = Call(name, instruction, role)
-                self.callers.setdefault(called, []).append(call)
+            for called in self.called(instruction):
+                self.callers.setdefault(called, []).append((name, instruction))
         # A program is read once and thrown away, and the cache with it.
         self.runs = cache(self._runs)
 
     def _parse(self, text: str) -> None:
-        instructions: dict[str, Instruction] = {}
-        table: dict[int, str] = {}
-        name = ""
+        computation = heading = ""
         for line in text.splitlines():
             if match := _INSTRUCTION.match(line):
-                rest = match["rest"]
-                operands = tuple(_NAME.findall(rest[: _closing(rest)]))
-                instruction = Instruction(
-                    match["name"], match["type"], match["opcode"], operands, rest
-                )
-                instructions[instruction.name] = instruction
-                if match["root"]:
-                    self.roots[name] = instruction.name
-            elif line.startswith((" ", "HloModule", "}")):
-                continue
+                root, name, kind, opcode, rest = match.groups()
+                operands = tuple(_NAME.findall(_ATTRIBUTES.split(rest, 1)[0]))
+                instruction = Instruction(name, kind, opcode, operands, rest)
+                self.computations[computation][name] = instruction
+                if root:
+                    self.roots[computation] = name
             elif match := _HEAD.match(line):
-                name = match[1]
-                self.entry = name if line.startswith("ENTRY") else self.entry
-                instructions = self.computations.setdefault(name, {})
-            elif match := _SECTION.match(line):
-                table = self._tables.setdefault(match[1], {})
-            elif match := _ENTRY.match(line):
-                table[int(match[1])] = match[2] if match[2] is not None else match[3]
+                computation = match[1]
+                self.computations[computation] = {}
+                self.entry = computation if line.startswith("ENTRY") else self.entry
+            elif match := _ROW.match(line):
+                self._tables[heading, int(match[1])] = match[2] or match[3] or ""
+            elif _HEADING.match(line):
+                heading = line
 
     def __iter__(self) -> Iterator[tuple[str, Instruction]]:
         """Yields every instruction, with the name of its computation."""
@@ -127,147 +106,121 @@ class Program:
             for instruction in instructions.values():
                 yield name, instruction
 
-    def called(self, instruction: Instruction) -> dict[str, str]:
-        """Returns the role of each computation that an instruction calls.
+    def called(self, instruction: Instruction) -> list[str]:
+        """Returns the names of the computations that an instruction calls.
 
         What adds up two numbers in a reduction is not among them.
         """
-        return {
-            name: role
+        return [
+            name
             for role, names in _CALLED.findall(instruction.rest)
             if role != "to_apply" or instruction.opcode == "call"
             for name in _NAME.findall(names)
             if name in self.computations
-        }
+        ]
 
-    def source(self, computation: str, name: str) -> Instruction | None:
-        """Returns the instruction that made a value, before it was copied."""
-        known = self.computations.get(computation, {})
-        instruction = known.get(name)
-        while instruction is not None and instruction.opcode in ("copy", "bitcast"):
-            instruction = known.get(instruction.operands[0])
-        return instruction
+    def maker(
+        self,
+        computation: str,
+        name: str,
+        path: Path = (),
+        moves: Collection[str] = ("copy", "bitcast"),
+    ) -> tuple[Instruction, Path]:
+        """Returns the instruction of a computation that made a value.
 
-    def form(self, computation: str, name: str, depth: int = 1) -> Any:
-        """Returns how a value is made, past copies.
-
-        Returns:
-            An integer for a constant, `("element", index)` for one of the computation's
-            only argument, else the opcode and the forms of the operands; or None.
+        The value is the element `path` of `name`. It is followed through tuples, and
+        through opcodes that only move it. Also returns which element of the result it
+        is; an instruction without opcode is outside of the computation.
         """
-        instruction = self.source(computation, name)
-        if instruction is None:
-            return None
-        _, _, opcode, operands, _ = instruction
-        if opcode == "constant":
-            text = instruction.attribute(r"^(-?\d+)\)")
-            return int(text) if text else None
-        if opcode == "get-tuple-element":
-            whole = self.source(computation, operands[0])
-            is_argument = whole is not None and whole.opcode == "parameter"
-            index = int(instruction.attribute(r"\bindex=(\d+)"))
-            return ("element", index) if is_argument else None
-        direction = instruction.attribute(r"direction=(\w+)")
-        inner = operands if depth else ()
-        forms = (self.form(computation, operand, depth - 1) for operand in inner)
-        return f"{opcode} {direction}".rstrip(), *forms
+        instructions = self.computations[computation]
+        while instruction := instructions.get(name):
+            _, _, opcode, operands, _ = instruction
+            if opcode == "get-tuple-element":
+                name, path = operands[0], (instruction.attribute(INDEX), *path)
+            elif path and (opcode == "tuple" or (opcode in moves and operands[1:])):
+                # Several all-gathers may be one, with a tuple of results.
+                name, path = operands[int(path[0])], path[1:]
+            elif opcode in moves:
+                name = operands[0]
+            else:
+                return instruction, path
+        return Instruction(name, "", "", (), ""), path
 
-    def keeps(self, loop: Instruction, index: int) -> bool:
-        """Returns whether a loop carries an element unchanged."""
-        return self._carried(loop, index) == ("element", index)
+    def _argument(self, computation: str, name: str, path: Path = ()) -> Path | None:
+        """Returns the path in the computation's argument that a value is, or None."""
+        maker, path = self.maker(computation, name, path)
+        return path if maker.opcode == "parameter" else None
 
-    def _carried(self, loop: Instruction, index: int) -> Any:
-        """Returns the form of an element that a loop's body hands on."""
-        body = _named(self.called(loop), "body")
-        result = self.source(body, self.roots.get(body, ""))
-        if result is None or result.opcode != "tuple":
-            return None
-        return self.form(body, result.operands[index])
+    def _integer(self, computation: str, name: str, path: Path = ()) -> int | None:
+        maker, _ = self.maker(computation, name, path)
+        text = maker.attribute(r"^(-?\d+)\)")
+        return int(text) if maker.opcode == "constant" and text else None
 
-    # How often.
+    def carries(self, loop: Instruction, path: Path) -> bool:
+        """Returns whether a loop hands on an element of what it carries unchanged."""
+        body = _called_as("body", loop)
+        return self._argument(body, self.roots[body], path) == path
 
     def _runs(self, computation: str) -> Runs:
-        times, is_known, in_loop = 0, True, False
         calls = self.callers.get(computation, ())
-        for call in calls:
-            outer, turns = self.runs(call.computation), 1
-            if call.instruction.opcode == "while":
-                count = self._trip_count(call.computation, call.instruction)
+        times, is_known, in_loop = 0 if calls else 1, True, False
+        for site, instruction in calls:
+            outer, turns = self.runs(site), 1
+            is_known = (
+                is_known and outer.is_known and instruction.opcode != "conditional"
+            )
+            if instruction.opcode == "while":
+                count = self._trip_count(site, instruction)
                 is_known = is_known and count is not None
-                turns = 1 if count is None else count + (call.role == "condition")
-                in_loop = True
+                is_condition = computation == _called_as("condition", instruction)
+                turns = 1 if count is None else count + is_condition
             times += outer.times * turns
-            is_branch = call.instruction.opcode == "conditional"
-            is_known = is_known and outer.is_known and not is_branch
-            in_loop = in_loop or outer.in_loop
-        return Runs(times if calls else 1, is_known, in_loop)
+            in_loop = in_loop or outer.in_loop or instruction.opcode == "while"
+        return Runs(times, is_known, in_loop)
 
     def _trip_count(self, computation: str, loop: Instruction) -> int | None:
-        """Returns how often a loop's body runs; None if that is not read."""
+        """Returns how often a loop's body runs; None if the text does not say."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if noted:
             return int(noted)
-        condition = _named(self.called(loop), "condition")
-        begin = self.source(computation, loop.operands[0])
-        match self.form(condition, self.roots.get(condition, "")):
-            case ("compare LT", ("element", index), int(stop)) if begin is not None:
-                update = self._carried(loop, index)
-            case _:
-                return None
-        start = None
-        if begin.opcode == "tuple":
-            start = self.form(computation, begin.operands[index])
-        match update, start:
-            case ("add", ("element", counter), int(step)), int(first) if (
-                counter == index and step > 0
-            ):
-                return max(0, -((first - stop) // step))
-        return None
+        # while (counter < stop) counter = counter + step
+        condition, body = _called_as("condition", loop), _called_as("body", loop)
+        test, _ = self.maker(condition, self.roots[condition])
+        is_less = test.attribute(r"\bdirection=(LT)\b")
+        counter = self._argument(condition, test.operands[0]) if is_less else None
+        if not counter:
+            return None
+        update, _ = self.maker(body, self.roots[body], counter)
+        is_sum = update.opcode == "add"
+        if not is_sum or self._argument(body, update.operands[0]) != counter:
+            return None
+        start = self._integer(computation, loop.operands[0], counter)
+        stop = self._integer(condition, test.operands[1])
+        step = self._integer(body, update.operands[1])
+        if start is None or stop is None or not step or step < 0:
+            return None
+        return max(0, -((start - stop) // step))
 
-    # From where.
-
-    def frames(self, instruction: Instruction) -> list[Frame]:
-        """Returns the stack that made an instruction, the innermost line first."""
+    def lines(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
+        """Yields the files and lines that made an instruction, the innermost first."""
         file = instruction.attribute(r'\bsource_file="([^"]*)"')
         if file:
-            line = instruction.attribute(r"\bsource_line=(\d+)")
-            return [Frame(file, int(line or 0), "")]
-        frames: list[Frame] = []
-        index = int(instruction.attribute(r"\bstack_frame_id=(\d+)") or 0)
-        while index and len(frames) < 1000:
-            frame = self._row("StackFrames", index)
-            place = self._row("FileLocations", frame.get("file_location_id", 0))
-            frames.append(
-                Frame(
-                    self._text("FileNames", place.get("file_name_id", 0)),
-                    place.get("line", 0),
-                    self._text("FunctionNames", place.get("function_name_id", 0)),
-                )
-            )
+            yield file, instruction.attribute(r"\bsource_line=(\d+)")
+        frame = int(instruction.attribute(r"\bstack_frame_id=(\d+)") or 0)
+        while ("StackFrames", frame) in self._tables:
+            fields = self._row("StackFrames", frame)
+            place = self._row("FileLocations", fields["file_location_id"])
+            yield self._tables["FileNames", place["file_name_id"]], str(place["line"])
             # Printed plus one: the first frame, which has no parent, says 1.
-            index = frame.get("parent_frame_id", 1) - 1
-        return frames
-
-    def _text(self, table: str, index: int) -> str:
-        return self._tables.get(table, {}).get(index, "")
+            frame = fields.get("parent_frame_id", 1) - 1
 
     def _row(self, table: str, index: int) -> dict[str, int]:
-        pairs = re.findall(r"(\w+)=(\d+)", self._text(table, index))
+        pairs = re.findall(r"(\w+)=(\d+)", self._tables[table, index])
         return {key: int(value) for key, value in pairs}
 
 
-def _named(called: dict[str, str], role: str) -> str:
-    return next((name for name, other in called.items() if other == role), "")
-
-
-def _closing(text: str) -> int:
-    """Returns where the parenthesis that is open at the start of a text is closed."""
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if depth < 0:
-            return match.start()
-    return len(text)
+def _called_as(role: str, loop: Instruction) -> str:
+    return loop.attribute(rf"\b{role}=%([^\s,]+)")
 
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")

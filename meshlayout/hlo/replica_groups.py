@@ -40,13 +40,25 @@ def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     if match := _ROWS.search(text):
         shape, sizes, order = map(_integers, match.groups(""))
         return _grid(sizes or shape, order).reshape(shape).tolist()
-    if match := _AXES.search(text):
-        axes, *grid, chosen = match.groups("")
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-        shape, source, order = map(_integers, grid)
-        devices = _grid(source or shape or [*sizes.values()], order)
-        return _rows_along(devices, sizes, chosen).tolist()
-    return [list(range(num_devices))]
+    match = _AXES.search(text)
+    if not match:
+        return [list(range(num_devices))]
+    axes, *grid, chosen = match.groups("")
+    shape, source, order = map(_integers, grid)
+    # Of an axis that is chosen in part, 'a':(2)4, 2 is outside of the part, 4 its size.
+    picked = {name: (pre, size) for name, pre, size in _AXIS.findall(chosen)}
+    parts: list[int] = []
+    columns: list[int] = []
+    for name, size in re.findall(r"'([^']+)'=(\d+)", axes):
+        before, inside = picked.get(name, ("", "1"))
+        split = int(before or 1), int(inside or size)
+        if name in picked:
+            columns.append(len(parts) + 1)
+        parts += [*split, int(size) // math.prod(split)]
+    rows = [place for place in range(len(parts)) if place not in columns]
+    devices = _grid(source or shape or parts, order).reshape(parts)
+    width = math.prod(parts[place] for place in columns)
+    return devices.transpose(*rows, *columns).reshape(-1, width).tolist()
 
 
 def _integers(text: str) -> list[int]:
@@ -56,22 +68,6 @@ def _integers(text: str) -> list[int]:
 def _grid(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
     devices = np.arange(math.prod(sizes)).reshape(sizes)
     return devices.transpose(order) if order else devices
-
-
-def _rows_along(devices: np.ndarray, sizes: dict[str, int], chosen: str) -> np.ndarray:
-    """Returns the rows along some axes, such as `'b'`, or parts: `'a':(2)4`."""
-    parts: list[int] = []  # every axis, split where a part of it is chosen
-    places: list[int] = []
-    picked = {name: (pre, size) for name, pre, size in _AXIS.findall(chosen)}
-    for name, size in sizes.items():
-        before, inside = (int(x or 0) for x in picked.get(name, ("", "")))
-        split = [before, inside, size // (before * inside)] if inside else [1, size, 1]
-        if name in picked:
-            places.append(len(parts) + 1)
-        parts += split
-    rest = [place for place in range(len(parts)) if place not in places]
-    width = math.prod(parts[place] for place in places)
-    return devices.reshape(parts).transpose(*rest, *places).reshape(-1, width)
 
 
 def mesh_axes(

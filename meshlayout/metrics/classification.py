@@ -18,6 +18,12 @@ from meshlayout.errors import MetricError
 from meshlayout.metrics.metric import Arrays, MeanMetric, Metric, text
 
 
+_ONE_OF = (
+    "threshold= is for one score per label, and {}= for one score per class. Give one "
+    "of them."
+)
+
+
 class _PairMetric(Metric):
     """Base of the metrics of predictions and labels."""
 
@@ -33,12 +39,7 @@ class _PairMetric(Metric):
         labels: ArrayLike,
         weights: ArrayLike | None = None,
     ) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: The model's outputs, in the shape that the class documents.
-            labels: The true values.
-            weights: Per label; see `Metric`.
+        """Returns the metric with a batch added; shapes as the class documents.
 
         Raises:
             MetricError: If shapes or dtypes do not fit.
@@ -67,23 +68,23 @@ class _PairMetric(Metric):
             fact = (
                 "Labels are class numbers, which are integers, or one-hot; predictions "
                 "have a last dim for two or more classes. One score per example, for "
-                "two classes, takes threshold= in Accuracy, Precision, Recall and F1: "
-                "0.0 for logits, 0.5 for probabilities."
+                "two classes, takes threshold=: 0.0 for logits, 0.5 for probabilities."
             )
             raise self._misfit(scores, labels, fact)
         return scores.astype(jnp.float32), labels
 
-    def _class_pair(
-        self, predictions: jax.Array, labels: jax.Array, num_classes: int
+    def _one_hot_pair(
+        self, inputs: Arrays, num_classes: int
     ) -> tuple[jax.Array, jax.Array]:
         """Returns predicted and true classes as one-hot bools; none for no class."""
-        if not _are_classes(predictions, labels):
-            scores, labels = self._per_class(predictions, labels)
+        classes, labels = inputs
+        if not _are_classes(classes, labels):
+            scores, labels = self._per_class(classes, labels)
             if scores.shape[-1] != num_classes:  # some would be counted nowhere
                 fact = f"There are num_classes={num_classes}."
                 raise self._misfit(scores, labels, fact)
-            predictions = _highest(scores)
-        return _one_hot(predictions, num_classes), _one_hot(labels, num_classes)
+            classes = _highest(scores)
+        return _one_hot(classes, num_classes), _one_hot(labels, num_classes)
 
     def _misfit(self, scores: jax.Array, labels: jax.Array, fact: str) -> MetricError:
         both = f"{text('predictions', scores)} and {text('labels', labels)}"
@@ -103,14 +104,14 @@ def _one_hot(numbers: jax.Array, num_classes: int) -> jax.Array:
 def _highest(scores: jax.Array) -> jax.Array:
     """Returns the class with the highest score; -1 where a score is NaN.
 
-    In blocks of classes: compilers for TPUs gather the logits of a plain argmax whose
-    classes are sharded; blocks stay on their shards.
+    In blocks of classes, which stay on their shards: compilers for TPUs gather the
+    logits of a plain argmax (`test_tpu_programs` notices). Comparing all scores with
+    the highest takes the memory of another copy of them.
     """
-    num_classes, mesh = scores.shape[-1], jax.typeof(scores).sharding.mesh
-    largest = 2 ** int(math.log2(max(1, math.isqrt(num_classes))))
-    # JAX refuses to split a sharded dim on Explicit axes.
-    is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
-    num_blocks = 1 if is_explicit else math.gcd(num_classes, largest)
+    num_classes = scores.shape[-1]
+    num_blocks = math.gcd(num_classes, 2 ** (math.isqrt(num_classes).bit_length() - 1))
+    if AxisType.Explicit in getattr(jax.typeof(scores).sharding.mesh, "axis_types", ()):
+        num_blocks = 1  # JAX refuses to split a sharded dim on Explicit axes
     blocks = scores.reshape(*scores.shape[:-1], num_blocks, num_classes // num_blocks)
     highest = jnp.max(blocks, axis=-1)
     classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32)  # within each block
@@ -121,16 +122,21 @@ def _highest(scores: jax.Array) -> jax.Array:
     return jnp.where(predicted < num_classes, predicted, -1)
 
 
+def _score_of(classes: jax.Array, scores: jax.Array) -> jax.Array:
+    """Returns the score of each class number; NaN for what is no class."""
+    is_own = _one_hot(classes, scores.shape[-1])
+    own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1)
+    return jnp.where(jnp.any(is_own, axis=-1), own, jnp.nan)
+
+
 class Accuracy(_PairMetric, MeanMetric):
     """The fraction of labels that are predicted correctly.
 
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
     shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
-    of shape `(...)`, or one-hot of shape `(..., classes)`; with a threshold, labels
-    above 0 are positive.
-
-    Of equal scores, the class with the lower number is predicted, like `argmax`. A row
-    of scores with NaN is wrong, and so is a label that is not a class.
+    or one-hot; with a threshold, labels above 0 are positive. Of equal scores, the
+    lower class is predicted, like `argmax`. A row of scores with NaN is wrong, and so
+    is a label that is not a class.
 
     Args:
         top_k: How many classes with the highest scores count as predicted.
@@ -152,11 +158,7 @@ class Accuracy(_PairMetric, MeanMetric):
 
     def _shape(self) -> tuple[int, ...]:
         if self.threshold is not None and self.top_k != 1:
-            msg = (
-                f"{type(self).__name__}: top_k= is for one score per class, and "
-                "threshold= for one score per label. Give one of them."
-            )
-            raise MetricError(msg)
+            raise MetricError(f"Accuracy: {_ONE_OF.format('top_k')}")
         return super()._shape()
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
@@ -183,24 +185,18 @@ def _is_in_top(scores: jax.Array, labels: jax.Array, top_k: int) -> jax.Array:
     """
     # Counting takes one pass over the scores, and keeps them on their shards;
     # `jax.lax.top_k` sorts, and gathers logits whose classes are sharded.
-    is_own = _one_hot(labels, scores.shape[-1])
-    own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
+    own = _score_of(labels, scores)[..., None]
     classes = jnp.expand_dims(jnp.arange(scores.shape[-1]), tuple(range(labels.ndim)))
     is_tied = (scores == own) & (classes < labels[..., None])
-    num_above = jnp.sum(~(scores <= own) | is_tied, axis=-1)
-    return jnp.any(is_own, axis=-1) & (num_above < top_k)
+    num_above = jnp.sum(~(scores <= own) | is_tied, axis=-1)  # all, if `own` is NaN
+    return num_above < min(top_k, scores.shape[-1])
 
 
 class Perplexity(_PairMetric, MeanMetric):
     """The exponential of the mean cross-entropy of labels, in nats.
 
-    Predictions are logits of shape `(..., classes)`; labels are class numbers of shape
-    `(...)`, or one-hot of shape `(..., classes)`. A label that is not a class makes the
-    result NaN; give it weight 0 to leave it out.
-
-    Args:
-        predictions: The name of the logits in a step's outputs or batch.
-        labels: The name of the labels there.
+    Predictions are logits of shape `(..., classes)`; labels as for `Accuracy`. A label
+    that is not a class makes the result NaN; give it weight 0 to leave it out.
 
     Example:
         >>> value = Perplexity().update(jnp.zeros((2, 4)), jnp.array([1, 3])).compute()
@@ -209,11 +205,9 @@ class Perplexity(_PairMetric, MeanMetric):
     """
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
-        logits, numbers = self._per_class(*inputs)
-        is_own = _one_hot(numbers, logits.shape[-1])
-        own = jnp.sum(jnp.where(is_own, logits, 0), axis=-1)
-        own = jnp.where(jnp.any(is_own, axis=-1), own, jnp.nan)
-        return self._mean_sums(jax.nn.logsumexp(logits, axis=-1) - own, weights)
+        logits, classes = self._per_class(*inputs)
+        losses = jax.nn.logsumexp(logits, axis=-1) - _score_of(classes, logits)
+        return self._mean_sums(losses, weights)
 
     def compute(self) -> jax.Array:
         """Returns the perplexity; NaN if nothing was counted."""
@@ -223,21 +217,17 @@ class Perplexity(_PairMetric, MeanMetric):
 class ConfusionMatrix(_PairMetric):
     """How often each class was predicted for each label: labels in rows.
 
-    Predictions are scores of shape `(..., classes)`, or class numbers of shape `(...)`;
-    labels are class numbers of shape `(...)`, or one-hot of shape `(..., classes)`. A
-    label or prediction that is not a class, and a row of scores with NaN, is in no
-    cell; `compute().sum()` is then less than the total weight.
+    Predictions are scores of shape `(..., classes)` or class numbers; labels as for
+    `Accuracy`. A label or prediction that is not a class, and a row of scores with NaN,
+    is in no cell; `compute().sum()` is then less than the total weight.
 
     Args:
         num_classes: The number of classes.
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
+        predictions, labels: As for `Accuracy`.
 
     Example:
-        >>> matrix = ConfusionMatrix(2).update(
-        ...     jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
-        ... )
-        >>> matrix.compute().tolist()
+        >>> predictions, labels = jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
+        >>> ConfusionMatrix(2).update(predictions, labels).compute().tolist()
         [[1.0, 1.0], [0.0, 1.0]]
     """
 
@@ -247,10 +237,9 @@ class ConfusionMatrix(_PairMetric):
         return (self.num_classes, self.num_classes)
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
-        guess, truth = self._class_pair(*inputs, num_classes=self.num_classes)
+        guess, truth = self._one_hot_pair(inputs, self.num_classes)
         counts = self._weights(weights, truth[..., 0])
         rows = jnp.where(truth, counts[..., None], 0)
-        columns = guess.astype(jnp.float32)
         # On Explicit axes, JAX wants to be told the layout of the result.
         sharding, whole = jax.typeof(rows).sharding, None
         if _jax.is_explicit(sharding):
@@ -258,7 +247,7 @@ class ConfusionMatrix(_PairMetric):
         # A product of one-hot rows: partial sums stay on their shards. At the highest
         # precision, since TPUs would round weights to bfloat16.
         options: Any = {"precision": "highest", "out_sharding": whole}
-        return jnp.einsum("...i,...j->ij", rows, columns, **options)
+        return jnp.einsum("...i,...j->ij", rows, guess.astype(jnp.float32), **options)
 
     def compute(self) -> jax.Array:
         """Returns the weights, of shape `(num_classes, num_classes)`."""
@@ -266,9 +255,9 @@ class ConfusionMatrix(_PairMetric):
 
 
 class _ClassShare(_PairMetric):
-    """Base of precision, recall and F1: three shares of one table of counts.
+    """Base of precision, recall and F1: shares of one table, a column per class.
 
-    With two classes the table has one column, of the positive one.
+    With a threshold it has one column, of the positive class.
     """
 
     _: KW_ONLY
@@ -276,26 +265,22 @@ class _ClassShare(_PairMetric):
     num_classes: int | None = None
     average: Literal["macro"] | None = "macro"
 
+    # Of predictions and labels in what hits are divided by.
+    _shares: ClassVar[tuple[float, float]]
+
     def _shape(self) -> tuple[int, ...]:
-        name = type(self).__name__
-        context: Any = {"where": name, "error": MetricError}
-        _checks.choice("average", self.average, ("macro", None), **context)
+        where: Any = {"where": type(self).__name__, "error": MetricError}
+        _checks.choice("average", self.average, ("macro", None), **where)
         if self.threshold is not None and self.num_classes is not None:
-            msg = (
-                f"{name}: threshold= is for two classes and one score per label; with "
-                "num_classes=, the class with the highest score is predicted. Give one "
-                "of them."
-            )
-            raise MetricError(msg)
+            raise MetricError(f"{where['where']}: {_ONE_OF.format('num_classes')}")
         return (3, self.num_classes or 1)
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
-        scores, labels = inputs
         if self.num_classes is not None:
-            guess, truth = self._class_pair(scores, labels, self.num_classes)
+            guess, truth = self._one_hot_pair(inputs, self.num_classes)
         else:
-            truth = (labels > 0)[..., None]
-            guess = self._per_label(scores, labels)[..., None] > (self.threshold or 0)
+            truth = (inputs[1] > 0)[..., None]
+            guess = self._per_label(*inputs)[..., None] > (self.threshold or 0)
         counts = self._weights(weights, truth[..., 0])[..., None]
         dims = tuple(range(truth.ndim - 1))
         table = guess & truth, guess, truth
@@ -304,15 +289,11 @@ class _ClassShare(_PairMetric):
     def compute(self) -> jax.Array:
         """Returns the mean over classes, or the value of each; NaN if none occurs."""
         hits, predicted, actual = jnp.asarray(self.sums)
-        divisor = self._divisor(predicted, actual)
+        divisor = self._shares[0] * predicted + self._shares[1] * actual
         share = hits / jnp.where(divisor > 0, divisor, 1)
         # As scikit-learn: a class that is neither predicted nor present has no share.
         share = jnp.where(predicted + actual > 0, share, jnp.nan)
         return share if self.average is None else jnp.nanmean(share)
-
-    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
-        """Returns what the hits are divided by."""
-        raise NotImplementedError
 
 
 class Precision(_ClassShare):
@@ -320,8 +301,7 @@ class Precision(_ClassShare):
 
     By default there are two classes, and one score of the labels' shape: a score above
     the threshold predicts 1, and labels above 0 are positive. With `num_classes`,
-    predictions are scores of shape `(..., classes)`, of which the highest is predicted,
-    or class numbers of shape `(...)`; labels are class numbers or one-hot.
+    predictions and labels are as for `ConfusionMatrix`.
 
     A division by 0 gives 0; a class that occurs neither among labels nor among
     predictions has the value NaN, and does not count in the mean over classes. For
@@ -333,41 +313,24 @@ class Precision(_ClassShare):
             probabilities.
         num_classes: For more classes: their number.
         average: `"macro"` for the mean over classes; None for one value per class.
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
+        predictions, labels: As for `Accuracy`.
 
     Example:
-        >>> precision = Precision(threshold=0.5)
         >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
-        >>> float(precision.update(scores, labels).compute())
+        >>> float(Precision(threshold=0.5).update(scores, labels).compute())
         0.5
     """
 
-    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
-        return predicted
+    _shares = (1.0, 0.0)
 
 
 class Recall(_ClassShare):
-    """The fraction of positive labels that are predicted; arguments as `Precision`.
+    """The fraction of positive labels that are predicted; arguments as `Precision`."""
 
-    Example:
-        >>> recall = Recall(num_classes=2, average=None)
-        >>> recall.update(jnp.array([0, 1, 1]), jnp.array([0, 0, 1])).compute().tolist()
-        [0.5, 1.0]
-    """
-
-    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
-        return actual
+    _shares = (0.0, 1.0)
 
 
 class F1(_ClassShare):
-    """The harmonic mean of precision and recall; arguments as `Precision`.
+    """The harmonic mean of precision and recall; arguments as `Precision`."""
 
-    Example:
-        >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
-        >>> float(F1(threshold=0.5).update(scores, labels).compute())
-        0.5
-    """
-
-    def _divisor(self, predicted: jax.Array, actual: jax.Array) -> jax.Array:
-        return (predicted + actual) / 2  # that of the harmonic mean
+    _shares = (0.5, 0.5)  # the harmonic mean

@@ -1,9 +1,11 @@
 """`Metrics`: named metrics that read like a dict of their values.
 
-Nothing waits for the device until a value is printed or turned into a number, so that a
-training loop can hand metrics around without stalling.
+Arguments are found by name, so that one dict of metrics serves any model. Nothing waits
+for the device until a value is printed or turned into a number, so that a training loop
+can hand metrics around without stalling.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from meshlayout import _jax, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Batch, Leaf
-from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.inputs import as_metric, measured, named_inputs
-from meshlayout.metrics.metric import Metric
+from meshlayout.metrics.classification import Accuracy
+from meshlayout.metrics.metric import Mean, Metric, find
+
+
+_PROTOCOL = ("empty", "from_model_output", "merge", "compute")
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +39,9 @@ class Metrics(Mapping[str, Any]):
         metrics: The metrics by name: of this library, clu, metrax or any pytrees that
             follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
             nnx's Average and Accuracy.
+
+    Raises:
+        MetricError: If one of them is no metric.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,7 +68,11 @@ class Metrics(Mapping[str, Any]):
         self, metrics: Mapping[str, Any], names: tuple[str, ...] | None = None
     ) -> None:
         if names is None:  # from a user, not from JAX
-            metrics = _checked(metrics)
+            if not isinstance(metrics, Mapping):
+                shown = _checks.shown(metrics)
+                msg = f"metrics: expected a dict from names to metrics, got {shown}."
+                raise MetricError(msg)
+            metrics = {name: _as_metric(name, x) for name, x in metrics.items()}
             names = tuple(metrics)
         object.__setattr__(self, "metrics", metrics)
         object.__setattr__(self, "names", names)
@@ -92,8 +104,7 @@ class Metrics(Mapping[str, Any]):
         """
         if name not in self.names:
             near = did_you_mean(name, self.names)
-            msg = f"there is no metric {name!r} among {', '.join(self.names)}.{near}"
-            raise KeyError(msg)
+            raise KeyError(f"no metric {name!r} among {', '.join(self.names)}.{near}")
         return self.metrics[name]
 
     def update_from(
@@ -106,11 +117,10 @@ class Metrics(Mapping[str, Any]):
     ) -> "Metrics":
         """Returns the metrics with one step's batch added.
 
-        Use this in your own loop; the steps of this library call it for `metrics=`.
-        Arguments are found by name: an output of that name, otherwise an entry of the
-        batch, otherwise `losses`, `outputs` or `batch` themselves. A built-in metric
-        has the names in its fields, as in `Accuracy(labels="class")`; another one in
-        the parameters of its `from_model_output`.
+        Use this in your own loop; steps call it for their `metrics=`. Arguments are
+        found by name: an output, otherwise an entry of the batch, otherwise `losses` or
+        `batch` themselves. A built-in metric has the names in its fields, as in
+        `Accuracy(labels="class")`; another in those of its `from_model_output`.
 
         Args:
             outputs: The outputs of the loss function, by name; None if there are none.
@@ -122,12 +132,21 @@ class Metrics(Mapping[str, Any]):
             MetricError: If an argument is not found, or does not fit; or if there are
                 weights, and a metric cannot leave anything out.
         """
-        named = named_inputs(outputs, batch, losses)
+        if outputs is not None and not isinstance(outputs, Mapping):
+            msg = (
+                f"outputs is {_checks.shown(outputs)}; metrics find them by name, so "
+                "it must be a dict, such as {'logits': logits}."
+            )
+            raise MetricError(msg)
+        entries = enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+        entries = batch.items() if isinstance(batch, Mapping) else entries
+        named = {"losses": losses, "batch": batch}
+        named |= {str(name): x for name, x in entries} | {**(outputs or {})}
         updated: dict[str, Any] = {}
         for name in self.names:
             metric = self.metrics[name]
             try:
-                updated[name] = metric.merge(measured(metric, named, weights))
+                updated[name] = metric.merge(_measured(metric, named, weights))
             except MetricError as error:  # names its class, of which there may be two
                 msg = f"metric {name!r}: {error}"
                 raise MetricError(msg) from None
@@ -136,16 +155,14 @@ class Metrics(Mapping[str, Any]):
     def merge(self, other: "Metrics") -> "Metrics":
         """Returns the metrics of everything that both have counted.
 
-        Args:
-            other: Metrics with the same names.
-
         Raises:
             MetricError: If their names differ, or two metrics do not merge.
         """
-        if not isinstance(other, Metrics) or {*self.names} != {*other.names}:
-            is_other = isinstance(other, Metrics)
-            what = f"Metrics of {', '.join(other.names)}" if is_other else shown(other)
-            msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
+        theirs = {*other.names} if isinstance(other, Metrics) else None
+        if theirs != {*self.names}:
+            names = [", ".join(x.names) for x in (self, other) if hasattr(x, "names")]
+            what = f"Metrics of {names[-1]}" if names[1:] else _checks.shown(other)
+            msg = f"Metrics of {names[0]} do not merge with {what}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
         return Metrics(merged, self.names)
@@ -160,11 +177,8 @@ class Metrics(Mapping[str, Any]):
         return {name: self[name] for name in self.names}
 
     def local_values(self) -> dict[str, Any]:
-        """Returns the values by name, computed by one device of this process.
-
-        All of a mesh would compute the same few scalars; on several processes they
-        would have to do so together.
-        """
+        """Returns the values by name, computed by one device of this process."""
+        # All of a mesh would compute the same; several processes, only together.
         values = jax.tree.map(_one_copy, self)
         if _jax.is_tracing() or jax.sharding.get_abstract_mesh().empty:
             return values.compute()
@@ -174,11 +188,9 @@ class Metrics(Mapping[str, Any]):
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
 
-        Use this to log or print: all values are computed first and then waited for
-        together, instead of one by one.
+        Use this to log or print: it waits once, for all of them.
         """
         values = self.local_values()
-        # All copies are started before the first is waited for.
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
@@ -201,6 +213,74 @@ class Metrics(Mapping[str, Any]):
 _compute: Any = jax.jit(lambda metric: metric.compute())
 
 
+def _as_metric(name: str, metric: object) -> Any:
+    """Returns an object that follows the protocol of clu and metrax."""
+    if type(metric) is nnx.metrics.Average:
+        return Mean(metric.argname)
+    if type(metric) is nnx.metrics.Accuracy:
+        threshold = metric.threshold
+        if threshold is not None:  # theirs counts a score at the threshold as 1
+            threshold = float(np.nextafter(np.float32(threshold), np.float32(-np.inf)))
+        return Accuracy(labels="labels", threshold=threshold)
+    is_class = isinstance(metric, type)
+    if is_class and issubclass(metric, (Metric, nnx.metrics.Metric)):
+        fact = f"is no metric; an instance of it is: {metric.__name__}()."
+    elif not all(hasattr(metric, method) for method in _PROTOCOL):
+        fact = (
+            f"is not a metric: it must have {', '.join(_PROTOCOL)}, like those of this "
+            "library, clu and metrax, or be nnx's Average or Accuracy."
+        )
+    else:
+        return metric.empty() if is_class else metric
+    raise MetricError(f"metrics: {name!r}: {_checks.shown(metric)} {fact}")
+
+
+def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) -> Any:
+    """Returns the metric of one batch alone, from the inputs of a step by name.
+
+    Each parameter of a `from_model_output` gets the input of that name, and `**kwargs`
+    all. Elements of weight 0 are 0 there, so that NaN in them cannot leak; `mask` gets
+    whether weights are not 0, `weights` and `sample_weights` the weights.
+    """
+    if isinstance(metric, Metric):
+        return metric.from_model_output(**{**named, "weights": weights})
+    where = f"{type(metric).__module__.partition('.')[0]}'s {type(metric).__name__}"
+    parameters = inspect.signature(metric.from_model_output).parameters.values()
+    # A function of **kwargs is a composition, which passes a mask on.
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    known = {p.name: p for p in parameters if p.kind not in variable}
+    values = dict(named)
+    if weights is not None:
+        counts = _checks.real_array("weights", weights, where=where, error=MetricError)
+        values = {name: _blanked(x, counts) for name, x in values.items()}
+        masks = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
+        if not takes_any and known.keys().isdisjoint(masks):
+            msg = (
+                f"{where} takes neither 'mask' nor 'sample_weights', so it cannot "
+                "leave out what has weight 0. Use a metric of meshlayout.metrics, or "
+                "batches without padding and weights."
+            )
+            raise MetricError(msg)
+        values |= masks
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty:
+            find(values, name, where)
+    taken = {name: x for name, x in values.items() if takes_any or name in known}
+    return metric.from_model_output(**taken)
+
+
+def _blanked(value: Leaf, weights: jax.Array) -> Leaf:
+    """Returns a value with 0 where the weight is 0."""
+    # A value of another shape is not per element, and integers cannot be NaN.
+    if getattr(value, "shape", (None,))[: weights.ndim] != weights.shape:
+        return value
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    missing = tuple(range(weights.ndim, value.ndim))
+    return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)
+
+
 def _like(empty: Leaf, leaf: Leaf) -> Any:
     """Returns what a metric starts with, perhaps a number, like a later value."""
     if not hasattr(leaf, "dtype"):
@@ -208,23 +288,6 @@ def _like(empty: Leaf, leaf: Leaf) -> Any:
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)
     is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     return _jax.put(empty, leaf.sharding) if is_placed else empty
-
-
-def _checked(metrics: Any) -> dict[str, Any]:
-    if not isinstance(metrics, Mapping):
-        msg = f"Metrics takes a dict from names to metrics, got {shown(metrics)}."
-        raise MetricError(msg)
-    checked = {}
-    for name, metric in metrics.items():
-        if not isinstance(name, str) or not name:
-            msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
-            raise MetricError(msg)
-        try:
-            checked[name] = as_metric(metric)
-        except MetricError as error:
-            msg = f"Metrics: {name!r}: {error}"
-            raise MetricError(msg) from None
-    return checked
 
 
 def _one_copy(leaf: Leaf) -> Any:
@@ -245,6 +308,4 @@ def _value_text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, np.ndarray) and value.size > 8:
         return _render.array_text(value.dtype, value.shape)
-    if isinstance(value, np.ndarray):
-        return np.array2string(value, precision=4, separator=", ").replace("\n", "")
-    return str(value)
+    return str(value).replace("\n", "")

@@ -31,10 +31,8 @@ class Metric:
 
     It follows the protocol of clu and metrax, with settings in the instance: `empty`,
     `from_model_output`, `merge` and `compute`; `update` merges a batch whose arguments
-    are given one by one. `merge` is associative, so that steps, shards and processes
-    can be merged in any grouping, and `jax.lax.psum` of a metric merges those of all
-    shards in `shard_map`. All of it works eagerly and inside jit, scan, vmap and
-    shard_map, on inputs in any layout.
+    are given one by one. Metrics of steps, shards and processes merge in any grouping;
+    in `shard_map`, `jax.lax.psum` of a metric merges those of all shards.
 
     `weights` are per element: None if all elements count, or an array of the shape of
     the elements or of their first dims. An element of weight 0 adds nothing, even if it
@@ -59,8 +57,8 @@ class Metric:
         """Makes a subclass a frozen dataclass and a pytree."""
         super().__init_subclass__(**kwargs)
         # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
-        # are equal, and jit may run the program of one for the other. So the class is
-        # a setting, too.
+        # are equal, and jit may run the program of one for the other: so the class is
+        # a setting.
         cls.__annotations__ = {**inspect.get_annotations(cls), "_kind": type}
         cls._kind = dataclasses.field(default=cls, kw_only=True, repr=False)
         dataclass(frozen=True, eq=False)(cls)
@@ -81,10 +79,9 @@ class Metric:
 
     def _added(self, *inputs: ArrayLike, weights: ArrayLike | None) -> Self:
         """Returns the metric with a batch added."""
-        pairs = zip(inputs, self._inputs, strict=True)
-        arrays = [self._array(value, name) for value, name in pairs]
-        sums = jnp.asarray(self.sums), self._sums_of(arrays, weights)
-        return dataclasses.replace(self, sums=self._merged(*sums))
+        arrays = map(self._array, self._inputs, inputs)
+        sums = self._merged(jnp.asarray(self.sums), self._sums_of([*arrays], weights))
+        return dataclasses.replace(self, sums=sums)
 
     def from_model_output(
         self, *, weights: ArrayLike | None = None, **named: Any
@@ -93,8 +90,8 @@ class Metric:
 
         Args:
             weights: The weights; None if all count.
-            **named: The outputs of the model and the entries of the batch, among them
-                those that the metric's settings name; positions as `"0"`, `"1"`.
+            **named: Outputs and entries of the batch, among them those that the
+                settings name; positions as `"0"`, `"1"`.
 
         Raises:
             MetricError: If an input is missing, or does not fit.
@@ -112,17 +109,13 @@ class Metric:
     def merge(self, other: Self) -> Self:
         """Returns the metric of everything that this one and another have counted.
 
-        Args:
-            other: A metric of the same class and settings.
-
         Raises:
             MetricError: If the class or a setting differs.
         """
         if jax.tree.structure(self) != jax.tree.structure(other):
-            theirs = repr(other) if isinstance(other, Metric) else _checks.shown(other)
             msg = (
-                f"{self!r} does not merge with {theirs}: both must have the same class "
-                "and settings."
+                f"{self!r} does not merge with {other!r}: both must have the same "
+                "class and settings."
             )
             raise MetricError(msg)
         sums = self._merged(jnp.asarray(self.sums), jnp.asarray(other.sums))
@@ -135,36 +128,31 @@ class Metric:
         """Returns the empty metric of the same settings."""
         return dataclasses.replace(self, sums=None)
 
-    def _array(self, x: ArrayLike, name: str) -> jax.Array:
-        """Returns an input as an array of real numbers or bools."""
+    def _array(self, name: str, x: ArrayLike) -> jax.Array:
         return _checks.real_array(name, x, where=type(self).__name__, error=MetricError)
 
     def _weights(self, weights: ArrayLike | None, elements: jax.Array) -> jax.Array:
         """Returns one float32 weight per element, 0 for a strategy's padding."""
-        context, mask = current_context.get(), None
-        if context is not None and context.mask is not None:
-            mask = context.example_mask
+        context, name = current_context.get(), "weights"
+        mask = None if context is None or context.mask is None else context.example_mask
         if weights is not None:
-            given = self._array(weights, "weights").astype(jnp.float32)
-            if mask is not None and given.shape[:1] == mask.shape:
-                is_real = jnp.expand_dims(mask, tuple(range(1, given.ndim))) > 0
-                given = jnp.where(is_real, given, 0)
-        elif mask is None:
-            return jnp.ones_like(elements, dtype=jnp.float32)
+            factors = self._array(name, weights).astype(jnp.float32)
+            if mask is not None and factors.shape[:1] == mask.shape:
+                factors = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+        elif mask is not None:
+            factors, name = mask, "this replica's example_mask"
         else:
-            given = mask
+            return jnp.ones_like(elements, dtype=jnp.float32)
         if not elements.ndim:  # one number of the whole batch, which may be padding
-            return jnp.any(given != 0).astype(jnp.float32)
-        if given.shape != elements.shape[: given.ndim]:
-            whose = "weights" if weights is not None else "this replica's example_mask"
+            return jnp.any(factors != 0).astype(jnp.float32)
+        if factors.shape != elements.shape[: factors.ndim]:
             msg = (
-                f"{type(self).__name__}: {text(whose, given)} does not fit "
+                f"{type(self).__name__}: {text(name, factors)} does not fit "
                 f"{text('elements', elements)}. Give weights of the shape of the "
                 f"elements or of their first dims, such as {elements.shape[:1]}."
             )
             raise MetricError(msg)
-        missing = tuple(range(given.ndim, elements.ndim))
-        return jnp.broadcast_to(jnp.expand_dims(given, missing), elements.shape)
+        return jnp.broadcast_to(_spread(factors, elements.ndim), elements.shape)
 
 
 class MeanMetric(Metric):
@@ -205,10 +193,8 @@ class _ValueMetric(MeanMetric):
     def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
         """Returns the metric with a batch of values added.
 
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`. A value without dims counts once per
-                update, unless all weights are 0.
+        A value without dims, such as an auxiliary loss of a whole batch, counts once
+        per update, unless all weights are 0.
 
         Raises:
             MetricError: If the weights do not fit the values.
@@ -222,10 +208,6 @@ class _ValueMetric(MeanMetric):
 class Mean(_ValueMetric):
     """The weighted mean of values: `total` divided by `count`.
 
-    Use this for losses and any other numbers per example or per token. A value without
-    dims, such as an auxiliary loss of a whole batch, counts once per update, unless all
-    weights are 0.
-
     Args:
         values: The name of the values in a step's outputs or batch; the per-example
             losses by default.
@@ -238,15 +220,7 @@ class Mean(_ValueMetric):
 
 
 class Sum(_ValueMetric):
-    """The weighted sum of values; 0 if nothing was counted.
-
-    Args:
-        values: The name of the values in a step's outputs or batch.
-
-    Example:
-        >>> float(Sum("tokens").update(jnp.array([3, 4])).compute())
-        7.0
-    """
+    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted."""
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
@@ -256,16 +230,8 @@ class Sum(_ValueMetric):
 class Last(_ValueMetric):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
-    Use this for a number per step, such as a learning rate. Merging keeps the value of
-    the other metric, which is taken to be the later one, if it has any.
-
-    Args:
-        values: The name of the values in a step's outputs or batch.
-
-    Example:
-        >>> rate = Last("learning_rate").update(0.1).update(0.01)
-        >>> round(float(rate.compute()), 3)
-        0.01
+    Use this for a number per step, such as a learning rate; arguments as `Mean`.
+    Merging keeps the value of the other metric, which is taken to be the later one.
     """
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
@@ -295,3 +261,7 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
 def text(name: str, x: jax.Array) -> str:
     """Returns an array's name and type, for a message."""
     return f"{name} {_render.array_text(x.dtype, x.shape)}"
+
+
+def _spread(x: jax.Array, ndim: int) -> jax.Array:
+    return jnp.expand_dims(x, tuple(range(x.ndim, ndim)))

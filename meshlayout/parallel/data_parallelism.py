@@ -10,6 +10,7 @@ embedding must never be sharded by features: every activation then would be, on 
 that also shards the batch, and the program sends ten times as much.
 """
 
+import itertools
 import math
 import re
 import warnings
@@ -22,12 +23,7 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import (
-    LayoutError,
-    LayoutMapError,
-    LayoutWarning,
-    stack_level,
-)
+from meshlayout.errors import LayoutError, LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
@@ -87,8 +83,7 @@ def zero_rule(
         mesh: The mesh.
         axes: The axes to shard over; by default all that shard the mesh's batches. None
             of them, `()`, if only `memory_kind` matters.
-        min_size: Arrays of fewer elements are not sharded: it would save little
-            memory, and each costs an all-gather.
+        min_size: Arrays of fewer elements are not sharded.
         memory_kind: In which of the devices' memories the arrays are, such as
             `"pinned_host"`: a train step copies optimizer state to the device for the
             update, and back. None for the parameter's own.
@@ -114,13 +109,12 @@ def zero_rule(
         <BLANKLINE>
     """
     mesh = as_mesh(mesh)
-    if axes == ():
-        names: tuple[str, ...] = ()
-    else:
-        names = _axes(mesh, "zero_rule", axes, batch_axes(mesh))
+    names = () if axes == () else _axes(mesh, "zero_rule", axes, batch_axes(mesh))
     context = _checks.Context(where="zero_rule", error=LayoutMapError)
     min_size = _checks.count("min_size", min_size, at_least=0, **context)
-    return ZeroRule(names, mesh, min_size, _check_memory_kind(memory_kind, mesh))
+    if memory_kind is not None:
+        _check_memory(memory_kind, mesh)
+    return ZeroRule(names, mesh, min_size, memory_kind)
 
 
 def fsdp(
@@ -134,11 +128,11 @@ def fsdp(
 ) -> LayoutMap:
     """Returns the map for fully sharded data parallelism (ZeRO stage 3).
 
-    Every array of `min_bytes` or more is sharded on one dim, which its shape decides
-    (see the top of this file); its optimizer state and moving average follow.
-    Use this when the model does not fit each device whole. Rules for single arrays go
-    on top: `fsdp(mesh) | {"head/kernel": [...]}`. Arrays whose own Flax metadata names
-    axes of this mesh are sharded as that says.
+    Every array of `min_bytes` or more is sharded on one dim, which its shape decides;
+    its optimizer state and moving average follow. Use this when the model does not fit
+    each device whole. Rules for single arrays go on top: `fsdp(mesh) | {"head/kernel":
+    [...]}`. Arrays whose own Flax metadata names axes of this mesh are sharded as that
+    says.
 
     With a model, its forward program is traced as by `tensor_parallel`: what rows are
     looked up in is sharded by rows, however small, and a loop over layers whose carry
@@ -151,8 +145,7 @@ def fsdp(
 
     Args:
         mesh: The mesh.
-        model_or_build: The model, or a function that builds it, as for
-            `tensor_parallel`; or None.
+        model_or_build: None, or the model as for `tensor_parallel`.
         example_inputs: As for `tensor_parallel`.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
             and otherwise the axes that shard its batches: `batch` and `data`.
@@ -177,43 +170,35 @@ def fsdp(
         >>> kernel = jax.ShapeDtypeStruct((784, 128), "float32")
         >>> layouts.resolve({"dense": {"kernel": kernel}})["dense/kernel"].layout
         Layout([unsharded, batch], Mesh(batch=8))
-        >>> hybrid = ml.create_mesh({"replica": 2, "fsdp": -1}, dcn="replica")
-        >>> fsdp(hybrid).resolve({"dense": {"kernel": kernel}})["dense/kernel"].layout
-        Layout([unsharded, fsdp], Mesh(replica=2, fsdp=4))
     """
     mesh = as_mesh(mesh)
-    if isinstance(model_or_build, (str, tuple, list)) and example_inputs is None:
-        msg = f"fsdp: to shard over other axes, write axes={model_or_build!r}."
-        raise LayoutMapError(msg)
     natural = ("fsdp",) if "fsdp" in mesh else batch_axes(mesh)
     names = _axes(mesh, "fsdp", axes, natural)
     context = _checks.Context(where="fsdp", error=LayoutMapError)
     min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **context)
     if model_or_build is None and example_inputs is None and call is None:
-        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
+        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes=min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    tables = [x.path for index, x in enumerate(params) if flow.looked_up >> index & 1]
-    layouts = LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes, tuple(tables)))
+    tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
     for shape, read in flow.loops:
-        paths = [
-            param.path
-            for index, param in enumerate(params)
-            if read >> index & 1 and param.nbytes >= min_bytes
-        ]
-        if paths:
+        is_read = (bool(read >> index & 1) for index in range(len(params)))
+        loop_params = itertools.compress(params, is_read)
+        path = next((x.path for x in loop_params if x.nbytes >= min_bytes), None)
+        if path is not None:
             rows = batch_axes(mesh) or names
-            rows = rows[0] if len(rows) == 1 else rows
+            entry = rows[0] if len(rows) == 1 else rows
             line = (
-                f"fsdp: a loop reads {paths[0]!r}, which is sharded, and carries an "
+                f"fsdp: a loop reads {path!r}, which is sharded, and carries an "
                 f"activation of shape {shape}, which nothing constrains: XLA may "
                 "shard that like the weights and move every activation. Write x = "
                 "ml.constrain(x, 'carry') as the first line of the loop's body, and "
                 "give the step layouts=ml.LayoutMap(mesh, "
-                f"{{'carry': ({rows!r}, ...)}})."
+                f"{{'carry': ({entry!r}, ...)}})."
             )
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
             break
-    return layouts
+    rule = FsdpRule(names, mesh, min_bytes=min_bytes, tables=tables)
+    return LayoutMap(mesh, default=rule)
 
 
 def _axes(
@@ -222,16 +207,14 @@ def _axes(
     """Returns the axes that a user gave, or the natural ones of the mesh."""
     if axes is None and not natural:
         msg = (
-            f"{where}: {mesh!r} has no axis named "
-            f"{', '.join(map(repr, BATCH_AXES))}. Give the axes to shard over, as "
-            f"{where}(mesh, axes={mesh.axis_names[0]!r})."
+            f"{where}: {mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}. "
+            f"Give the axes to shard over, as {where}(mesh, "
+            f"axes={mesh.axis_names[0]!r})."
         )
         raise LayoutMapError(msg)
     names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
-    is_names = isinstance(names, (tuple, list)) and all(
-        isinstance(name, str) for name in names
-    )
-    if not is_names or not names or len(set(names)) < len(names):
+    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
+    if not is_names or len({*names}) < len(names):
         msg = (
             f"{where}: axes must be a mesh axis name or several different ones, got "
             f"{_checks.shown(axes)}."
@@ -241,14 +224,13 @@ def _axes(
     return tuple(names)
 
 
-def _check_memory_kind(kind: Any, mesh: Mesh) -> str | None:
+def _check_memory(kind: Any, mesh: Mesh) -> None:
     try:
-        layout = Layout([], mesh, memory_kind=kind)
+        sharding = Layout([], mesh, memory_kind=kind).sharding
     except LayoutError as error:
         raise LayoutMapError(f"zero_rule: {error}") from None
-    kind = layout.memory_kind
     is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
-    if kind is not None and (is_old or layout.sharding.memory_kind != kind):
+    if is_old or sharding.memory_kind != kind:
         # Described GPUs do not list their memories, and JAX then leaves out the kind.
         msg = (
             f"zero_rule: JAX cannot move arrays to {kind!r} in programs for the "
@@ -256,20 +238,24 @@ def _check_memory_kind(kind: Any, mesh: Mesh) -> str | None:
             "on described TPUs, it works."
         )
         raise LayoutMapError(msg)
-    return kind
 
 
 @dataclass(frozen=True)
-class _ShardingRule:
-    """Shards arrays over axes that do not shard them yet, on one dim more.
+class ZeroRule:
+    """The rule of `zero_rule`: shards arrays over more axes, on the largest dim.
 
     Attributes:
-        axes: The mesh axes to shard over, major first.
+        axes: The mesh axes to shard over, major first; those that shard an array
+            already are left out.
         mesh: The mesh.
+        min_size: Arrays of fewer elements are not sharded further.
+        memory_kind: The memory of the arrays, or None for what they have.
     """
 
     axes: tuple[str, ...]
     mesh: Mesh = field(repr=False)
+    min_size: int = field(default=0, repr=False)
+    memory_kind: str | None = field(default=None, repr=False)
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of an array that nothing else shards."""
@@ -279,6 +265,8 @@ class _ShardingRule:
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
     ) -> Rule:
         """Returns the layout of an array that has one, and why if it stays."""
+        if shape and self.memory_kind is not None:
+            layout = layout.with_memory_kind(self.memory_kind)
         used = [axis for entry in layout.specs for axis in axes_of(entry)]
         free = tuple(axis for axis in self.axes if axis not in used)
         if not shape or self.mesh.axis_size(free) == 1:
@@ -292,16 +280,14 @@ class _ShardingRule:
             sharded = layout.with_specs(entries)
             if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
                 return Rule(sharded)
-        if not reason:
-            over = f"divide over {', '.join(map(repr, free))}"
-            reason = f"no dim divides over {', '.join(map(repr, free))}"
-            if len(dims) < len(shape):
-                reason = (
-                    f"dim {dims[0]}, of size {shape[dims[0]]}, does not {over}; "
-                    "sharded by another, a lookup table shards every activation"
-                )
+        over = f"over {', '.join(map(repr, free))}"
+        if len(dims) < len(shape):
+            reason = reason or (
+                f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}; "
+                "sharded by another, a lookup table shards every activation"
+            )
         state = "not sharded further" if shards > 1 else "whole"
-        return Rule(layout, note=f"{state}: {reason}")
+        return Rule(layout, note=f"{state}: {reason or f'no dim divides {over}'}")
 
     def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
         """Returns the dims that may be sharded, in order of preference."""
@@ -309,37 +295,13 @@ class _ShardingRule:
 
     def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
         """Returns why an array that is sharded so often is not sharded further."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ZeroRule(_ShardingRule):
-    """The rule of `zero_rule`: on the largest dim that divides.
-
-    Attributes:
-        min_size: Arrays of fewer elements are not sharded further.
-        memory_kind: The memory of the arrays, or None for what they have.
-    """
-
-    min_size: int
-    memory_kind: str | None
-
-    def extend(
-        self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
-    ) -> Rule:
-        """Returns the layout of an array that has one, and why if it stays."""
-        if shape and self.memory_kind is not None:
-            layout = layout.with_memory_kind(self.memory_kind)
-        return super().extend(path, shape, dtype, layout)
-
-    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
         size = math.prod(shape)
         few = f"{size} elements, fewer than min_size={self.min_size}"
         return few if size < self.min_size else ""
 
 
 @dataclass(frozen=True)
-class FsdpRule(_ShardingRule):
+class FsdpRule(ZeroRule):
     """The rule of `fsdp`: on the dim that moves the least.
 
     Attributes:
@@ -347,7 +309,7 @@ class FsdpRule(_ShardingRule):
         tables: The paths of what rows are looked up in; None if no program was traced.
     """
 
-    min_bytes: int
+    min_bytes: int = 0
     tables: tuple[str, ...] | None = field(default=None, repr=False)
 
     def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
@@ -356,20 +318,18 @@ class FsdpRule(_ShardingRule):
         return few if nbytes < self.min_bytes * shards else ""
 
     def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
+        dims = super()._dims(path, shape, layout)
+        if len(shape) == 2:
+            dims = self._matrix_dims(path, *shape)
         # A dim that is sharded already is the last choice: it gets smaller still.
-        dims = self._whole_dims(path, shape)
         return sorted(dims, key=lambda dim: layout.specs[dim] is not None)
 
-    def _whole_dims(self, path: str, shape: tuple[int, ...]) -> Sequence[int]:
-        if len(shape) != 2:
-            return super()._dims(path, shape, Layout.replicated(self.mesh, len(shape)))
-        rows, columns = shape
+    def _matrix_dims(self, path: str, rows: int, columns: int) -> Sequence[int]:
         is_kernel = _KERNEL.search(path) is not None
+        is_table = not is_kernel and _TABLE.search(path) is not None
         if self.tables is not None:
             is_table = any(f"/{path}".endswith(f"/{table}") for table in self.tables)
             is_kernel = not is_table
-        else:
-            is_table = not is_kernel and _TABLE.search(path) is not None
         if is_table:
             return (0,)
         if columns >= _VOCABULARY * rows:

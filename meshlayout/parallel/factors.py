@@ -42,28 +42,20 @@ class Factor:
         root = self
         while root._link is not None:
             root = root._link
-        node = self
-        while node._link is not None:  # shorter next time
-            node._link, node = root, node._link
+        if root is not self:  # shorter next time
+            self._link = root
         return root
 
     @property
     def leaves(self) -> "list[Factor]":
         """The factors, major first, into which reshapes elsewhere have split it."""
         root = self.root
-        if root._parts is None:
-            return [root]
-        return root._parts[0].leaves + root._parts[1].leaves
+        return leaves_of(root._parts) if root._parts else [root]
 
-    @property
-    def blocked(self) -> str:
-        """Why it cannot be sharded, or nothing."""
-        return self.root._block or self.root._below
-
-    @property
-    def blocked_with_those_above(self) -> str:
-        """Why it cannot even be sharded together with the factors above it."""
-        return self.root._block
+    def refusal(self, *, with_those_above: bool = False) -> str:
+        """Returns why it cannot be sharded, or not even with the factors above it."""
+        root = self.root
+        return root._block or ("" if with_those_above else root._below)
 
     def block(self, reason: str) -> None:
         """Records why this factor cannot be sharded; the first reason counts."""
@@ -91,25 +83,15 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FactoredArray:
-    """A value of the program.
-
-    Attributes:
-        shape: Its shape.
-        dims: The factors of each dim; none for a dim of size 1.
-        params: The parameters that it depends on, as bits.
-        of_inputs: Whether it depends on the example inputs. A value that depends on
-            parameters alone is as good as one.
-        history: The contractions that it depends on, as bits.
-        origin: The array that it was cast from, or None.
-    """
+class Value:
+    """A value of the program; one of parameters alone is as good as a parameter."""
 
     shape: tuple[int, ...]
-    dims: Dims
-    params: int = 0
-    of_inputs: bool = False
-    history: int = 0
-    origin: "FactoredArray | None" = field(default=None, repr=False)
+    dims: Dims  # no factors for a dim of size 1
+    params: int = 0  # what parameters it depends on, as bits
+    of_inputs: bool = False  # whether it depends on the example inputs
+    history: int = 0  # the contractions that it depends on, as bits
+    origin: "Value | None" = field(default=None, repr=False)  # before a cast
 
     @property
     def size(self) -> int:
@@ -122,9 +104,25 @@ class FactoredArray:
         return 0 if self.of_inputs else self.params
 
     @property
-    def source(self) -> "FactoredArray":
+    def source(self) -> "Value":
         """What it was cast from, or itself."""
         return self.origin or self
+
+
+def made_of(
+    args: Iterable[Value],
+    shape: tuple[int, ...],
+    dims: Dims,
+    history: int = 0,
+    origin: Value | None = None,
+) -> Value:
+    """Returns a value that depends on what some arrays do, and on contractions."""
+    params, of_inputs = 0, False
+    for arg in args:
+        params |= arg.params
+        of_inputs |= arg.of_inputs
+        history |= arg.history
+    return Value(shape, dims, params, of_inputs, history, origin)
 
 
 def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:
@@ -220,13 +218,3 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
             factor.put_below(group[0].size)
         grouped.append(tuple(group))
     return tuple(grouped)
-
-
-def dependence(args: Iterable[FactoredArray]) -> tuple[int, bool, int]:
-    """Returns `params`, `of_inputs` and `history` of what is made of some arrays."""
-    params, of_inputs, history = 0, False, 0
-    for arg in args:
-        params |= arg.params
-        of_inputs |= arg.of_inputs
-        history |= arg.history
-    return params, of_inputs, history

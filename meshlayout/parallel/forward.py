@@ -1,11 +1,10 @@
-"""The traced forward program of a model: its operations and named parameters.
+"""The traced forward program of a model, and what becomes of its parameters in it.
 
 A model is an NNX module, a Linen module, or any pytree of arrays with the function that
 calls it; arrays or their shapes, or a function that builds one of these. It is traced
 as its user calls it, abstractly: nothing is computed or put on a device.
 """
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh
-from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, fresh_dims
+from meshlayout.parallel.factors import OF_INPUTS, Value, fresh_dims
 from meshlayout.parallel.flow import Flow
-from meshlayout.parallel.operations import walk
+from meshlayout.parallel.program import walk
 from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
 
@@ -35,22 +34,11 @@ Call: TypeAlias = Callable[..., PyTree]
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """An array of a model.
-
-    Attributes:
-        path: Its name.
-        nbytes: Its size in bytes.
-        array: Its value in the program: its shape, and the factors of its dims.
-    """
+    """An array of a model."""
 
     path: str
     nbytes: int
-    array: FactoredArray
-
-    @property
-    def rank(self) -> int:
-        """Its number of dims."""
-        return len(self.array.shape)
+    array: Value  # its shape, and the factors of its dims
 
 
 def follow(
@@ -69,9 +57,6 @@ def follow(
         where: The public function, which messages name.
         mesh: The mesh, if constraints that the model asks for by name matter.
 
-    Returns:
-        The model's arrays, and what is known of their factors.
-
     Raises:
         LayoutMapError: If the model cannot be called so.
     """
@@ -87,44 +72,43 @@ def follow(
         arrays, rebuild_inputs = _split_arrays(inputs)
         shapes = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
         named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
-        with (
-            named,
-            _jaxprs.short_sharding_errors,
-            _checks.noted(f"while {where} traces the model for inputs of {shapes}"),
-        ):
+        tracing = _checks.noted(
+            f"while {where} traces the model for inputs of {shapes}"
+        )
+        with named, _jaxprs.short_sharding_errors, tracing:
             tree, run = _as_function(model, inputs, call, where)
-            params, rebuild_tree = _split_arrays(tree)
+            values, rebuild_tree = _split_arrays(tree)
 
-            def forward(params: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
-                result = run(rebuild_tree(params), *rebuild_inputs(arrays))
+            def forward(values: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
+                result = run(rebuild_tree(values), *rebuild_inputs(arrays))
                 return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
 
-            closed = jax.make_jaxpr(forward)(params, arrays)
-    leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
-    found: list[Parameter] = []
-    for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
+            closed = jax.make_jaxpr(forward)(values, arrays)
+    paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+    params: list[Parameter] = []
+    for index, (path, x) in enumerate(zip(paths, values, strict=True)):
         # Keys and counts are not learned: what is made of them alone is no weight.
-        is_kind = functools.partial(jnp.issubdtype, shape.dtype)
-        is_quantized = is_kind(jnp.integer) and shape.dtype.itemsize == 1
-        bit = 1 << index if is_quantized or is_kind(jnp.inexact) else 0
-        array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
-        nbytes = shape.size * _jax.itemsize(shape.dtype)
-        found.append(Parameter(leaf.path, nbytes, array))
-    values = [
-        FactoredArray(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
-        for x in arrays
-    ]
+        is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
+        is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
+        array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
+        params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
     flow = Flow()
-    walk(flow, closed.jaxpr, [*(param.array for param in found), *values])
-    return found, flow
+    batch = [
+        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True) for x in arrays
+    ]
+    walk(flow, closed.jaxpr, [*(param.array for param in params), *batch])
+    return params, flow
 
 
 def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     """Returns the model, which a function may build."""
-    context = _checks.Context(where=where, error=LayoutMapError, hint=_MODELS)
-    is_module = isinstance(model_or_build, nn.Module)
-    if is_module or _paths.holds_modules(model_or_build):
+    if isinstance(model_or_build, nn.Module) or _paths.holds_modules(model_or_build):
         return model_or_build
+    hint = (
+        "Give a module, a pytree of parameters with call=, or a function that builds "
+        "one, such as lambda: Model(rngs=nnx.Rngs(0))."
+    )
+    context = _checks.Context(where=where, error=LayoutMapError, hint=hint)
     if not callable(model_or_build):
         _checks.has_arrays("model_or_build", model_or_build, **context)
         return model_or_build
@@ -135,34 +119,23 @@ def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     return traced.rebuild(traced.leaves)
 
 
-_MODELS = (
-    "Give a module, a pytree of parameters with call=, or a function that builds one, "
-    "such as lambda: Model(rngs=nnx.Rngs(0))."
-)
-
-
 def _as_function(
     model: Model, inputs: tuple[Batch, ...], call: Call | None, where: str
 ) -> tuple[PyTree, Call]:
     """Returns a model's arrays, and its call as a function of these and the inputs."""
     if isinstance(model, nn.Module):
-
-        def apply(variables: PyTree, *inputs: Batch) -> PyTree:
-            keys = {"params": jax.random.key(0)}  # Linen draws all others from it
-            options: Any = {"method": call, "rngs": keys, "mutable": True}
-            return model.apply(variables, *inputs, **options)
-
         arrays, rebuild = _split_arrays(inputs)
         variables = jax.eval_shape(
             lambda arrays: model.init(jax.random.key(0), *rebuild(arrays), method=call),
             arrays,
         )
-        return variables, apply
+        keys = {"params": jax.random.key(0)}  # Linen draws all others from it
+        options: Any = {"method": call, "rngs": keys, "mutable": True}
+        return variables, lambda *args: model.apply(*args, **options)
     if call is None and (not callable(model) or isinstance(model, type)):
         msg = (
             f"{where}: {_checks.shown(model)} does not say how it is called. Give "
-            "call=, a function of the model and the inputs, such as "
-            "call=module.apply."
+            "call=, a function of the model and the inputs, such as call=module.apply."
         )
         raise LayoutMapError(msg)
     if not _paths.holds_modules(model):

@@ -1,98 +1,56 @@
 """Operations of a program, and how each ties the dims of its arrays together.
 
-A jaxpr is walked once from its arguments to its results, inner jaxprs in place. A table
-has a handler for each kind of operation, which links factors of what it reads and
-makes, or blocks them with the reason, and notes in the `Flow` what would be sent.
+A table has a handler for each kind of operation, which links factors of what it reads
+and makes, or blocks them with the reason, and notes in the `Flow` what would be sent:
+of products, the sum over what they contract and, for dims that they pass on, the sum in
+the gradient of the other operand.
 
 Operations that are not listed here block all that they touch, by their name. To guess
 that a new one works element by element would cost a collective that nobody looks for.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal
-
-from meshlayout import _jax
 from meshlayout._annotations import Equation
 from meshlayout.parallel.factors import (
     Dim,
     Dims,
-    FactoredArray,
+    Value,
     block,
-    dependence,
     fresh_dims,
     link,
     link_all,
     regroup,
 )
 from meshlayout.parallel.flow import Flow
-from meshlayout.parallel.products import (
-    convolution,
-    grouped_matmul,
-    look_up,
-    matmul,
-    out_shapes,
-    unknown,
-)
 
 
-def walk(flow: Flow, jaxpr: Any, args: Sequence[FactoredArray]) -> list[FactoredArray]:
-    """Walks a jaxpr from its arguments and returns its results.
+WINDOW = "it is the window of a convolution"
+STACKED = "a loop runs over it"
 
-    Args:
-        flow: Where to note what is found.
-        jaxpr: The operations.
-        args: The factors of its arguments.
-    """
-    values: dict[Any, FactoredArray] = dict(zip(jaxpr.invars, args, strict=True))
-    for constant in jaxpr.constvars:
-        values[constant] = _constant(constant)
-
-    def read(var: Any) -> FactoredArray:
-        return _constant(var) if isinstance(var, Literal) else values[var]
-
-    for eqn in jaxpr.eqns:
-        results = _results(flow, eqn, list(map(read, eqn.invars)))
-        values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+Handler: TypeAlias = Callable[..., "list[Dims]"]
+"""`(flow, eqn, *operands) -> dims` of each result."""
 
 
-def _results(
-    flow: Flow, eqn: Equation, args: list[FactoredArray]
-) -> Sequence[FactoredArray]:
-    name = eqn.primitive.name
-    if name in _CALLS:
-        return _CALLS[name](flow, eqn, args)
-    handler = _OPERATIONS.get(name)
-    flow.new_bits = 0
-    flow.itemsize = max([1, *(_jax.itemsize(v.aval.dtype) for v in eqn.outvars[:1])])
-    dims = handler(flow, eqn, *args) if handler else unknown(eqn, args)
-    # A slice of a weight is a weight, whatever says where it begins.
-    params, of_inputs, history = dependence(args[: 1 if name in _SLICES else None])
-    history |= flow.new_bits
-    origin = args[0].source if name in _CASTS else None
-    return [
-        FactoredArray(shape, each, params, of_inputs, history, origin)
-        for shape, each in zip(out_shapes(eqn), dims, strict=True)
-    ]
+def out_shapes(eqn: Equation) -> list[tuple[int, ...]]:
+    """Returns the shapes of an operation's results."""
+    return [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
 
 
-def _constant(var: Any) -> FactoredArray:
-    shape = tuple(getattr(var.aval, "shape", ()))
-    return FactoredArray(shape, fresh_dims(shape))
+def unknown(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
+    """Serves an operation that is not followed: it blocks what it touches."""
+    reason = f"{eqn.primitive.name} is not followed"
+    for arg in args:
+        block(arg.dims, reason)
+    return [fresh_dims(shape, reason) for shape in out_shapes(eqn)]
 
 
-# One handler per kind of operation. It gets the flow, the equation and the operands,
-# and returns the dims of each result.
-
-_Handler: TypeAlias = Callable[..., "list[Dims]"]
+# Operations that pass their operands' dims on.
 
 
-def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
+def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     shapes = out_shapes(eqn)
     dims: list[Dim] = list(fresh_dims(shapes[0]))
     for index, size in enumerate(shapes[0]):
@@ -108,70 +66,56 @@ def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
                 for index, dim in enumerate(dims)
                 if dim and not (arg.shape and arg.dims[index])
             ]
-            flow.sum_gradient(arg, served, int(np.prod(shapes[0])))
+            flow.sum_gradient(arg, served, math.prod(shapes[0]))
     if len(args) > 1:
         flow.together.append(tuple(dims))
         flow.add_lookups(args)
     return [tuple(dims)] * len(shapes)
 
 
-def _bitcast(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    return [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(eqn, [x])
+def _bitcast(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
+    return [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(flow, eqn, x)
 
 
-def _pairwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
-    return [arg.dims for arg in args]
-
-
-def _generated(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
-    return [fresh_dims(shape) for shape in out_shapes(eqn)]
-
-
-def _transposed(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
+def _transposed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     return [tuple(x.dims[dim] for dim in eqn.params["permutation"])]
 
 
-def _reshaped(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    return [regroup(x.dims, out_shapes(eqn)[0])]
-
-
-def _squeezed(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
+def _squeezed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     gone = {dim % len(x.shape) for dim in eqn.params["dimensions"]}
     return [tuple(dim for index, dim in enumerate(x.dims) if index not in gone)]
 
 
-def _broadcast(flow: Flow, eqn: Equation, x: FactoredArray, *_: Any) -> list[Dims]:
+def _broadcast(flow: Flow, eqn: Equation, x: Value, *_: Any) -> list[Dims]:
     shape = out_shapes(eqn)[0]
-    dims = list(fresh_dims(shape))
-    new = set(range(len(shape)))
-    for dim, target in zip(x.dims, eqn.params["broadcast_dimensions"], strict=True):
-        if dim:
-            dims[target] = dim
-            new.discard(target)
-    flow.sum_gradient(x, [dims[index] for index in new], int(np.prod(shape)))
-    flow.together.append(tuple(dims))
-    return [tuple(dims)]
+    dims = dict(enumerate(fresh_dims(shape)))
+    places = zip(eqn.params["broadcast_dimensions"], x.dims, strict=True)
+    old = {target: dim for target, dim in places if dim}
+    new = [dim for index, dim in dims.items() if index not in old]
+    flow.sum_gradient(x, new, math.prod(shape))
+    result = tuple((dims | old).values())
+    flow.together.append(result)
+    return [result]
 
 
-def _tiled(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
-    copies = [fresh_dims((count,))[0] for count in eqn.params["reps"]]
-    for (copy,), dim in ((c, d) for c, d in zip(copies, x.dims, strict=True) if c):
-        for factor in dim:
-            factor.put_below(copy.size)
-    flow.sum_gradient(x, copies, int(np.prod(out_shapes(eqn)[0])))
+def _tiled(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
+    copies = fresh_dims(eqn.params["reps"])
+    for copy, dim in zip(copies, x.dims, strict=True):
+        for factor in dim if copy else ():
+            factor.put_below(copy[0].size)
+    flow.sum_gradient(x, copies, math.prod(out_shapes(eqn)[0]))
     dims = tuple((*copy, *dim) for copy, dim in zip(copies, x.dims, strict=True))
     flow.together.append(dims)
     return [dims]
 
 
-def _reduced(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
+def _reduced(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     axes = set(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     shapes = out_shapes(eqn)
-    operands = args[: len(shapes)]  # of the general one, initial values follow
-    for operand in operands[1:]:
-        link_all(operands[0].dims, operand.dims)
-    x = operands[0]
-    flow.reduce([x.dims[axis] for axis in axes], int(np.prod(shapes[0])))
+    x, *others = args[: len(shapes)]  # initial values of the general one follow
+    for other in others:
+        link_all(x.dims, other.dims)
+    flow.reduce([x.dims[axis] for axis in axes], math.prod(shapes[0]))
     left = tuple(dim for index, dim in enumerate(x.dims) if index not in axes)
     return [left] * len(shapes)
 
@@ -179,9 +123,9 @@ def _reduced(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
 def _scattered(
     flow: Flow,
     eqn: Equation,
-    x: FactoredArray,
-    indices: FactoredArray,
-    updates: FactoredArray,
+    x: Value,
+    indices: Value,
+    updates: Value,
 ) -> list[Dims]:
     numbers, how = eqn.params["dimension_numbers"], "a scatter writes parts of it"
     shared = numbers.operand_batching_dims
@@ -202,7 +146,7 @@ def _scattered(
     return [x.dims]
 
 
-def _stacked(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
+def _stacked(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     for arg in args[1:]:
         link_all(args[0].dims, arg.dims)
     dims = list(args[0].dims)
@@ -210,24 +154,22 @@ def _stacked(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
     return [tuple(dims)]
 
 
-def _unstacked(flow: Flow, eqn: Equation, x: FactoredArray) -> list[Dims]:
+def _unstacked(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     dims = list(x.dims)
     block([dims.pop(eqn.params["axis"])], "it is taken apart into arrays")
     return [tuple(dims)] * len(out_shapes(eqn))
 
 
-# Operations that leave most dims in their place, and work along the others.
-
-
-def _placewise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
+def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
+    """Serves what leaves most dims in their place, and works along the others."""
     name, x = eqn.primitive.name, args[0]
     shapes, rank = out_shapes(eqn), len(x.shape)
     operands = [arg for arg in args if arg.shape and len(arg.shape) == rank]
     worked = {dim % rank for dim in _worked_along(eqn.params)} if rank else set()
     if name == "top_k":
         worked.add(eqn.params.get("axis", rank - 1) % rank)
-    for other in (*(arg.shape for arg in operands), *shapes):
-        worked |= {dim for dim in range(rank) if x.shape[dim] != other[dim]}
+    for shape in (*(arg.shape for arg in operands), *shapes):
+        worked |= {dim for dim in range(rank) if x.shape[dim] != shape[dim]}
     reason = f"{name} {_VERBS.get(name, 'works along it')}"
     if name == "dynamic_slice" and flow.depth:
         reason = STACKED  # as layers are, which a loop takes out by their number
@@ -235,12 +177,10 @@ def _placewise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
         block([arg.dims[dim] for dim in worked], reason)
         for dim in set(range(rank)) - worked:
             link(x.dims[dim], arg.dims[dim])
+    fresh = [fresh_dims(shape, reason) for shape in shapes]
     return [
-        tuple(
-            fresh_dims((size,), reason)[0] if dim in worked else x.dims[dim]
-            for dim, size in enumerate(shape)
-        )
-        for shape in shapes
+        tuple(new[dim] if dim in worked else x.dims[dim] for dim in range(rank))
+        for new in fresh
     ]
 
 
@@ -265,130 +205,110 @@ _VERBS = {
 }
 
 
-# Operations with a program of their own: they return whole values.
+# Products and look-ups: where parameters meet activations.
 
 
-def _called(
-    flow: Flow, eqn: Equation, args: list[FactoredArray]
-) -> list[FactoredArray]:
-    return walk(flow, _jax.inner_jaxprs(eqn)[0], args)
-
-
-def _scan(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:
-    num_consts, num_carry = _jax.scan_counts(eqn)
-    length = eqn.params["length"]
-    (body,) = _jax.inner_jaxprs(eqn)
-    consts, rest = args[:num_consts], args[num_consts:]
-    carry, stacked = rest[:num_carry], rest[num_carry:]
-    block([x.dims[0] for x in stacked], STACKED)
-    slices = [_at(x, x.shape[1:], x.dims[1:]) for x in stacked]
-    results = _looped(flow, body, consts, carry, slices, max(1, length))
-    loop = fresh_dims((length,), STACKED)
-    stacks = [_at(x, (length, *x.shape), (*loop, *x.dims)) for x in results[num_carry:]]
-    return [*results[:num_carry], *stacks]
-
-
-STACKED = "a loop runs over it"
-
-
-def _while(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:
-    params = eqn.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    consts, carry = args[first : first + second], args[first + second :]
-    walk(flow, _jaxpr(params["cond_jaxpr"]), (*args[:first], *carry))
-    # How often is not known here.
-    return _looped(flow, _jaxpr(params["body_jaxpr"]), consts, carry, [], 1)
-
-
-def _looped(
-    flow: Flow,
-    body: Any,
-    consts: list[FactoredArray],
-    carry: list[FactoredArray],
-    slices: list[FactoredArray],
-    length: int,
-) -> list[FactoredArray]:
-    """Walks the body of a loop, when it is known what each carried value depends on."""
-    uses = [_jax.operands_of(body, index) for index in range(len(carry))]
-    while True:
-        args = [*consts, *carry, *slices]
-        after = [
-            _at(x, x.shape, x.dims, [x, *itertools.compress(args, used)])
-            for x, used in zip(carry, uses, strict=True)
-        ]
-        if list(map(_depends, after)) == list(map(_depends, carry)):
-            break
-        carry = after
-    read, _, _ = dependence(arg for arg in args if arg.weights)
-    constrained = set(_constrained(body))
-    flow.loops += [
-        (x.shape, read)
-        for x, var in zip(carry, body.outvars, strict=False)
-        if x.of_inputs and len(x.shape) > 1 and x.shape not in constrained
-        if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+def _matmul(flow: Flow, eqn: Equation, lhs: Value, rhs: Value, *_: Any) -> list[Dims]:
+    """Products of matrices, also of rows with a matrix for their group."""
+    groups: Sequence[int] = ()
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    contracted, batch = (
+        ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    )
+    if ragged:
+        groups = ragged.rhs_group_dimensions
+        block([rhs.dims[dim] for dim in groups], "rows are grouped by it")
+        flow.experts += [factor for dim in groups for factor in rhs.dims[dim]]
+        if {*ragged.lhs_ragged_dimensions} & {*contracted[0], *batch[0]}:
+            return unknown(flow, eqn, lhs, rhs)
+    for a, b in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
+        link(lhs.dims[a], rhs.dims[b])
+    used = ({*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *groups})
+    free = [
+        [dim for index, dim in enumerate(x.dims) if index not in indices]
+        for x, indices in zip((lhs, rhs), used, strict=True)
     ]
-    with flow.repeated(length):
-        results = walk(flow, body, (*consts, *carry, *slices))
-    for before, after_it in zip(carry, results, strict=False):
-        link_all(before.dims, after_it.dims)
-    return results
+    shared = [lhs.dims[dim] for dim in batch[0]]
+    if bool(lhs.weights) != bool(rhs.weights):
+        flow.experts += [factor for dim in shared for factor in dim]
+    summed = [lhs.dims[dim] for dim in contracted[0]]
+    return _product(flow, eqn, (lhs, rhs), summed, free, (*shared, *free[0], *free[1]))
 
 
-def _depends(x: FactoredArray) -> tuple[int, bool, int]:
-    return x.params, x.of_inputs, x.history
+def _product(
+    flow: Flow,
+    eqn: Equation,
+    operands: tuple[Value, Value],
+    summed: list[Dim],
+    free: Sequence[Sequence[Dim]],
+    result: Dims,
+) -> list[Dims]:
+    """Notes what a product sums over, forward and in the gradients of its operands."""
+    lhs, rhs = operands
+    flow.contract(summed, operands, math.prod(out_shapes(eqn)[0]))
+    flow.sum_gradient(lhs, free[1], rhs.size, rhs.weights)
+    flow.sum_gradient(rhs, free[0], lhs.size, lhs.weights)
+    flow.together.append(result)
+    return [result]
 
 
-def _constrained(jaxpr: Any) -> Iterable[tuple[int, ...]]:
-    """Yields the shapes of values whose sharding a program constrains."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            yield from out_shapes(eqn)
-        for inner in _jax.inner_jaxprs(eqn):
-            yield from _constrained(inner)
+def _convolution(flow: Flow, eqn: Equation, lhs: Value, rhs: Value) -> list[Dims]:
+    if eqn.params["batch_group_count"] != 1:
+        return unknown(flow, eqn, lhs, rhs)
+    (rows, channels, *image), (features, inputs, *window), out = eqn.params[
+        "dimension_numbers"
+    ]
+    slides = "a convolution slides along it"
+    block([lhs.dims[dim] for dim in image], slides)
+    block([rhs.dims[dim] for dim in window], WINDOW)
+    result = list(fresh_dims(out_shapes(eqn)[0], slides))
+    result[out[0]], result[out[1]] = lhs.dims[rows], rhs.dims[features]
+    groups = eqn.params["feature_group_count"]
+    channel, feature = lhs.dims[channels], (rhs.dims[features],)
+    if groups != 1:  # each group of features has its own group of channels
+        group, channel = regroup((channel,), (groups, rhs.shape[inputs]))
+        first, *feature = regroup(feature, (groups, rhs.shape[features] // groups))
+        link(group, first)
+        flow.grouped.append((rhs.weights, group))
+    link(channel, rhs.dims[inputs])
+    free = [lhs.dims[rows]], feature
+    return _product(flow, eqn, (lhs, rhs), [channel], free, tuple(result))
 
 
-def _jaxpr(closed: Any) -> Any:
-    return getattr(closed, "jaxpr", closed)  # they are not closed in jax 0.12
+def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
+    """Looks rows up in a table or an activation."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = out_shapes(eqn)[0]
+    shared = numbers.operand_batching_dims
+    for dim, other in zip(shared, numbers.start_indices_batching_dims, strict=True):
+        link(x.dims[dim], indices.dims[other])
+    collapsed = numbers.collapsed_slice_dims
+    rows = iter(indices.dims[:-1])
+    windows = (d for d in range(len(sizes)) if d not in {*collapsed, *shared})
+    looked_up = [x.dims[dim] for dim in sorted(collapsed)]
+    result: list[Dim] = []
+    for index in range(len(shape)):
+        if index not in numbers.offset_dims:
+            result.append(next(rows))
+            continue
+        dim = next(windows)
+        if sizes[dim] == x.shape[dim]:
+            result.append(x.dims[dim])
+        elif sizes[dim] == 1:  # a look-up like any other
+            looked_up.append(x.dims[dim])
+            result.append(())
+        else:
+            how = "slices take parts of it"
+            block([x.dims[dim]], how)
+            result += fresh_dims((sizes[dim],), how)
+    if not indices.of_inputs:  # as positions are: each example reads the same rows
+        block(looked_up, "it is looked up at fixed places")
+    flow.look_up(x, looked_up, math.prod(shape))
+    flow.together.append(tuple(result))
+    return [tuple(result)]
 
 
-def _conditional(
-    flow: Flow, eqn: Equation, args: list[FactoredArray]
-) -> list[FactoredArray]:
-    branches = _jax.inner_jaxprs(eqn)
-    first, *others = [walk(flow, branch, args[1:]) for branch in branches]
-    for results in others:
-        for a, b in zip(first, results, strict=True):
-            link_all(a.dims, b.dims)
-    # Each result depends on what the branches make it of.
-    alike = zip(first, *others, strict=True)
-    return [_at(x, x.shape, x.dims, [x, *rest]) for x, *rest in alike]
-
-
-def _at(
-    x: FactoredArray,
-    shape: tuple[int, ...],
-    dims: Dims,
-    of: Sequence[FactoredArray] = (),
-) -> FactoredArray:
-    """Returns a value that depends on some others, or on the same as `x`."""
-    return FactoredArray(shape, dims, *dependence(of or (x,)))
-
-
-_CALLS: dict[str, Callable[..., Sequence[FactoredArray]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _conditional,
-}
-_INLINED = """
-    jit pjit closed_call core_call named_call checkpoint remat remat2 custom_jvp_call
-    custom_vjp_call custom_vjp_call_jaxpr composite
-"""
-_CALLS |= dict.fromkeys(_INLINED.split(), _called)
-
-_SLICES = frozenset(("dynamic_slice",))
-_CASTS = frozenset(("convert_element_type", "copy", "reduce_precision"))
-
-_KINDS: dict[_Handler, str] = {
+_KINDS: dict[Handler, str] = {
     _elementwise: """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
         bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
@@ -401,14 +321,16 @@ _KINDS: dict[_Handler, str] = {
         threefry2x32 xor zeta
     """,
     _bitcast: "bitcast_convert_type",
-    _pairwise: "optimization_barrier device_put layout_constraint",
-    _generated: """
+    lambda flow, eqn, *args: [arg.dims for arg in args]: """
+        device_put layout_constraint optimization_barrier
+    """,
+    lambda flow, eqn, *_: [fresh_dims(shape) for shape in out_shapes(eqn)]: """
         iota iota_2x32_shape empty platform_index random_bits random_clone
         random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
         rng_bit_generator rng_uniform
     """,
     _transposed: "transpose",
-    _reshaped: "reshape",
+    lambda flow, eqn, x: [regroup(x.dims, out_shapes(eqn)[0])]: "reshape",
     _squeezed: "squeeze",
     _broadcast: "broadcast_in_dim",
     _tiled: "tile",
@@ -416,10 +338,9 @@ _KINDS: dict[_Handler, str] = {
         argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
         reduce_sum reduce_xor
     """,
-    matmul: "dot_general",
-    grouped_matmul: "ragged_dot_general",
-    convolution: "conv_general_dilated",
-    look_up: "gather",
+    _matmul: "dot_general ragged_dot_general",
+    _convolution: "conv_general_dilated",
+    _look_up: "gather",
     _scattered: """
         scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
     """,
@@ -432,6 +353,6 @@ _KINDS: dict[_Handler, str] = {
     _unstacked: "unstack",
 }
 
-_OPERATIONS: dict[str, _Handler] = {
+OPERATIONS: dict[str, Handler] = {
     name: handler for handler, names in _KINDS.items() for name in names.split()
 }

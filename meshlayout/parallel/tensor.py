@@ -10,32 +10,23 @@ between blocks whole, and gives columns, then rows.
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
 
-import functools
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 
-from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import BATCH_AXES
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import (
-    OF_INPUTS,
-    Factor,
-    FactoredArray,
-    leaves_of,
-)
-from meshlayout.parallel.flow import Contraction, Flow, GradientSum
+from meshlayout.parallel.factors import OF_INPUTS, Factor, Value, leaves_of
+from meshlayout.parallel.flow import Contraction, Flow, GradientSum, union
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
-from meshlayout.parallel.operations import STACKED
-from meshlayout.parallel.products import WINDOW
+from meshlayout.parallel.operations import STACKED, WINDOW
 
 
 def tensor_parallel(
@@ -76,26 +67,21 @@ def tensor_parallel(
 
     Example:
         >>> import meshlayout as ml
-        >>> from flax import nnx
-        >>> class MLP(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         self.first = nnx.Linear(8, 64, rngs=rngs)
-        ...         self.second = nnx.Linear(64, 8, rngs=rngs)
-        ...
-        ...     def __call__(self, x):
-        ...         return self.second(nnx.relu(self.first(x)))
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> inputs = jax.ShapeDtypeStruct((16, 8), "float32")
-        >>> layouts = tensor_parallel(mesh, lambda: MLP(nnx.Rngs(0)), inputs)
-        >>> shapes = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
-        >>> layouts.resolve(shapes)["first/kernel"].layout
+        >>> shapes = {"up": (8, 64), "down": (64, 8)}
+        >>> mlp = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+        >>> x = jax.ShapeDtypeStruct((16, 8), "float32")
+        >>> def call(mlp, x):
+        ...     return jax.nn.relu(x @ mlp["up"]) @ mlp["down"]
+        >>> resolved = tensor_parallel(mesh, mlp, x, call=call).resolve(mlp)
+        >>> resolved["up"].layout
         Layout([unsharded, model], Mesh(batch=2, model=4))
-        >>> layouts.resolve(shapes)["second/kernel"].note
+        >>> resolved["down"].note
         'rows; an all-reduce adds up the products'
     """
     mesh = as_mesh(mesh)
     where = "tensor_parallel"
-    num_shards = check_axis(mesh, axis, where)
+    num_shards = mesh.axis_size((axis,))
     if axis in BATCH_AXES:
         msg = (
             f"{where}: axis {axis!r} shards the rows of batches, and matrices sharded "
@@ -104,65 +90,36 @@ def tensor_parallel(
         )
         raise LayoutMapError(msg)
     params, flow = follow(model_or_build, example_inputs, call, where)
+    choices = zip(params, _choices(params, flow, num_shards), strict=True)
     specs: dict[str, Layout | Rule] = {}
-    for param, decision in zip(
-        params, _decisions(params, flow, num_shards), strict=True
-    ):
-        entries = [axis if d == decision.dim else None for d in range(param.rank)]
-        note = decision.note or None
-        specs[param.path] = Rule(Layout(entries, mesh), note=note, sends=decision.sends)
+    for param, (dim, note, sends) in choices:
+        entries = [axis if d == dim else None for d in range(len(param.array.shape))]
+        specs[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
     return LayoutMap(mesh, rules_for(specs))
-
-
-def check_axis(mesh: Mesh, axis: object, where: str) -> int:
-    """Returns the size of the one axis to shard over.
-
-    Raises:
-        MeshError: If the mesh has no such axis.
-        LayoutMapError: If it is not a name.
-    """
-    if not isinstance(axis, str):
-        msg = (
-            f"{where}: axis must be the name of one mesh axis, got "
-            f"{_checks.shown(axis)}. {mesh!r} has {', '.join(mesh.axis_names)}."
-        )
-        raise LayoutMapError(msg)
-    return mesh.axis_size(axis)
 
 
 @dataclass(eq=False)
 class Candidate:
-    """Dims that are sharded together, or not at all.
+    """Dims that are sharded together, or not at all."""
 
-    Attributes:
-        factor: The factor that all of them have as their major one.
-        above: The factor above it, if both are sharded together: heads that share keys
-            and values, where these do not divide. Otherwise 1.
-        num_shards: Into how many parts the factor is to divide.
-        dims: The parameters that have it, and the dim of each.
-        contractions: What sums over it, forward.
-        gradient_sums: What sums over it, backward, by the array of the gradient.
-        reduced: Bytes that other reductions over it would send.
-        refusal: Why it is not sharded, or nothing.
-    """
-
-    factor: Factor
-    num_shards: int
+    factor: Factor  # that all of them have as their major one
+    num_shards: int  # into which it is to divide
+    # The factor above it, if both are sharded together: heads that share keys and
+    # values, where these do not divide.
     above: int = 1
-    dims: dict[int, int] = field(default_factory=dict)
-    contractions: list[Contraction] = field(default_factory=list)
-    gradient_sums: dict[object, GradientSum] = field(default_factory=dict)
-    reduced: int = 0
-    refusal: str = ""
+    dims: dict[int, int] = field(default_factory=dict)  # parameter -> its dim
+    contractions: list[Contraction] = field(default_factory=list)  # sum over it
+    gradient_sums: dict[object, GradientSum] = field(default_factory=dict)  # by array
+    reduced: int = 0  # bytes that other reductions over it would send
+    refusal: str = ""  # why it is not sharded
 
     def sent(self) -> dict[int, int]:
         """Returns the bytes that all-reduces send in one step, by parameter.
 
         Forward and backward; what several parameters cause counts for the first.
         """
-        sums = [*self.contractions, *self.gradient_sums.values()]
         sent: dict[int, int] = defaultdict(int, {min(self.dims): self.reduced})
-        for each in sums:
+        for each in (*self.contractions, *self.gradient_sums.values()):
             causes = [index for index in self.dims if each.weights >> index & 1]
             sent[min(causes or self.dims)] += each.nbytes
         return sent
@@ -185,51 +142,39 @@ _GROUPED = (
     "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
 )
 
-
-class _Choice(NamedTuple):
-    """The dim along which a parameter is sharded, why or why not, and what it sends."""
-
-    dim: int | None
-    note: str
-    sends: int | None = None
+# The dim along which a parameter is sharded, why or why not, and what it sends.
+_Choice: TypeAlias = tuple[int | None, str, int | None]
 
 
-def _decisions(
+def _choices(
     params: Sequence[Parameter], flow: Flow, num_shards: int
 ) -> Iterator[_Choice]:
     """Finds the candidates of a model, chooses among them, and says why."""
     candidates = _candidates(params, flow, num_shards)
     for candidate in candidates.values():
-        multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
         candidate.refusal = _refusal(candidate)
+        multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
         if not candidate.refusal and not multiplies:
             candidate.refusal = "nothing in the program is multiplied with it"
     chosen: dict[int, Candidate] = {}
     for candidate in _chosen(params, flow, candidates):
         chosen.update(dict.fromkeys(candidate.dims, candidate))
-    grouped = {
-        index: leaves_of(group)[:1]
-        for bits, group in flow.grouped
-        for index in range(len(params))
-        if bits >> index & 1
-    }
     for index, param in enumerate(params):
         is_factor = bool(flow.multiplied >> index & 1)
         if index in chosen:
-            decision = _sharded(chosen[index], index, is_factor=is_factor)
+            dim, note, sends = _sharded(chosen[index], index, is_factor=is_factor)
         else:
-            decision = _whole(param.array, candidates, is_factor=is_factor)
-        if index in grouped:
-            dim, note, sends = decision
+            dim, note = None, _whole(param.array, candidates, is_factor=is_factor)
+            sends = None
+        for group in (group for bits, group in flow.grouped if bits >> index & 1):
             majors = [leaves_of(factors)[:1] for factors in param.array.dims]
-            major = grouped[index]
+            major = leaves_of(group)[:1]
             # Of the example inputs themselves, XLA gets no sharded gradient right.
             is_even = major in majors and major[0].size % num_shards == 0
-            if dim is None and is_even and major[0].blocked != OF_INPUTS:
+            if dim is None and is_even and major[0].refusal() != OF_INPUTS:
                 dim, note = majors.index(major), "channels"
             note = f"{note}; {_GROUPED}" if note else _GROUPED
-            decision = _Choice(dim, note, sends)
-        yield decision
+        yield dim, note, sends
 
 
 def _chosen(
@@ -238,21 +183,20 @@ def _chosen(
     """Yields the candidates that are sharded, and refuses those that they exclude."""
     rivals = _rivals(candidates, flow)
     free = {f: each for f, each in candidates.items() if not each.refusal}
-    nbytes = {
-        factor: sum(params[index].nbytes for index in candidate.dims)
-        for factor, candidate in free.items()
-    }
+    nbytes = {f: sum(params[i].nbytes for i in each.dims) for f, each in free.items()}
     # Bytes count, and less where more is sent for each: half where it is as much as on
     # the average of all candidates, which does not depend on the batch.
     sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
     mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
-    ratio = {factor: sent[factor] / nbytes[factor] / mean for factor in free}
-    for factor in free:
-        if ratio[factor] > _NOT_WORTH_FROM:
-            free[factor].refusal = _NOT_WORTH
-    worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
+    worth: dict[Factor, float] = {}
     experts = leaves_of(flow.experts)
-    worth |= {f: worth[f] * _EXPERTS_WORTH for f in experts if f in worth}
+    for factor, candidate in free.items():
+        ratio = sent[factor] / nbytes[factor] / mean
+        if ratio > _NOT_WORTH_FROM:
+            candidate.refusal = _NOT_WORTH
+        else:
+            scale = _EXPERTS_WORTH if factor in experts else 1
+            worth[factor] = scale * nbytes[factor] / (1 + ratio)
     for factor in _heaviest(worth, rivals):
         yield candidates[factor]
         for rival, reason in rivals[factor].items():
@@ -260,8 +204,8 @@ def _chosen(
 
 
 def _whole(
-    array: FactoredArray, candidates: dict[Factor, Candidate], *, is_factor: bool
-) -> _Choice:
+    array: Value, candidates: dict[Factor, Candidate], *, is_factor: bool
+) -> str:
     """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
     reasons: list[str] = []
     for dim, factors in enumerate(array.dims):
@@ -272,17 +216,16 @@ def _whole(
             parts = f" ({sizes})" if len(leaves) > 1 else ""
             reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
     if len(reasons) < (1 if is_factor else 2):
-        return _Choice(None, "")
+        return ""
     own = [text for text in reasons if not text.endswith(_STREAM)]
-    return _Choice(None, f"whole; {'; '.join(own or reasons)}")
+    return f"whole; {'; '.join(own or reasons)}"
 
 
 def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
     """Says what a parameter is in the set that is sharded."""
     dim = candidate.dims[index]
     if not is_factor:  # a vector that follows a matrix
-        return _Choice(dim, "")
-    sends = candidate.sent().get(index)
+        return dim, "", None
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     above = f", {candidate.above} x {candidate.factor.size} together"
     heads = above if candidate.above > 1 else ""
@@ -292,7 +235,7 @@ def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
         note = f"rows{heads}; an all-reduce adds up the products"
     else:
         note = f"columns{heads}; the results stay sharded"
-    return _Choice(dim, note, sends)
+    return dim, note, candidate.sent().get(index)
 
 
 def _heaviest(
@@ -301,45 +244,39 @@ def _heaviest(
     """Returns candidates that do not exclude each other, of the largest worth.
 
     Exact for some that are tied together, as the layers of a deep MLP are in a chain;
-    of more, the most valuable come first.
+    while there are more, the most valuable comes first.
     """
-    rest = list(worth)
+
+    def best(tied: list[Factor]) -> tuple[float, list[Factor]]:
+        if not tied:
+            return 0.0, []
+        first, *others = tied
+        apart = [factor for factor in others if factor not in rivals[first]]
+        weight, factors = best(apart)
+        taken = weight + worth[first], [first, *factors]
+        if len(apart) == len(others):
+            return taken
+        left = best(others)
+        return taken if taken[0] >= left[0] else left
+
+    left = dict(worth)
     chosen: list[Factor] = []
-    while rest:
-        group, todo = set[Factor](), [rest[0]]
+    while left:
+        group, todo = set[Factor](), [next(iter(left))]
         while todo:
             factor = todo.pop()
             if factor not in group:
                 group.add(factor)
-                todo += [rival for rival in rivals[factor] if rival in worth]
-        tied = [factor for factor in rest if factor in group]
+                todo += rivals[factor].keys() & left.keys()
+        tied = [factor for factor in left if factor in group]
         if len(tied) <= _MOST_COMBINED:
-            chosen += _heaviest_of(tied, worth, rivals)[1]
+            chosen += best(tied)[1]
         else:
-            excluded = set[Factor]()
-            for factor in sorted(tied, key=lambda f: -worth[f]):
-                if factor not in excluded:
-                    chosen.append(factor)
-                    excluded |= rivals[factor].keys()
-        rest = [factor for factor in rest if factor not in group]
+            chosen.append(max(tied, key=worth.__getitem__))
+            tied = [chosen[-1], *rivals[chosen[-1]]]
+        for factor in tied:
+            left.pop(factor, None)
     return chosen
-
-
-def _heaviest_of(
-    tied: list[Factor],
-    worth: dict[Factor, float],
-    rivals: dict[Factor, dict[Factor, str]],
-) -> tuple[float, list[Factor]]:
-    if not tied:
-        return 0.0, []
-    first, *others = tied
-    apart = [factor for factor in others if factor not in rivals[first]]
-    weight, chosen = _heaviest_of(apart, worth, rivals)
-    taken = weight + worth[first], [first, *chosen]
-    if len(apart) == len(others):
-        return taken
-    left = _heaviest_of(others, worth, rivals)
-    return taken if taken[0] >= left[0] else left
 
 
 def _candidates(
@@ -358,56 +295,50 @@ def _candidates(
             candidate.dims[index] = dim
             # Key heads that do not divide, and the queries' heads of each.
             parts, rest = divmod(num_shards, major.size)
-            if below and parts > 1 and not rest and not major.blocked:
+            if below and parts > 1 and not rest and not major.refusal():
                 pair = Candidate(below[0], parts, major.size)
                 pairs.setdefault(below[0], pair).dims[index] = dim
     candidates |= {f: pair for f, pair in pairs.items() if f not in candidates}
-    for contraction in flow.contractions:
-        for leaf in set(leaves_of(contraction.factors)) & candidates.keys():
-            candidates[leaf].contractions.append(contraction)
-    for gradient_sum in flow.gradient_sums:
-        for leaf in gradient_sum.factor.leaves:
-            if leaf in candidates:
-                candidates[leaf].gradient_sums[gradient_sum.of] = gradient_sum
+    for each in flow.contractions:
+        for leaf in set(leaves_of(each.factors)) & candidates.keys():
+            candidates[leaf].contractions.append(each)
+    for each in flow.gradient_sums:
+        for leaf in set(each.factor.leaves) & candidates.keys():
+            candidates[leaf].gradient_sums[each.of] = each
     for factor, nbytes in flow.reductions:
-        for leaf in factor.leaves:
-            if leaf in candidates:
-                candidates[leaf].reduced += nbytes
+        for leaf in set(factor.leaves) & candidates.keys():
+            candidates[leaf].reduced += nbytes
     return candidates
 
 
 def _refusal(candidate: Candidate) -> str:
     """Returns why a candidate cannot be sharded at all, or nothing."""
     factor, num_shards = candidate.factor, candidate.num_shards
-    is_pair = candidate.above > 1
-    blocked = factor.blocked_with_those_above if is_pair else factor.blocked
+    blocked = factor.refusal(with_those_above=candidate.above > 1)
     if blocked or candidate.refusal:
         return blocked or candidate.refusal
     if factor.size % num_shards:
         return f"{factor.size} does not divide into {num_shards} shards"
-    for contraction in candidate.contractions:
-        is_small = contraction.size * num_shards <= contraction.operand.size
-        if not contraction.weights and not is_small:
+    for each in candidate.contractions:
+        if not each.weights and each.size * num_shards > each.operand.size:
             return "a product of two activations sums over it"
-    for gradient_sum in candidate.gradient_sums.values():
-        of = gradient_sum.of
-        is_small = of.size * num_shards <= gradient_sum.other_size
-        if of.of_inputs and not gradient_sum.weights and not is_small:
+    for each in candidate.gradient_sums.values():
+        is_small = each.of.size * num_shards <= each.other_size
+        if each.of.of_inputs and not each.weights and not is_small:
             return "the gradient of an activation that all shards read sums over it"
-    return _STREAM if _is_stream(candidate) else ""
+    return _STREAM if _is_stream(candidate.contractions) else ""
 
 
-def _is_stream(candidate: Candidate) -> bool:
-    """Returns whether these are features that run on from layer to layer.
+def _is_stream(contractions: Sequence[Contraction]) -> bool:
+    """Returns whether these sum over features that run on from layer to layer.
 
     Such as those between the blocks of a residual network: summed over again and
     again, to results that are larger than what is summed.
     """
-    contractions = candidate.contractions
     bits: dict[int, int] = defaultdict(int)  # of the contractions with some weights
     for each in contractions:
         bits[each.weights] |= each.bit
-    every = functools.reduce(operator.or_, bits.values(), 0)
+    every = union(bits.values())
     # The same weights again are a loop that was written out.
     if not any(each.before & every & ~bits[each.weights] for each in contractions):
         return False

@@ -8,9 +8,8 @@ right if that axis shards the channels, of images and kernel alike.
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -23,8 +22,11 @@ from meshlayout.errors import StepError
 
 
 _Axes: TypeAlias = frozenset[str]
-# The shape of an array, and the mesh axes that shard each dim.
-_Array: TypeAlias = tuple[tuple[int, ...], list[_Axes]]
+
+
+class _Sharded(NamedTuple):
+    shape: tuple[int, ...]
+    axes: list[_Axes]  # those of the mesh that shard each dim
 
 
 def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
@@ -39,25 +41,24 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
-    unknown = [
-        index
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, Tracer) and shardings[index] is None
-    ]
-    told: set[int] = set()
+    known = enumerate(zip(leaves, shardings, strict=True))
+    unknown = [i for i, (x, s) in known if s is None and isinstance(x, Tracer)]
+    waiting = set(unknown)
 
     def check() -> None:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
         for eqn in gradients if meshes else ():
-            step = _Step(eqns, arrays[: len(params)], arrays[len(params) :])
-            step.check(eqn, meshes[0].shape)
+            step = eqns, arrays[: len(params)], arrays[len(params) :]
+            blamed = _blamed(eqn, *step, meshes[0].shape)
+            if blamed:
+                raise StepError(_refusal(eqn, blamed, meshes[0].shape))
 
     def tell(index: int, sharding: Any) -> None:
         shardings[index] = sharding
-        told.add(index)
-        if len(told) == len(unknown):
-            told.clear()  # for another compilation of the same trace
+        waiting.discard(index)
+        if not waiting:
+            waiting.update(unknown)  # for another compilation of the same trace
             check()
 
     for index in unknown:
@@ -75,10 +76,84 @@ def _is_kernel_gradient(eqn: Equation) -> bool:
     return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: Any) -> _Array:
+def _array(shape: tuple[int, ...], sharding: Any) -> _Sharded:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
-    return shape, [*axes, *[_Axes()] * (len(shape) - len(axes))]
+    return _Sharded(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
+
+
+def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
+    kernel = eqn.outvars[0].aval
+    rows = tuple(axis for axis, size in sizes.items() if size > 1)
+    return (
+        "XLA would multiply the gradient of a convolution's kernel "
+        f"{_render.array_text(kernel.dtype, kernel.shape)}: it adds up equal sums of "
+        f"the devices along the mesh axes {', '.join(map(repr, sorted(blamed)))}. Two "
+        "layouts are right, of images that are whole in space: their rows over all "
+        f"axes, {rows}; or the channels of kernels and images over the axes without "
+        "rows."
+    )
+
+
+def _blamed(
+    eqn: Equation,
+    eqns: Sequence[Equation],
+    params: Sequence[_Sharded],
+    batch: Sequence[_Sharded],
+    sizes: Mapping[str, int],
+) -> _Axes:
+    """Returns the mesh axes along which XLA would add up equal sums."""
+    images, kernel = eqn.invars[0].aval, eqn.outvars[0].aval
+    mesh = images.sharding.mesh
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = {axis for axis, kind in types if kind == AxisType.Manual}
+    every = _Axes(axis for axis, size in sizes.items() if size > 1) - manual
+    rank, numbers = kernel.ndim, eqn.params["dimension_numbers"]
+    (channel_dim, row_dim, *_), out_dim = numbers.lhs_spec, numbers.out_spec[1]
+    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, eqns)}
+    # Besides the arguments, where the compiler has no choice.
+    fixed = [
+        _array(x.outvars[0].aval.shape, x.params["sharding"])
+        for x in eqns
+        if x.primitive.name == "sharding_constraint"
+        and x.outvars[0].aval.ndim == rank
+        and x.outvars[0].aval.shape not in kernels
+    ]
+    if any(images.sharding.spec):  # on Explicit axes
+        fixed.append(_array(images.shape, images.sharding))
+    pinned = list(fixed)  # channels
+    cuts: set[tuple[_Axes, _Axes]] = set()  # of rows, and of space
+    for array in (*fixed, *([x for x in batch if len(x.shape) >= rank] or batch)):
+        dims, extra = dict(enumerate(array.axes)), max(len(array.shape) - rank, 0)
+        rows = dims.pop(row_dim + extra, _Axes())
+        rows |= dims.pop(0, _Axes()) if extra else _Axes()  # of stacked batches
+        dims.pop(channel_dim + extra, None)
+        cuts.add((rows & every, _union(dims.values()) & every))
+        if array.shape[1 - rank :] == images.shape[1 - rank :]:
+            pinned.append(array)
+    space = _union(space for _, space in cuts)
+    spare = _union(every - rows - space for rows, space in cuts)
+    if space:
+        # Right only if nothing else is sharded over these axes.
+        shared = space & _union(axes for param in params for axes in param.axes)
+        return spare or shared or (space if len(cuts) > 1 else _Axes())
+    for shape, dims in params:
+        if any(shape[-len(x) :] == x for x in kernels):
+            continue
+        for dim, axes in enumerate(dims):
+            if _Axes() < axes & spare < spare and _may_be_of_images(shape, dim, eqn):
+                return spare
+    groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
+    if groups == 1 or not any(rows for rows, _ in cuts):
+        return _Axes()
+    outs = [x.axes[out_dim - rank] for x in params if x.shape[-rank:] == kernel.shape]
+    has_channels = bool(outs) and not pinned and all(axes == spare for axes in outs)
+    is_whole = groups % math.prod(sizes[axis] for axis in spare) == 0
+    return _Axes() if has_channels and is_whole else spare
+
+
+def _union(sets: Iterable[_Axes]) -> _Axes:
+    return _Axes().union(*sets)
 
 
 def _may_be_of_images(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:
@@ -98,86 +173,3 @@ def _may_be_of_images(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:
         if is_map or is_flat or size == area:
             return True
     return False
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A traced step, and how its arrays are sharded."""
-
-    eqns: list[Equation]
-    params: list[_Array]
-    batch: list[_Array]
-
-    def check(self, eqn: Equation, sizes: Mapping[str, int]) -> None:
-        """Raises StepError if this gradient of a kernel would be multiplied."""
-        mesh, kernel = eqn.invars[0].aval.sharding.mesh, eqn.outvars[0].aval
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        manual = {axis for axis, kind in types.items() if kind == AxisType.Manual}
-        every = _Axes(axis for axis, size in sizes.items() if size > 1) - manual
-        blamed = self._blamed(eqn, every, sizes)
-        if blamed:
-            text = _render.array_text(kernel.dtype, kernel.shape)
-            rows = tuple(axis for axis in sizes if axis in every)
-            msg = (
-                f"XLA would multiply the gradient of a convolution's kernel {text}: it "
-                "adds up equal sums of the devices along the mesh axes "
-                f"{', '.join(map(repr, sorted(blamed)))}. Two layouts are right, of "
-                f"images that are whole in space: their rows over all axes, {rows}; or "
-                "the channels of kernels and images over the axes without rows."
-            )
-            raise StepError(msg)
-
-    def _blamed(self, eqn: Equation, every: _Axes, sizes: Mapping[str, int]) -> _Axes:
-        """Returns the mesh axes along which XLA would add up equal sums."""
-        images, kernel = eqn.invars[0].aval, eqn.outvars[0].aval
-        rank, numbers = kernel.ndim, eqn.params["dimension_numbers"]
-        (channel_dim, row_dim, *_), out_dim = numbers.lhs_spec, numbers.out_spec[1]
-        shapes = {
-            x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, self.eqns)
-        }
-        kernels = [
-            axes[-rank:] for shape, axes in self.params if shape[-rank:] == kernel.shape
-        ]
-        others = [
-            (dim, _may_be_of_images(shape, index, eqn))
-            for shape, axes in self.params
-            for index, dim in enumerate(axes)
-            if not any(shape[-len(x) :] == x for x in shapes)
-        ]
-        # Besides the arguments, where the compiler has no choice.
-        fixed = [
-            _array(x.outvars[0].aval.shape, x.params["sharding"])
-            for x in self.eqns
-            if x.primitive.name == "sharding_constraint"
-            and x.outvars[0].aval.ndim == rank
-            and x.outvars[0].aval.shape not in shapes
-        ]
-        if any(images.sharding.spec):  # on Explicit axes
-            fixed.append(_array(images.shape, images.sharding))
-        inputs = [array for array in self.batch if len(array[0]) >= rank] or self.batch
-        cuts: set[tuple[_Axes, _Axes]] = set()
-        has_channels = bool(kernels)
-        for shape, axes in (*fixed, *inputs):
-            dims, extra = dict(enumerate(axes)), max(len(shape) - rank, 0)
-            rows = dims.pop(row_dim + extra, _Axes())
-            rows |= dims.pop(0, _Axes()) if extra else _Axes()  # of stacked batches
-            dims.pop(channel_dim + extra, None)
-            cuts.add((rows & every, _Axes().union(*dims.values()) & every))
-            is_pinned = (shape, axes) in fixed or shape[1 - rank :] == images.shape[
-                1 - rank :
-            ]
-            has_channels &= not is_pinned
-        space = _Axes().union(*(space for _, space in cuts))
-        spare = _Axes().union(*(every - rows - space for rows, space in cuts))
-        if space:
-            # Right only if nothing else is sharded over these axes.
-            dims = [axes for _, array in self.params for axes in array]
-            shared = space & _Axes().union(*dims)
-            return spare or shared or (space if len(cuts) > 1 else _Axes())
-        if any(is_image and _Axes() < dim & spare < spare for dim, is_image in others):
-            return spare
-        groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
-        has_channels &= all(dims[out_dim] == spare for dims in kernels)
-        has_channels &= groups % math.prod(sizes[axis] for axis in spare) == 0
-        is_sharded = any(rows for rows, _ in cuts)
-        return spare if groups > 1 and is_sharded and not has_channels else _Axes()

@@ -1,68 +1,69 @@
-"""What a step minimizes: the loss function's result, as the sum of named parts.
+"""What a step minimizes and measures: the loss, as the sum of named parts, and metrics.
 
 The loss function runs once on the model of a state, as a pure function of arrays. What
 it returns and what the model records meanwhile are parts of the loss; so are the
 regularizers, which do not depend on the batch. Parts stay one number per example for
 as long as possible: to add up what is sharded takes a round of communication, and the
 compiler can combine it with that of the gradients only if nothing reads it before.
+
+Which metrics there are, and in which dtypes, is known when a step has been traced: a
+model may record losses. So a step measures its batch alone and merges that into the
+metrics of earlier batches, and what it is first given are empty ones of these shapes.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, nnx
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, losses
-from meshlayout._annotations import Batch, PyTree
+from meshlayout import _checks, _jax, losses
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, weights_of
 from meshlayout.errors import LossError, MetricError, StepError
-from meshlayout.losses.reduction import check_denominator, weighted
-from meshlayout.metrics import Metrics
-from meshlayout.metrics.inputs import as_metric
+from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
-from meshlayout.step.model_call import Interceptor, ModuleCall, call_model
-from meshlayout.step.remat import Remat, Rematting, check_remat
+from meshlayout.step.interception import (
+    Interceptor,
+    Remat,
+    Rematting,
+    check_remat,
+    weight_mask,
+)
+from meshlayout.step.model_call import call_model
 
 
 # The name of the loss function's own part in the metrics.
 DATA = "data_loss"
 
-# Names in a step's metrics that no part may have.
-RESERVED = ("loss", DATA, "grad_norm", "learning_rate", "loss_scale", "skipped")
+# Notes of an update that are not averaged over the examples.
+_KINDS: dict[str, Any] = {"learning_rate": Last, "loss_scale": Last, "skipped": Sum}
+
+# Names in a step's metrics that no part, and no metric of a user's, may have.
+RESERVED = ("loss", DATA, "grad_norm", *_KINDS)
 
 _RETURNS = (
-    "a loss function returns losses of shape (batch, ...), or those and a dict of "
-    'outputs for the metrics: return losses, {"logits": logits}.'
+    "a loss function returns losses, floats of shape (batch, ...), or those and a dict "
+    'of outputs for the metrics: return losses, {"logits": logits}.'
 )
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How a batch becomes one number to minimize, and is measured.
-
-    Attributes:
-        loss_fn: The user's function of the model and the batch.
-        policy: The dtypes to compute in.
-        weights: Where a batch carries its weights.
-        denominator: What sums are divided by.
-        regularizers: Penalties on parameters, by name.
-        metrics: The user's metrics, empty.
-        remat: What is recomputed.
-        train: Whether this is training.
-    """
+    """How a batch becomes one number to minimize, and is measured."""
 
     loss_fn: Callable[..., Any]
     policy: PrecisionPolicy
-    weights: str | int
+    weights: str | int  # where a batch carries them
     denominator: losses.Denominator
     regularizers: Mapping[str, losses.Regularizer]
-    metrics: Metrics
+    metrics: Metrics  # the user's, empty
     remat: Remat = "none"
     train: bool = False
 
@@ -70,7 +71,14 @@ class Loss:
         """Returns a batch's weights, or None; NaN for negative ones."""
         # An error cannot be raised on the device; a loss of NaN is noticed.
         weights = weights_of(batch, self.weights)
-        return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
+        if weights is None:
+            return None
+        return jnp.where(weights >= 0, weights, jnp.nan).astype("float32")
+
+    def total_weight(self, batch: Batch) -> jax.Array:
+        """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
+        weights = self.weights_of(batch)
+        return jnp.float32(num_examples(batch)) if weights is None else weights.sum()
 
     def denominators(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns the number of losses, and by what their weighted sum is divided."""
@@ -83,33 +91,16 @@ class Loss:
     def parts(
         self,
         state: TrainState,
-        params: PyTree,
-        model_state: PyTree,
         batch: Batch,
         key: jax.Array,
         denominator: jax.Array,
         fraction: float = 1.0,
     ) -> tuple[dict[str, jax.Array], tuple[PyTree, jax.Array, dict[str, Any]]]:
-        """Calls the loss function, with batch statistics of real rows.
+        """Calls the loss function on a (micro)batch, a fraction of the whole one.
 
-        Args:
-            state: Gives the model's structure.
-            params: The parameters to use instead of the state's.
-            model_state: The model's other arrays, likewise.
-            batch: A batch or a microbatch.
-            key: For this call's random numbers.
-            denominator: What sums are divided by.
-            fraction: How much of the whole batch this is.
-
-        Returns:
-            The parts of the loss by name, each a scalar or what every example
-            contributes, of shape (batch,); and the model's other arrays after, what the
-            loss function returned, and its outputs.
-
-        Raises:
-            LossError: If there are losses for another number of examples, if the loss
-                is a scalar and the batch has weights, or the shapes of losses and
-                weights do not fit.
+        Returns the parts of the loss by name, each a scalar or what every example
+        contributes, of shape (batch,); and the model's other arrays after, what the
+        loss function returned, and its outputs.
         """
         weights, rows = self.weights_of(batch), num_examples(batch)
         if rows == 0:
@@ -117,7 +108,7 @@ class Loss:
             raise StepError(msg)
         interceptors: list[Interceptor] = []
         if self.remat != "none":
-            interceptors.append(Rematting(self.remat, params))
+            interceptors.append(Rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
@@ -129,32 +120,28 @@ class Loss:
             return self.loss_fn(model, batch, **extras)
 
         result, recorded, after = call_model(
-            function,
-            *(self.policy, state, params, model_state, key, interceptors),
-            train=self.train,
+            function, self.policy, state, key, interceptors, train=self.train
         )
         values, outputs = _losses_and_outputs(self.loss_fn, result)
-        for name in set(recorded) & {*RESERVED, *self.regularizers}:
-            msg = (
-                f"the model records a loss as {name!r}, which is also the name of "
-                "another number in the step's metrics. Record it under another name."
-            )
+        for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
+            msg = f"the model records a loss as {name!r}, as the step: rename it."
             raise LossError(msg)
-        whats = {f"the model recorded, as {name!r},": name for name in recorded}
-        parts = {}
-        for what, name in {"the loss function returned": DATA, **whats}.items():
-            value = recorded.get(name, values)
-            parts[name] = _part(what, value, rows, weights, denominator, fraction)
+
+        def part(what: str, value: jax.Array) -> jax.Array:
+            if not jnp.ndim(value) and weights is None:
+                return jnp.asarray(value).astype("float32") * fraction
+            each = _weighted_rows(what, value, weights, rows)
+            return each.reshape(rows, -1).sum(axis=1) / denominator
+
+        parts = {DATA: part("the loss function returned", values)}
+        for name, value in recorded.items():
+            parts[name] = part(f"the model recorded, as {name!r},", value)
         return parts, (after, values, outputs)
 
-    def measured(self, values: jax.Array, outputs: Any, batch: Batch) -> Metrics:
-        """Returns the user's metrics of one batch.
-
-        Args:
-            values: What the loss function returned.
-            outputs: Its outputs, by name.
-            batch: The batch.
-        """
+    def measured(
+        self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch
+    ) -> Metrics:
+        """Returns the user's metrics of what the loss function returned for a batch."""
         weights, is_scalar = self.weights_of(batch), jnp.ndim(values) == 0
         return self.metrics.update_from(
             outputs=outputs,
@@ -169,44 +156,34 @@ class Loss:
 
 
 def _losses_and_outputs(
-    loss_fn: Callable[..., Any], result: Any
+    loss_fn: Callable[..., Any], result: PyTree
 ) -> tuple[Any, dict[str, Any]]:
     """Returns losses and outputs from what a loss function returned."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    outputs: Any = {}
-    if isinstance(result, tuple):
-        if len(result) != 2 or not isinstance(result[1], Mapping):
-            msg = f"{name} returned a tuple of {len(result)}; {_RETURNS}"
-            raise StepError(msg)
-        result, outputs = result
-    if not hasattr(result, "dtype") or not hasattr(result, "shape"):
-        msg = f"{name} returned a {type(result).__name__}; {_RETURNS}"
-        raise StepError(msg)
-    if not jnp.issubdtype(result.dtype, jnp.floating):
-        msg = f"{name} returned losses of dtype {result.dtype}; losses are floats."
-        raise StepError(msg)
-    return result, dict(outputs)
+    values, outputs = result, {}
+    if isinstance(result, tuple) and len(result) == 2:
+        values, outputs = result
+    dtype = getattr(values, "dtype", None)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if not is_float or not isinstance(outputs, Mapping):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        what = _checks.type_text(result) if dtype is None else f"losses of {dtype}"
+        if isinstance(result, tuple):
+            what = f"a tuple of {', '.join(map(_checks.type_text, result))}"
+        raise StepError(f"{name} returned {what}; {_RETURNS}")
+    return values, dict(outputs)
 
 
-def _part(
-    what: str,
-    value: jax.Array,
-    rows: int,
-    weights: jax.Array | None,
-    denominator: jax.Array,
-    fraction: float,
+def _weighted_rows(
+    what: str, value: jax.Array, weights: jax.Array | None, rows: int
 ) -> jax.Array:
-    """Returns what each example, or a scalar, contributes to the whole batch's loss."""
     shape = jnp.shape(value)
     if not shape:
-        if weights is not None:
-            msg = (
-                f"{what} a scalar, and the batch has weights: it may hold padding, "
-                "which a scalar has already averaged in. Return one loss per example, "
-                "(batch,), or take the weights out of the batch."
-            )
-            raise LossError(msg)
-        return jnp.asarray(value).astype("float32") * fraction
+        msg = (
+            f"{what} a scalar, and the batch has weights: it may hold padding, which a "
+            "scalar has already averaged in. Return one loss per example, (batch,), or "
+            "take the weights out of the batch."
+        )
+        raise LossError(msg)
     if shape[0] != rows:
         msg = (
             f"{what} losses of shape {shape} in a batch of {rows} examples: the first "
@@ -214,57 +191,51 @@ def _part(
         )
         raise LossError(msg)
     try:
-        each = weighted(losses.per_example(value, weights), weights)
+        return losses.weighted(losses.per_example(value, weights), weights)
     except LossError as error:
-        msg = f"{what} losses that do not fit: {error}"
-        raise LossError(msg) from None
-    return each.reshape(rows, -1).sum(axis=1) / denominator
+        raise LossError(f"{what} losses that do not fit: {error}") from None
 
 
-# Padding.
+# Metrics.
 
 
-def weight_mask(weights: jax.Array) -> Interceptor:
-    """Returns an interceptor that leaves weight 0 out of batch statistics.
-
-    Args:
-        weights: The batch's weights, (batch,) or (batch, ...).
-    """
-
-    def masked(call: ModuleCall) -> Callable[..., Any]:
-        def norm(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-            flag = args[0] if args else kwargs.get("use_running_average")
-            if flag is None:
-                flag = call.module.use_running_average
-            if not flag and kwargs.get("mask") is None:
-                mask = _real_mask(call.path, weights, x)
-                # Without any real example all count, so that nothing is NaN.
-                kwargs = {**kwargs, "mask": mask | ~mask.any()}
-            return call.proceed(x, *args, **kwargs)
-
-        is_norm = isinstance(call.module, (nn.BatchNorm, nnx.BatchNorm))
-        return norm if is_norm else call.proceed
-
-    return masked
+def metrics_of_batch(
+    parts: Mapping[str, jax.Array],
+    notes: Mapping[str, jax.Array],
+    weight: jax.Array,
+    users: Metrics,
+) -> Metrics:
+    """Returns the metrics of one batch: of the loss, of the update, the user's."""
+    total = sum(parts.values(), jnp.float32(0))
+    values = {"loss": total, **(parts if len(parts) > 1 else {}), **notes}
+    # As a batch of one: a value without dims counts 1, whatever its weight.
+    weight = jnp.asarray(weight, "float32").reshape(1)
+    metrics: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _KINDS:
+            metrics[name] = _KINDS[name]().update(value)
+        else:
+            metrics[name] = Mean().update(jnp.reshape(value, 1), weight)
+    return Metrics({**metrics, **{name: users.metric(name) for name in users}})
 
 
-def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns which elements are real, in a shape that broadcasts to `x`."""
-    if jnp.shape(x)[:1] != weights.shape[:1]:
-        msg = (
-            f"{path or 'the model'}: a BatchNorm is called with an array of shape "
-            f"{jnp.shape(x)} in a batch with weights for {weights.shape[0]} examples, "
-            "so which rows are padding is unknown. Pass it mask= in the model."
-        )
-        raise StepError(msg)
-    real = weights != 0
-    # The weights may be per token: as many of their dims as the features have, too.
-    dims = 1
-    while dims < min(real.ndim, x.ndim - 1) and real.shape[dims] == x.shape[dims]:
-        dims += 1
-    if dims < real.ndim:
-        real = real.any(axis=tuple(range(dims, real.ndim)))
-    return real.reshape(real.shape + (1,) * (x.ndim - dims))
+def merged(metrics: Metrics, measured: Metrics) -> Metrics:
+    """Returns the metrics of earlier batches and of one more, inside jit."""
+    try:
+        metrics = metrics.merge(measured)
+    except MetricError as error:
+        msg = f"{error} Start with None, and pass on what the step returned."
+        raise StepError(msg) from None
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def settled(leaf: Leaf) -> Any:
+        # Weak types, or a sum that the compiler shards, would recompile the next call.
+        leaf = _jax.with_weak_type(leaf, weak_type=False)
+        if mesh.empty:
+            return leaf
+        return _jax.constrain(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(settled, metrics)
 
 
 # Options.
@@ -272,15 +243,9 @@ def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
 
 def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
     """Raises StepError unless `name=` of `where` takes a model and a batch."""
-    _checks.function(
-        name,
-        function,
-        "model",
-        "batch",
-        keywords=("rngs", "train") if name == "loss_fn" else (),
-        where=where,
-        error=StepError,
-    )
+    keywords = ("rngs", "train") if name == "loss_fn" else ()
+    context: Any = {"keywords": keywords, "where": where, "error": StepError}
+    _checks.function(name, function, "model", "batch", **context)
 
 
 def make_loss(
@@ -295,13 +260,10 @@ def make_loss(
     *,
     train: bool = False,
 ) -> Loss:
-    """Returns what the options of `where`, `make_train_step` or its like, mean.
-
-    Raises:
-        MeshLayoutError: If one of them is wrong.
-    """
+    """Returns what the options of `where`, `make_train_step` or its like, mean."""
     check_function("loss_fn", where, loss_fn)
-    check_denominator(denominator)
+    choices = get_args(losses.Denominator)
+    _checks.choice("denominator", denominator, choices, error=LossError)
     check_remat(remat)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (
@@ -316,32 +278,12 @@ def make_loss(
             f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(penalties)}.'
         )
         raise StepError(msg)
-    users = {} if metrics is None else metrics
-    if not isinstance(users, Mapping):
-        msg = (
-            "metrics= takes a dict from names to metrics, and got a "
-            f"{type(users).__name__}."
-        )
-        raise StepError(msg)
-    for kind, names in (("metrics", users), ("regularizers", penalties)):
-        for name in names:
-            if name in RESERVED or (name in penalties and name in users):
-                msg = f"{kind}=: {name!r} is reported by the step; take another name."
-                raise StepError(msg)
-    empty = {}
-    for name, metric in users.items():
-        try:
-            empty[name] = as_metric(metric)
-        except MetricError as error:
-            msg = f"metrics=: {name!r}: {error}"
-            raise StepError(msg) from None
-    return Loss(
-        loss_fn,
-        parse_precision(precision),
-        weights,
-        denominator,
-        penalties,
-        Metrics(empty).empty(),
-        remat,
-        train,
-    )
+    users = Metrics({} if metrics is None else metrics)
+    for name in (*users, *penalties):
+        if name in RESERVED or (name in penalties and name in users):
+            kind = "metrics" if name in users else "regularizers"
+            msg = f"{kind}=: {name!r} is reported by the step; take another name."
+            raise StepError(msg)
+    policy = parse_precision(precision)
+    options = loss_fn, policy, weights, denominator, penalties, users.empty()
+    return Loss(*options, remat, train)

@@ -1,25 +1,59 @@
-"""The data of a `fit` or an evaluation: passes, epochs, and the batches of calls.
+"""The data of a loop: epochs, and the batches of each call of a step, on the mesh.
 
-A group of batches is read completely before its call, so each carries what is needed
-later: its number for errors, and the position after it for a checkpoint. Data resumes
-at a position by `set_state` if its iterator has that; other data is read up to there.
+Steps are compiled for one shape, and a mesh divides rows into equal shards. So a short
+batch is padded to the size of the first, and weights of 0 mark the padding. If nothing
+can leave padding out (a loss function that returns a mean, a tuple without a place for
+weights), a short batch keeps its size: a second program is compiled and, if the rows do
+not divide, every device computes the whole batch. The numbers are right either way.
+
+Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
+what it reads anew, into batches of one size and shape, which are not the user's.
+Nothing is read ahead of the batches of a call, so the position of the data is that of
+the state.
 """
 
 import contextlib
+import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshlayout import _checks
-from meshlayout._annotations import Batch
-from meshlayout._batches import num_examples
-from meshlayout.checkpoint.positions import Continues
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import (
+    WeightsKey,
+    batch_layout,
+    check_weights_key,
+    get_weights,
+    is_marked,
+    map_batch,
+    mask_padding,
+    num_examples,
+    num_row_shards,
+    pad_rows,
+    takes_weights,
+    weights_of,
+    with_weights,
+)
+from meshlayout.arrays import relayout, to_numpy
+from meshlayout.checkpoint.positions import Continues, move_to_position
 from meshlayout.data import DataIterator, DistributedDataset
+from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.agreement import Agreement
-from meshlayout.errors import CheckpointError, MeshLayoutError
-from meshlayout.trainer.batches import BatchPlacer, PlacedBatch, RowsBatch
+from meshlayout.data.plan import DataPlan
+from meshlayout.errors import CheckpointError, DataError, MeshLayoutError
+from meshlayout.mesh import Mesh
+from meshlayout.step.placement import check_batch
+
+
+if TYPE_CHECKING:
+    from meshlayout.trainer.trainer import Trainer
 
 
 _log = logging.getLogger("meshlayout")
@@ -32,39 +66,24 @@ _END: Any = object()
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is, in numbers that the host knows without asking the device.
+    """How far training is, in numbers that the host knows without asking the device."""
 
-    Attributes:
-        epoch: The current epoch, from 1.
-        last_epoch: The number of the last epoch of this `fit`.
-        step: Steps of the state so far, including those before this `fit`.
-        step_in_fit: Steps of this `fit` so far.
-        step_in_epoch: Steps of this epoch so far.
-        steps_per_epoch: Steps of an epoch; None if not known.
-        examples_in_epoch: Examples of this epoch so far, without padding that the
-            trainer added.
-    """
-
-    epoch: int = 0
-    last_epoch: int = 0
-    step: int = 0
+    epoch: int = 0  # the current one, from 1
+    last_epoch: int = 0  # of this `fit`
+    step: int = 0  # steps of the state so far, also before this `fit`
     step_in_fit: int = 0
     step_in_epoch: int = 0
-    steps_per_epoch: int | None = None
+    steps_per_epoch: int | None = None  # None if not known
     examples_in_epoch: int = 0
 
 
-@dataclass
-class _SavedPosition:
-    """The position of an iterator that has moved on, to save in its place."""
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A batch that is ready for a step, and what is known of it."""
 
-    state: object
-
-    def get_state(self) -> object:
-        return self.state
-
-    def set_state(self, state: object) -> None:
-        self.state = state
+    batch: Batch
+    num_examples: int  # without padding that was added here
+    is_odd: bool = False  # whether a program is compiled for its size
 
 
 class TrainerInput:
@@ -73,53 +92,60 @@ class TrainerInput:
     Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
     batches, and the next epoch continues where it stopped; at the end of a pass a new
     one begins, as in Keras. An iterator has only one pass. A dataset's passes are its
-    epochs if it `trains`, and otherwise its first one again and again.
+    epochs if it `trains`, and otherwise its first one again and again. Padding is not
+    marked by weights unless it `marks`.
 
     Attributes:
+        size: Rows of the first batch; 0 before it.
+        where: The batches of the running call, for errors.
         is_over: Whether the data ended before or at the beginning of the last epoch.
-        is_saved: Whether positions are recorded, for a callback that saves them.
         is_resumed: Whether this `fit` resumes from a checkpoint.
-        used: The last batch trained on.
     """
 
     def __init__(
         self,
+        trainer: "Trainer",
         where: str,
         name: str,
-        data: Data,
-        placer: BatchPlacer,
+        data: Data | PyTree,
+        labels: PyTree = None,
+        batch_size: int | None = None,
+        shuffle: int | None = None,
         *,
         steps_per_epoch: int | None = None,
         num_epochs: int = 1,
         trains: bool = False,
+        marks: bool = True,
     ) -> None:
+        self._trainer, self._opening, self._name = trainer, where, name
+        self._steps, self._trains, self._marks = steps_per_epoch, trains, marks
+        self._layout, self._key = trainer._layout(), trainer._steps.weights
+        if batch_size is not None or labels is not None or is_columns(data):
+            if batch_size is not None:
+                batch_size = _checks.count("batch_size", batch_size, where=where)
+            if not isinstance(data, Rows):
+                data = rows_of(where, name, data, labels, batch_size, self._key)
+            data = self._dataset(data, batch_size or 0, shuffle)
         if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
             what = "an iterable of batches, or a function that returns one"
             msg = f"{name} must be {what}, got {_checks.shown(data)}."
             raise MeshLayoutError(msg)
-        if not isinstance(data, Iterable):
-            _checks.function(name, data)
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
             msg = (
-                f"{name} is an iterator, which yields its batches only once, but "
-                f"epochs={num_epochs}. Give the number of batches in an epoch, "
-                "steps_per_epoch=, or a list, or a function that returns a new "
-                "iterator."
+                f"{name} is an iterator, which has one pass, but epochs={num_epochs}. "
+                "Give steps_per_epoch=, or a function that returns an iterator."
             )
             raise MeshLayoutError(msg)
-        self._where, self._name, self._data = where, name, data
-        self._steps, self._trains, self.placer = steps_per_epoch, trains, placer
-        self._pass: Iterator[Any] | None = None
+        self._data, self._has_batches = data, False
+        self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
-        self._num_done = 0  # batches of the epoch that is resumed
-        self._has_batches = False
+        self._number = self._num_done = 0  # batches of the epoch; before a resume
         # Processes take a step together or not at all. Those datasets see to it
         # themselves, in their own thread.
         agrees = isinstance(data, (DistributedDataset, DataIterator))
-        mesh = None if agrees or placer.layout is None else placer.layout.mesh
-        self._agreement = None if mesh is None else Agreement(mesh)
-        self.is_over = self.is_saved = self.is_resumed = False
-        self.used: PlacedBatch | None = None
+        mesh = None if self._layout is None else self._layout.mesh
+        self._agreement = None if agrees or mesh is None else Agreement(mesh)
+        self.size, self.where, self.is_over, self.is_resumed = 0, where, False, False
 
     @property
     def num_steps(self) -> int | None:
@@ -129,123 +155,254 @@ class TrainerInput:
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
         """Yields the batches of each call of a step, in the next epoch.
 
-        Those left over at the end of an epoch, and those of another size than the
-        first, come one by one. Errors name the epoch by `text`.
+        Fewer come together at the end of an epoch, and with one of another size than
+        the first. Errors name the epoch by `text`.
         """
-        first, self._num_done = self._num_done + 1, 0
+        self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
-        for number, batch in enumerate(self._epoch(first, text), first):
-            with _checks.noted(f"in {self._where}: batch {number}{text}"):
-                placed = self.placer(batch)
+        for batch in self._epoch(text):
+            first, last = self._number - len(group), self._number
+            numbers = f"batch {last}" if first == last else f"batches {first}-{last}"
+            self.where = f"in {self._opening}: {numbers}{text}"
+            with _checks.noted(f"in {self._opening}: batch {last}{text}"):
+                placed = self._placed(batch)
             if placed is None:
-                what = f"batch {number} of {self._name}"
+                what = f"batch {last} of {self._name}"
                 _log.warning("%s has no rows, or only rows of weight 0: left out", what)
                 continue
-            place = self._place(number) if self.is_saved else None
-            group.append(replace(placed, number=number, place=place))
-            if placed.is_odd:  # the batches of a call are stacked: they have one size
-                yield from ([placed] for placed in group)
-                group = []
-            elif len(group) == size:
+            group.append(placed)
+            if placed.is_odd or len(group) == size:
                 yield group
                 group = []
-        yield from ([placed] for placed in group)
+        if group:
+            yield group
 
-    def located(
-        self, group: list[PlacedBatch], text: str = ""
-    ) -> contextlib.AbstractContextManager[None]:
-        """Notes in errors which batches a call takes."""
-        first, last = group[0].number, group[-1].number
-        numbers = f"batch {first}" if first == last else f"batches {first}-{last}"
-        return _checks.noted(f"in {self._where}: {numbers}{text}")
-
-    def _epoch(self, first: int, text: str) -> Iterator[Batch | RowsBatch]:
-        """Yields the batches of an epoch from a number on, which all processes have."""
-        if self._steps is None and first == 1:
+    def _epoch(self, text: str) -> Iterator[Batch | PlacedBatch]:
+        """Yields the batches of an epoch, or of its rest, which all processes have."""
+        if self._steps is None and not self._number:
             self._begin()
         turns = None if self._agreement is None else self._agreement.new_turns()
-        number = first
         with turns or contextlib.nullcontext():
-            while self._steps is None or number <= self._steps:
-                batch = _END if self._pass is None else next(self._pass, _END)
+            while self._steps is None or self._number < self._steps:
+                batch = next(self._pass, _END)
                 if batch is _END and self._steps is not None:
                     batch = next(self._begin(), _END)
                 if turns is not None:
                     rows = 0 if batch is _END else num_examples(batch)
-                    turns.take(None, f"{rows} rows in batch {number}{text}")
+                    turns.take(None, f"{rows} rows in batch {self._number + 1}{text}")
                 if batch is _END:
                     break
-                number, self._num_given = number + 1, self._num_given + 1
+                self._number, self._num_given = self._number + 1, self._num_given + 1
+                self._has_batches = True
                 yield batch
-        self._has_batches = self._has_batches or number > 1
         if not self._has_batches:
             raise self._no_batch()
-        self.is_over = number <= (self._steps or 1)
+        self.is_over = self._number < (self._steps or 1)
 
     def _begin(self) -> Iterator[Any]:
         """Begins a pass; an iterator continues its only one."""
-        if self._pass is None or not isinstance(self._data, Iterator):
-            self._pass, self._num_given = self._new_pass(trains=self._trains), 0
+        data = self._data
+        if isinstance(data, Iterator):
+            self._pass = data
+            return data
+        if isinstance(data, DistributedDataset) and not self._trains:
+            data = data.iterator(epoch=0)
+        data = data if isinstance(data, Iterable) else data()
+        self._pass, self._num_given = iter(data), 0
         return self._pass
-
-    def _new_pass(self, *, trains: bool) -> Iterator[Any]:
-        if isinstance(self._data, DistributedDataset) and not trains:
-            return self._data.iterator(epoch=0)
-        data = self._data if isinstance(self._data, Iterable) else self._data()
-        if not isinstance(data, Iterable):
-            what = f"is a function that returned {_checks.shown(data)}"
-            msg = f"{self._name} {what}, not an iterable of batches."
-            raise MeshLayoutError(msg)
-        return iter(data)
 
     def _no_batch(self) -> MeshLayoutError:
         msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
         return MeshLayoutError(msg)
 
-    # Positions.
+    # Batches on the mesh.
 
-    def _place(self, number: int) -> tuple[dict[str, Any], Continues | None]:
-        """Returns the position after a batch, and the iterator's own, if it has one."""
-        position = None
-        if isinstance(self._pass, Continues):
-            position = _SavedPosition(self._pass.get_state())
-        return {"given": self._num_given, "number": number}, position
+    def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
+        """Returns a batch on the mesh; None if it holds no examples."""
+        key, trainer = self._key, self._trainer
+        if isinstance(batch, PlacedBatch):  # of arrays
+            tree, rows = batch.batch, batch.num_examples
+            if rows == num_examples(tree) or not self._marks:
+                return self._sized(tree, rows)
+            batch = map_batch(lambda x: x[:rows], to_numpy(tree))
+        leaves = jax.tree.leaves(batch)
+        if any(isinstance(x, jax.Array) and _jax.is_committed(x) for x in leaves):
+            check_weights_key(batch, key)
+            return PlacedBatch(batch, num_examples(batch))
+        check_batch(batch, key)
+        weights, rows = weights_of(batch, key), num_examples(batch)
+        if weights is not None and self._marks:
+            trainer._tell(f"examples are weighted by {key!r} of their batch.")
+        # With weights of 0 gradients are 0, but momentum and weight decay would still
+        # move the parameters.
+        if not rows or (self._marks and weights is not None and not np.any(weights)):
+            return None
+        can_mark = weights is not None or takes_weights(batch, key)
+        if trainer._pads is not False and (can_mark or not self._marks):
+            padded = self._on_mesh(self._padded(batch, rows))
+            if not self._marks or trainer._accepts(padded, train=self._trains):
+                return self._sized(padded, rows)
+        return self._sized(self._on_mesh(batch), rows)
+
+    def _sized(self, batch: Batch, rows: int) -> PlacedBatch:
+        size = num_examples(batch)
+        self.size = self.size or size
+        return PlacedBatch(batch, rows, is_odd=size != self.size)
+
+    def _padded(self, batch: Batch, rows: int) -> Batch:
+        """Returns a batch of the first one's size, with weights if they mark padding.
+
+        A larger one does not raise the size: a resumed run may not see that one, and
+        has to pad as this one does.
+        """
+        shards = 1 if self._layout is None else num_row_shards(self._layout)
+        size = max(self.size, -(-rows // shards) * shards)
+        padded = map_batch(lambda x: pad_rows(x, size), batch)
+        if not self._marks:
+            return padded
+        weights = get_weights(padded, self._key)
+        weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
+        return with_weights(
+            padded, self._key, mask_padding(weights, np.arange(size) < rows)
+        )
+
+    def _on_mesh(self, batch: Batch) -> Batch:
+        if self._layout is None:
+            return jax.tree.map(jnp.asarray, batch)
+        layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
+        if rows % num_row_shards(layout):
+            # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
+            self._trainer._tell(
+                f"a batch of {rows} rows does not divide into {num_row_shards(layout)} "
+                "shards, and cannot be padded: every device computes the whole batch."
+            )
+            layout = mesh.layout(...)
+        # A scalar, such as a temperature for the loss, has no rows to shard.
+        layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
+        return relayout(batch, layouts)
+
+    def _dataset(
+        self, rows: Rows, size: int, shuffle: int | None
+    ) -> DistributedDataset:
+        """Returns the batches of rows, with weights if they can mark its padding.
+
+        Otherwise each is a `PlacedBatch`, whose rows beyond its examples are padding.
+        """
+        layout, key = self._layout, self._key
+        if layout is None:  # on the device to which JAX sends arrays by default
+            device = next(iter(jnp.zeros(()).devices()))
+            grid = jax.sharding.Mesh(np.array([device]), ("batch",))
+            layout = batch_layout(Mesh(grid))
+        options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
+        example, last = rows.read_rows(np.zeros(1, np.int64), 0), len(rows) % size
+        is_weighted = weights_of(example, key) is not None
+        if self._marks and (is_weighted or (last and takes_weights(example, key))):
+            plan = DataPlan(lambda: rows, layout, {**options, "weights": key})
+            if self._trainer._accepts(plan.element_spec, train=self._trains):
+                return DistributedDataset(plan)
+
+        def assemble(tree: PyTree, mask: jax.Array | None) -> PlacedBatch:
+            return PlacedBatch(tree, num_examples(tree) if mask is None else last)
+
+        options["weights"] = None
+        plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
+        return DistributedDataset(plan)
+
+    # Positions. Data resumes by `set_state` if its iterator has that; other data is
+    # read up to the place.
+
+    def place(self) -> tuple[dict[str, int], Continues | None]:
+        """Returns the place in the epoch, and the iterator, if it has a position."""
+        iterator = self._pass if isinstance(self._pass, Continues) else None
+        return {"given": self._num_given, "number": self._number}, iterator
 
     def first_batch(self) -> Batch:
-        """Returns a batch of a pass of its own; `resume` goes to a position next."""
-        if self._pass is None:
-            self._pass = self._new_pass(trains=False)
-        batch, self._num_given = next(self._pass, _END), 1
-        placed = None if batch is _END else self.placer(batch)
+        """Returns a batch of a pass; `resume` goes to a position next."""
+        batch, self._num_given = next(self._begin(), _END), 1
+        placed = None if batch is _END else self._placed(batch)
         if placed is None:
             raise self._no_batch()
         return placed.batch
 
     def resume(
-        self,
-        place: Mapping[str, Any],
-        move: Callable[[Continues], None] | None,
-        *,
-        is_end: bool,
+        self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
         """Goes to a place from which the rest of an epoch is read, or the next one.
 
-        `move` moves an iterator to its own position; None if none was saved.
+        `positions` are those of the processes' iterators; None if none was saved.
         """
         self.is_resumed = self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()
-        if move is not None and isinstance(batches, Continues):
-            move(batches)
+        if positions is not None and isinstance(batches, Continues):
+            move_to_position(batches, positions)
         elif not is_end or self._steps is not None or isinstance(self._data, Iterator):
             count = place["given"] - self._num_given
             _log.info("the data has no position: dropping its first %d batches", count)
-            for number in range(count):
-                if next(batches, _END) is _END:
-                    msg = (
-                        f"the checkpoint was saved after {place['given']} batches of a "
-                        f"pass over the data, which now ends {count - number} batches "
-                        "earlier. Resume with the data of that run."
-                    )
-                    raise CheckpointError(msg)
+            if sum(1 for _ in itertools.islice(batches, count)) < count:
+                msg = (
+                    f"the checkpoint was saved after {place['given']} batches of a "
+                    "pass over the data, which now has fewer. Resume with the data of "
+                    "that run."
+                )
+                raise CheckpointError(msg)
         self._num_given = place["given"]
+
+
+def rows_of(
+    where: str, name: str, data: PyTree, labels: PyTree, size: Any, key: WeightsKey
+) -> Rows:
+    """Returns arrays as rows, whose weights are not negative."""
+    columns = data if labels is None else (data, labels)
+    arguments = name if labels is None else f"{name}, labels"
+    try:
+        rows = array_rows(columns)
+    except DataError as error:
+        msg = f"{where}: {arguments} cannot be cut into batches: {error}"
+        raise MeshLayoutError(msg) from None
+    if size is None:
+        msg = (
+            f"{where}: {name} is {_checks.shown(data)}, of arrays with {len(rows):,} "
+            f"rows. Give the size of a batch, {where}({arguments}, batch_size=32), or "
+            "an iterable of batches, which may be a list of one batch."
+        )
+        raise MeshLayoutError(msg)
+    weights = get_weights(columns, key)
+    if weights is not None:
+        check_batch({key: np.asarray(weights)}, key)
+    return rows
+
+
+def split_rows(rows: Rows, share: float) -> tuple[Rows, Rows]:
+    """Returns all rows but a share of them, and those at the end."""
+    share = _checks.number("validation_split", share, above=0, below=1, where="fit")
+    first = len(rows) - round(len(rows) * share)
+    if first in (0, len(rows)):
+        msg = f"fit: validation_split={share} leaves a part of {len(rows)} rows empty."
+        raise MeshLayoutError(msg)
+
+    def read_last(indices: np.ndarray, epoch: int) -> PyTree:
+        return rows.read(indices + first, epoch)
+
+    return Rows(first, rows.read), Rows(len(rows) - first, read_last)
+
+
+def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:
+    """Returns the outputs of the user's rows, on the host."""
+    size, rows = num_examples(placed.batch), slice(placed.num_examples)
+    weights = get_weights(placed.batch, key)
+    # Rows of weight 0 are padding only where `distribute_dataset` says so.
+    if is_marked(weights):
+        weights = to_numpy(weights)
+        rows = np.any(weights != 0, axis=tuple(range(1, weights.ndim)))
+
+    def real(value: np.ndarray) -> np.ndarray:
+        if np.shape(value)[:1] != (size,):
+            msg = (
+                f"predict: an output has shape {np.shape(value)} for a batch of {size} "
+                "rows; it must have one row per example."
+            )
+            raise MeshLayoutError(msg)
+        return value[rows]
+
+    return jax.tree.map(real, to_numpy(outputs))

@@ -30,6 +30,9 @@ class History(Mapping[str, list[Any]]):
         ─────  ──────  ────────
             1  0.5000    0.7500
             2  0.2500    0.5000
+        >>> history.plot("loss")
+        loss  █▁  0.5 → 0.25, lowest 0.25 in epoch 2
+        epochs 1 to 2
     """
 
     def __init__(self) -> None:
@@ -38,12 +41,7 @@ class History(Mapping[str, list[Any]]):
         self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Adds an epoch.
-
-        Args:
-            epoch: Its number, from 1.
-            logs: Its values by name.
-        """
+        """Adds an epoch, by its number from 1, and its values by name."""
         epoch = _checks.count("epoch", epoch, where="History.add")
         if not isinstance(logs, Mapping):
             msg = "History.add: logs must be a dict from names to values, got"
@@ -65,24 +63,10 @@ class History(Mapping[str, list[Any]]):
         return {name: list(values) for name, values in self._values.items()}
 
     def plot(self, *names: str) -> Curves:
-        """Returns the curves of metrics by epoch, to print or as a notebook's result.
+        """Returns the curves of metrics, or of all, to print or as a notebook's result.
 
         A metric and its `val_` share a panel. Values that are not finite, and metrics
-        that have dims, are left out.
-
-        Args:
-            *names: The metrics to draw; by default all.
-
-        Raises:
-            KeyError: If there is no such metric.
-
-        Example:
-            >>> history = History()
-            >>> for epoch, loss in enumerate([0.9, 0.5, 0.4], start=1):
-            ...     history.add(epoch, {"loss": loss})
-            >>> history.plot("loss")
-            loss  █▂▁  0.9 → 0.4, lowest 0.4 in epoch 3
-            epochs 1 to 3
+        that have dims, are left out. Raises KeyError if there is no such metric.
         """
         chosen = names or tuple(self._values)
         return Curves.of(self.epochs, {name: self[name] for name in chosen})
@@ -91,8 +75,7 @@ class History(Mapping[str, list[Any]]):
         if name not in self._values:
             near = did_you_mean(name, self._values)
             known = ", ".join(map(repr, self._values)) or "nothing yet"
-            msg = f"the history has no {name!r}, only {known}.{near}"
-            raise KeyError(msg)
+            raise KeyError(f"the history has no {name!r}, only {known}.{near}")
         return list(self._values[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -119,12 +102,7 @@ class History(Mapping[str, list[Any]]):
 
 
 def value_text(value: Any) -> str:
-    """Returns a metric's value with four decimals, or in powers of ten.
-
-    Example:
-        >>> value_text(0.81), value_text(0.00042), value_text(-1.5e9)
-        ('0.8100', '4.20e-04', '-1.50e+09')
-    """
+    """Returns a metric's value with four decimals, or in powers of ten."""
     if not isinstance(value, float):
         return _render.array_text(value.dtype, value.shape)
     is_plain = not value or 0.01 <= abs(value) < 1e5

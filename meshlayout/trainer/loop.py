@@ -8,7 +8,7 @@ import contextlib
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,8 @@ from meshlayout._annotations import PyTree
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.errors import MeshLayoutError, RecompileWarning
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.batches import PlacedBatch
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
-from meshlayout.trainer.epochs import TrainerInput
-from meshlayout.trainer.resume import resume_fit
+from meshlayout.trainer.epochs import PlacedBatch, TrainerInput
 
 
 if TYPE_CHECKING:
@@ -37,37 +35,30 @@ _MAX_PENDING = 2
 class FitLoop:
     """One call of `Trainer.fit`: its epochs, callbacks, validation and saving.
 
-    It updates the trainer's state, position and history. A call of the train step takes
-    `group_size` batches.
+    It updates the trainer's state, position and history.
     """
 
     def __init__(
         self,
         trainer: "Trainer",
         source: TrainerInput,
-        validation: TrainerInput | None,
-        callbacks: Any,
+        callbacks: Sequence[Callback],
         *,
-        group_size: int,
         progress: bool,
     ) -> None:
-        self._trainer, self._source, self._validation = trainer, source, validation
-        self._group_size = group_size
-        is_list = isinstance(callbacks, Iterable)
-        for callback in callbacks if is_list else [callbacks]:
-            if not is_list or not isinstance(callback, Callback):
+        for callback in callbacks if isinstance(callbacks, Iterable) else [callbacks]:
+            if not isinstance(callback, Callback) or callback is callbacks:
                 msg = (
                     "fit: callbacks must be a list of instances of ml.callbacks."
                     f"Callback, and has {_checks.shown(callback)}."
                 )
                 raise MeshLayoutError(msg)
         shows = progress and not any(isinstance(x, Progress) for x in callbacks)
-        ordered = [Progress(), *callbacks] if shows else callbacks
+        callbacks = [Progress(), *callbacks] if shows else callbacks
         # Those that save come last: what others do, such as stopping, is saved.
-        self._callbacks = sorted(ordered, key=lambda x: isinstance(x, Checkpoint))
+        self._callbacks = sorted(callbacks, key=lambda x: isinstance(x, Checkpoint))
         self._checkpoints = [x for x in self._callbacks if isinstance(x, Checkpoint)]
-        source.is_saved = bool(self._checkpoints)
-        self._preemption = Preemption()
+        self._trainer, self._source, self._preemption = trainer, source, Preemption()
         self._metrics: Metrics | None = None  # of the epoch so far
 
     def run(self, *, resume: bool) -> None:
@@ -80,8 +71,7 @@ class FitLoop:
             )
             raise MeshLayoutError(msg)
         if resume:
-            checkpointer, size = self._checkpoints[0].checkpointer, self._group_size
-            self._metrics = resume_fit(trainer, self._source, checkpointer, size)
+            self._metrics = self._checkpoints[0].resume(trainer, self._source)
         with contextlib.ExitStack() as closing:
             if self._checkpoints:
                 closing.enter_context(self._preemption)
@@ -97,10 +87,10 @@ class FitLoop:
             self._notify("on_fit_end")
 
     def _notify(self, moment: str, *args: Any) -> None:
+        position = self._trainer.position
+        where = f"at step {position.step}, epoch {position.epoch}"
         for callback in self._callbacks:
-            position, kind = self._trainer.position, type(callback).__name__
-            where = f"at step {position.step}, epoch {position.epoch}"
-            with _checks.noted(f"in {kind}.{moment}, {where}"):
+            with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self._trainer, *args)
 
     def _train_epoch(self) -> None:
@@ -109,13 +99,12 @@ class FitLoop:
         epoch = len(trainer.history.epochs) + 1
         trainer.position = replace(trainer.position, epoch=epoch)
         if self._metrics is None:  # else restored, with the position in the epoch
-            trainer.position = replace(
-                trainer.position, step_in_epoch=0, examples_in_epoch=0
-            )
+            start = {"step_in_epoch": 0, "examples_in_epoch": 0}
+            trainer.position = replace(trainer.position, **start)
         self._notify("on_epoch_start", epoch)
-        text = f" of epoch {epoch}"
-        for group in self._source.groups(self._group_size, text=text):
-            with self._source.located(group, text):
+        size = trainer._steps.group_size
+        for group in self._source.groups(size, text=f" of epoch {epoch}"):
+            with _checks.noted(self._source.where):
                 self._train(group)
             self._notify("on_step_end", trainer.position.step, self._metrics)
             self._end_if_preempted()
@@ -126,16 +115,16 @@ class FitLoop:
         """Calls the train step on a group of batches."""
         trainer, position, count = self._trainer, self._trainer.position, len(group)
         batches = [placed.batch for placed in group]
-        batch = batches if self._group_size > 1 else batches[0]
+        batch = batches if trainer._steps.group_size > 1 else batches[0]
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
-            if group[0].is_odd:  # it cannot be padded: advice to do so would not help
+            if group[-1].is_odd:  # it cannot be padded: advice to do so would not help
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
-            result = trainer.train_step(trainer.state, batch, self._metrics)
-            _check_metrics(trainer, "train_step", result)
-            trainer.state, self._metrics = result
-            trainer.steps_in_call, self._source.used = count, group[-1]
+            state, metrics = trainer.train_step(trainer.state, batch, self._metrics)
+            _check_metrics("train_step", metrics)
+            trainer.state, self._metrics = state, metrics
+            trainer.steps_in_call = count
             examples = sum(placed.num_examples for placed in group)
             trainer.position = replace(
                 position,
@@ -163,10 +152,9 @@ class FitLoop:
             trainer.history.stopped = trainer.stopped
             return
         logs = metrics.to_host()
-        if self._validation is not None and not trainer.stopped:
-            trainer.validation_steps = self._validation.num_steps
+        if trainer.validation is not None and not trainer.stopped:
             self._notify("on_validation_start")
-            values = evaluate(trainer, self._validation, self._notify)
+            values = evaluate(trainer, trainer.validation, self._notify)
             logs.update({f"val_{name}": value for name, value in values.items()})
         if position.steps_per_epoch is None and not trainer.stopped:
             # Unknown until a whole pass is over; for the progress of the next epochs.
@@ -194,10 +182,10 @@ def evaluate(
     """Returns the metrics of the eval step over a dataset, by name."""
     metrics: Metrics | None = None
     pending: deque[PyTree] = deque()
-    for number, group in enumerate(source.groups(), 1):
-        with source.located(group):
-            metrics = trainer.eval_step(trainer.state, group[0].batch, metrics)
-            _check_metrics(trainer, "eval_step", metrics)
+    for number, (placed,) in enumerate(source.groups(), 1):
+        with _checks.noted(source.where):
+            metrics = trainer.eval_step(trainer.state, placed.batch, metrics)
+            _check_metrics("eval_step", metrics)
         pending.append(metrics)
         if len(pending) > _MAX_PENDING:
             for leaf in jax.tree.leaves(pending.popleft()):
@@ -208,15 +196,9 @@ def evaluate(
     return {} if metrics is None else metrics.to_host()
 
 
-def _check_metrics(trainer: "Trainer", step: str, result: Any) -> None:
+def _check_metrics(step: str, metrics: Any) -> None:
     """Raises MeshLayoutError if an overridden step returns anything else."""
-    metrics, expected = result, "metrics"
-    if step == "train_step":
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        metrics, expected = result[1] if is_pair else None, "(state, metrics)"
     if not isinstance(metrics, Metrics):
-        msg = (
-            f"{type(trainer).__name__}.{step} must return {expected}, with metrics of "
-            f"type ml.metrics.Metrics, got {_checks.shown(result)}."
-        )
+        shown = _checks.shown(metrics)
+        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
         raise MeshLayoutError(msg)

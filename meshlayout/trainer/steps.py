@@ -1,8 +1,8 @@
 """The steps that a trainer makes from a loss function, and their options."""
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, TypeAlias, TypedDict
 
 import jax
@@ -10,16 +10,18 @@ from flax import nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import WeightsKey
-from meshlayout.errors import LossError, MeshLayoutError, did_you_mean
+from meshlayout._batches import num_examples
+from meshlayout.errors import LossError, MeshLayoutError, MetricError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.objective import check_function
-from meshlayout.step.remat import Remat
+from meshlayout.step.interception import Remat
 from meshlayout.step.update import OnNonfinite
+
+
+PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
 
 
 class StepOptions(TypedDict, total=False):
@@ -38,9 +40,6 @@ class StepOptions(TypedDict, total=False):
     on_recompile: OnRecompile
 
 
-PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
-
-
 class TrainerSteps:
     """A trainer's train, eval and predict steps; each compiles at its first call.
 
@@ -55,19 +54,21 @@ class TrainerSteps:
         layouts: LayoutMap | None,
         options: StepOptions,
     ) -> None:
-        if predict_fn is not None:
-            check_function("predict_fn", "Trainer", predict_fn)
-        if loss_fn is not None:
-            check_function("loss_fn", "Trainer", loss_fn)
-        self._check_options(options, is_used=loss_fn is not None, metrics=metrics)
-        self.loss_fn, self._predict_fn = loss_fn, predict_fn
-        self.weights = options.get("weights", "weight")
-        if not isinstance(self.weights, (str, int)) or isinstance(self.weights, bool):
+        known = [*StepOptions.__annotations__]
+        for name in {*options} - {*known}:
+            names = [*known, "loss_fn", "metrics", "layouts", "predict_fn", "pad"]
+            near = did_you_mean(name, [*names, "data_layout"])
+            msg = f"Trainer has no option {name!r}.{near} The options of its steps"
+            raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
+        needless = [x for x in options if x not in ("weights", "steps_per_call")]
+        if loss_fn is None and (needless or metrics is not None):
             msg = (
-                "Trainer: weights must be a key of a batch, as 'weight', or an index, "
-                f"as 2, got {_checks.shown(self.weights)}."
+                f"Trainer got no loss function to make steps from, but {needless} or "
+                "metrics= for them. Give loss_fn, or leave these to your own steps."
             )
             raise MeshLayoutError(msg)
+        self.loss_fn, self._predict_fn = loss_fn, predict_fn
+        self.weights = options.get("weights", "weight")
         count = options.get("steps_per_call", 1)
         self.group_size = _checks.count("steps_per_call", count, where="Trainer")
         # The structure of the batches that the loss function got, without weights.
@@ -76,21 +77,19 @@ class TrainerSteps:
         quiet: StepOptions = {"on_recompile": "ignore", **options}
         shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
         if loss_fn is not None:
-            # Batches left over at the end of an epoch are too few for `_many`.
+            # Fewer batches than a call takes run one by one.
             single: StepOptions = {**options, "steps_per_call": 1}
             self._one = make_train_step(loss_fn, **shared, **single)
-            if self.group_size > 1:
-                self._many = make_train_step(loss_fn, **shared, **options)
-            taken = _options_of(make_eval_step, quiet)
-            self._eval = make_eval_step(loss_fn, **shared, **taken)
-
-        @functools.lru_cache(maxsize=4)  # the last function given may be a new one
-        def predict_step(function: PredictFn | None, structure: Any) -> Any:
-            function = function or functools.partial(self._predict, structure)
-            taken = _options_of(make_predict_step, quiet)
-            return make_predict_step(function, layouts=layouts, **taken)
-
-        self._predict_step = predict_step
+            self._many = make_train_step(loss_fn, **shared, **options)
+            self._eval = make_eval_step(
+                loss_fn, **shared, **_options_of(make_eval_step, quiet)
+            )
+        self._predict_options = _options_of(make_predict_step, quiet)
+        self._predict_options["layouts"] = layouts
+        # Of a few functions, as the last one may be a new one.
+        self._predict_step = functools.lru_cache(4)(self._new_predict_step)
+        if predict_fn is not None:
+            self._predict_step(predict_fn, None)  # checks it
 
     def train(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
@@ -98,14 +97,18 @@ class TrainerSteps:
         """Runs a train step, or those of a list of batches."""
         # A batch may itself be a list, of arrays.
         batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
-        self._see("train_step", *batches[:1])
-        if len(batches) == 1:
-            return self._one(state, batches[0], metrics)
-        return self._many(state, batches, metrics)
+        self._check("train_step", batches[0])
+        sizes = {num_examples(one) for one in batches}
+        if len(batches) == self.group_size > 1 and len(sizes) == 1:
+            return self._many(state, batches, metrics)
+        result: Any = state, metrics
+        for one in batches:
+            result = self._one(result[0], one, result[1])
+        return result
 
     def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
         """Measures a batch."""
-        self._see("eval_step", batch)
+        self._check("eval_step", batch)
         return self._eval(state, batch, metrics)
 
     def predict(
@@ -114,23 +117,23 @@ class TrainerSteps:
         """Returns predictions for a batch."""
         function = predict_fn or self._predict_fn
         if function is None:
-            self._see("predict_step")
+            self._check("predict_step")
         structure = self._structure if function is None else None
         return self._predict_step(function, structure)(state, batch)
 
     def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave out examples by a batch's weights.
 
-        A loss function that returns a mean cannot. This traces the step, as its first
-        call would, and runs nothing.
+        A loss function that returns a mean cannot, nor can some metrics of others. This
+        traces the step, as its first call would, and runs nothing.
         """
         try:
             (self._one if train else self._eval).trace(state, batch)
-        except LossError:
+        except (LossError, MetricError):
             return False
         return True
 
-    def _see(self, step: str, *batches: Batch) -> None:
+    def _check(self, step: str, batch: Batch = None) -> None:
         """Checks that there is a loss function, and remembers what its batches are."""
         if self.loss_fn is None:
             msg = (
@@ -138,41 +141,35 @@ class TrainerSteps:
                 f"or override {step} in a subclass."
             )
             raise MeshLayoutError(msg)
-        if self._structure is None and batches:
-            self._structure = jax.tree.structure(_without(batches[0], self.weights))
+        if self._structure is None and batch is not None:
+            self._structure = jax.tree.structure(_without(batch, self.weights))
+
+    def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
+        function = function or functools.partial(self._predict, structure)
+        return make_predict_step(function, **self._predict_options)
 
     def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
-        inputs = _without(batch, self.weights)
+        loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
+        assert loss_fn is not None
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        note = (
+            f"predict calls {name} for its outputs, and what it reads of a batch has "
+            "to be there; with fewer arrays than fit had, it calls the model itself. "
+            "To call it in another way, give predict_fn=, a function of the model and "
+            "a batch."
+        )
         leaves = jax.tree.leaves(inputs)
-        if structure is None or len(leaves) >= structure.num_leaves:
+        with _checks.noted(note):
+            if structure is not None and len(leaves) < structure.num_leaves:
+                return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:
                 batch = structure.unflatten(leaves)
-            return self._outputs(model, batch)
-        note = (
-            "predict calls the model itself, as its data has fewer arrays than the "
-            "batches of the loss function. Call it in another way by predict_fn=, a "
-            "function of the model and a batch."
-        )
-        with _checks.noted(note):
-            return model(leaves[0] if len(leaves) == 1 else inputs)
-
-    def _outputs(self, model: Any, batch: Batch) -> PyTree:
-        """Returns the outputs of the loss function."""
-        loss_fn: Any = self.loss_fn
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        names = inspect.signature(loss_fn).parameters
-        # Random numbers are never drawn in evaluation mode, but may be passed on.
-        extras = {"train": False, "rngs": nnx.Rngs(0)}
-        note = (
-            f"predict calls {name} for its outputs, and what it reads of a batch has "
-            "to be there. Without labels, give predict_fn=, a function of the model "
-            "and a batch."
-        )
-        with _checks.noted(note):
-            given = {key: value for key, value in extras.items() if key in names}
-            result = loss_fn(model, batch, **given)
+            # Random numbers are never drawn in evaluation mode, but may be passed on.
+            extras, names = {"train": False, "rngs": nnx.Rngs(0)}, signature(loss_fn)
+            taken = {key: extras[key] for key in extras if key in names.parameters}
+            result = loss_fn(model, batch, **taken)
         if not isinstance(result, tuple) or not result[1]:
             msg = (
                 f"predict: {name} returns losses but no outputs. Return a pair of "
@@ -182,28 +179,8 @@ class TrainerSteps:
             raise MeshLayoutError(msg)
         return result[1]
 
-    def _check_options(
-        self, options: Mapping[str, Any], *, is_used: bool, metrics: Any
-    ) -> None:
-        known = [*StepOptions.__annotations__]
-        for name in options:
-            if name not in known:
-                names = [*known, "loss_fn", "metrics", "layouts", "predict_fn", "pad"]
-                near = did_you_mean(name, [*names, "data_layout"])
-                msg = f"Trainer has no option {name!r}.{near} The options of its steps"
-                raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
-        needless = [x for x in options if x not in ("weights", "steps_per_call")]
-        needless += [] if metrics is None else ["metrics"]
-        if needless and not is_used:
-            msg = (
-                f"Trainer got no loss function, but {', '.join(needless)} for the "
-                "steps that are made from one. Give loss_fn, or leave these to your "
-                "own steps."
-            )
-            raise MeshLayoutError(msg)
 
-
-def _without(batch: Batch, key: WeightsKey) -> Any:
+def _without(batch: Batch, key: str | int) -> Any:
     """Returns the entries of a batch other than its weights."""
     if isinstance(batch, Mapping):
         return {name: leaf for name, leaf in batch.items() if name != key}
@@ -213,5 +190,5 @@ def _without(batch: Batch, key: WeightsKey) -> Any:
 
 def _options_of(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
     """Returns the options that a `make_*_step` function takes."""
-    parameters = inspect.signature(make).parameters
-    return {name: value for name, value in options.items() if name in parameters}
+    names = signature(make).parameters
+    return {name: value for name, value in options.items() if name in names}

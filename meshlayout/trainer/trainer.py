@@ -1,11 +1,9 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-This file has the methods that users call and override; their arguments are checked
-here, once. `FitLoop` runs the epochs, `TrainerInput` reads the data, `BatchPlacer` puts
-batches on the mesh, and `TrainerSteps` makes the steps from a loss function.
+This file has the methods that users call and override. `FitLoop` runs the epochs,
+`TrainerInput` reads the data, and `TrainerSteps` makes the steps from a loss function.
 """
 
-import contextlib
 import functools
 import logging
 from collections import deque
@@ -18,29 +16,25 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import (
-    batch_layout,
-    get_weights,
-    num_examples,
-    num_row_shards,
-)
+from meshlayout._batches import batch_layout
 from meshlayout._tracebacks import user_call
-from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
+from meshlayout.data.adapters.arrays import Rows, is_columns
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import DataError, MeshLayoutError
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.placement import check_batch
-from meshlayout.trainer.batches import (
-    BatchPlacer,
+from meshlayout.trainer.callbacks import Callback
+from meshlayout.trainer.epochs import (
+    Data,
     PlacedBatch,
-    dataset_of_rows,
+    TrainerInput,
+    TrainingPosition,
+    real_rows,
+    rows_of,
     split_rows,
 )
-from meshlayout.trainer.callbacks import Callback
-from meshlayout.trainer.epochs import Data, TrainerInput, TrainingPosition
 from meshlayout.trainer.history import History
 from meshlayout.trainer.loop import FitLoop, evaluate
 from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps
@@ -52,21 +46,18 @@ _log = logging.getLogger("meshlayout")
 class Trainer:
     """Trains, evaluates and predicts; you may override each of its steps.
 
-    Use this for a training loop with epochs, validation, callbacks and resuming. The
-    loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
+    The loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
     waits for the device only at the end of an epoch, and where a callback reads a
-    value. A subclass may define `train_step`, `eval_step` or `predict_step` with the
-    same signatures; if it defines all that it uses, the state may be any tree of
-    arrays.
+    value. A subclass may define `train_step`, `eval_step` or `predict_step`; if it
+    defines all that it uses, the state may be any tree of arrays.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
     devices are used unchanged. Others are sharded over the mesh, and a short batch is
     padded to the size of the first, so that one program serves all. To mark the
     padding, with weight 0, batches get weights: in a dict under the key `weight` (or
-    another one, `weights=`), in a tuple at the end if `weights` is that index; not in a
-    list of batches that need no padding. If nothing can leave padding out (the loss
-    function returns a mean, or a tuple has no place for weights), a short batch keeps
-    its size, for which a second program is compiled.
+    another one, `weights=`), in a tuple at the end if `weights` is that index. If
+    nothing can leave padding out (the loss function returns a mean, or a tuple has no
+    place for weights), a short batch keeps its size, which takes a second program.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
@@ -80,10 +71,9 @@ class Trainer:
             sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
             `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
-        **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
-            `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
-            the train step takes a list of n batches, up to those of a whole epoch;
-            batches left over at its end come one by one, each in a list of its own.
+        **options: Options of `make_train_step`, such as `clip_norm=1.0`, which also
+            hold for the other steps. With `steps_per_call=n`, a call of the train step
+            takes a list of n batches, and at the end of an epoch of those left over.
 
     Attributes:
         state: The state after the last finished step.
@@ -91,8 +81,7 @@ class Trainer:
         position: How far training is; a `TrainingPosition`.
         stopped: Why training stops before its last epoch; empty if it does not.
         steps_in_call: The number of steps in the last call of the train step.
-        validation_steps: The number of batches in a validation; None if not known.
-        input: The data of the running `fit`, for callbacks.
+        input: The data of the running `fit`, and `validation`, for callbacks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -114,6 +103,7 @@ class Trainer:
         (True, (20, 1))
     """
 
+    @user_call
     def __init__(
         self,
         state: PyTree,
@@ -126,18 +116,14 @@ class Trainer:
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        self._pad = _checks.flag("pad", pad, where="Trainer")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         self._data_layout = None if data_layout is None else Layout.of(data_layout)
-        self.state = state
-        self.history = History()
-        self.position = TrainingPosition()
-        self.stopped = ""
-        self.steps_in_call = 1
+        # Whether the loss can leave padding out; None until it is asked.
+        self._pads: bool | None = None if pad else False
+        self.state, self.history, self.position = state, History(), TrainingPosition()
+        self.stopped, self.steps_in_call = "", 1
         self.input: TrainerInput | None = None
-        self.validation_steps: int | None = None
-        self._is_fitting = False
-        self._asks = True  # whether the loss can leave padding out
+        self.validation: TrainerInput | None = None
         self._told: set[str] = set()
 
     # The steps, which may be overridden.
@@ -149,8 +135,7 @@ class Trainer:
 
         Args:
             state: The state, which may be used up.
-            batch: A global batch; with `steps_per_call`, a list of batches, or of a
-                single one that is left over.
+            batch: A global batch; with `steps_per_call`, a list of batches.
             metrics: The metrics of the epoch so far; None at its beginning.
         """
         return self._steps.train(state, batch, metrics)
@@ -186,12 +171,12 @@ class Trainer:
     ) -> History:
         """Trains for a number of epochs, or resumes an interrupted run.
 
-        `fit(x, y, epochs=5, batch_size=32)` trains on arrays; batches are tuples
-        `(x, y)`, or dicts for a dict of arrays. `fit(batches, 5)` trains on batches.
+        `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
+        dicts for a dict of arrays; `fit(batches, 5)` on batches.
 
         Ctrl-C, and any error of the data or a callback, leaves in `state` the result of
         the last finished step, and in `history` the finished epochs; another `fit`
-        continues from there. Ctrl-C waits for the running call of a step to return.
+        continues from there.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75,
@@ -206,8 +191,7 @@ class Trainer:
                 returns one; or an iterator. Or arrays with one row per example: an
                 array, or a dict or tuple of arrays.
             labels: More arrays of the same examples; or `epochs`, after batches.
-            epochs: The number of epochs; with `resume`, including those before the
-                interruption.
+            epochs: The number of epochs, with those before an interruption.
             batch_size: Rows of a global batch, for arrays.
             shuffle: A seed, which with the epoch determines the order of the rows of
                 arrays; None keeps it. Batches keep theirs.
@@ -221,67 +205,51 @@ class Trainer:
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
             resume: Whether to resume from the newest checkpoint of the first
-                `Checkpoint`, if there is one. Without `resume`, its directory must not
-                hold steps later than the one that training begins at: they would be
-                mistaken for steps of this run.
+                `Checkpoint`, if any. Without `resume`, its directory must not hold
+                steps later than the one that training begins at.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
             MeshLayoutError: If an argument is wrong, or the data yields no batch.
-            CheckpointError: If the checkpoint cannot be resumed from; a note says
-                whether the trainer's state is used up.
+            CheckpointError: If the checkpoint cannot be resumed from.
             Preempted: After SIGTERM; it ends the process.
         """
-        if self._is_fitting:
-            msg = (
-                "fit was called inside a fit of the same trainer, by a callback or the "
-                "data. Call it after the other one has returned, or make another "
-                "Trainer."
-            )
-            raise MeshLayoutError(msg)
         # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
-        num_epochs: Any = epochs
         if isinstance(labels, (int, np.integer)):
             if epochs != 1:
                 msg = f"fit: epochs is given twice, as {labels!r} and {epochs!r}."
                 raise MeshLayoutError(msg)
-            labels, num_epochs = None, labels
-        epochs = _checks.count("epochs", num_epochs, where="fit")
+            labels, epochs = None, int(labels)
+        epochs = _checks.count("epochs", epochs, where="fit")
         if steps_per_epoch is not None:
             steps = _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
             steps_per_epoch = steps
-        progress = _checks.flag("progress", progress, where="fit") and verbose != 0
-        _checks.flag("resume", resume, where="fit")
-        seed = checked_seed(shuffle, "fit")
+        seed, data = checked_seed(shuffle, "fit"), validation_data
         if validation_split is not None:
-            columns = train if labels is None else (train, labels)
-            if validation_data is not None or not is_columns(columns):
+            if data is not None or not is_columns(train):
                 msg = (
                     "fit: validation_split= holds out rows of arrays. With batches, or "
                     "validation data of your own, give validation_data= alone."
                 )
                 raise MeshLayoutError(msg)
-            rows = self._rows("fit", "train", train, labels, batch_size)
-            train, validation_data = split_rows(rows, validation_split)
-            labels = None
-        source = self._input(
-            *("fit", "train", train, labels, batch_size, seed),
+            rows = rows_of(
+                "fit", "train", train, labels, batch_size, self._steps.weights
+            )
+            (train, data), labels = split_rows(rows, validation_split), None
+        source = TrainerInput(
+            *(self, "fit", "train", train, labels, batch_size, seed),
             steps_per_epoch=steps_per_epoch,
             num_epochs=epochs,
             trains=True,
         )
-        validation, data = None, validation_data
+        self.validation = None
         if data is not None:
             size = batch_size if isinstance(data, Rows) or is_columns(data) else None
-            given = ("fit: validation", "validation_data", data, None, size)
-            validation = self._input(*given, num_epochs=epochs)
-        loop = FitLoop(
-            *(self, source, validation, callbacks),
-            group_size=self._steps.group_size,
-            progress=progress,
-        )
+            names = "fit: validation", "validation_data"
+            self.validation = TrainerInput(self, *names, data, None, size)
+        loop = FitLoop(self, source, callbacks, progress=progress and verbose != 0)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
@@ -296,11 +264,8 @@ class Trainer:
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.input, self._is_fitting = source, True
-        try:
-            loop.run(resume=resume)
-        finally:
-            self._is_fitting = False
+        self.input = source
+        loop.run(resume=resume)
         return self.history
 
     @user_call
@@ -311,17 +276,12 @@ class Trainer:
         *,
         batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Returns the loss and the metrics of the state on a dataset.
+        """Returns the loss and the metrics of the state on data like that of `fit`.
 
-        Args:
-            data: Batches or arrays, as for `fit`; one pass.
-            labels: As for `fit`.
-            batch_size: As for `fit`.
-
-        Returns:
-            The values by name, as floats; values with dims as NumPy arrays.
+        The values are floats by name, and NumPy arrays for metrics that have dims.
         """
-        return evaluate(self, self._input("evaluate", "data", data, labels, batch_size))
+        source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
+        return evaluate(self, source)
 
     @user_call
     def predict(
@@ -335,49 +295,31 @@ class Trainer:
 
         Data as `fit` and `evaluate` had it goes through the loss function, whose
         outputs are returned. Data with fewer arrays, without labels, goes to the model.
-        Padding that the trainer or `distribute_dataset` added is left out; rows to
-        which you gave weight 0 yourself are not.
-
-        Args:
-            data: Batches or arrays, as for `fit`; one pass.
-            batch_size: As for `fit`.
-            predict_fn: A function of the model, in evaluation mode, and a batch, to
-                call instead.
+        To call something else, give `predict_fn`, a function of the model, in
+        evaluation mode, and a batch. Padding that the trainer or `distribute_dataset`
+        added is left out; rows to which you gave weight 0 yourself are not.
 
         Returns:
             A tree of NumPy arrays with one row per example.
         """
-        step = self.predict_step
+        step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        source = self._input("predict", "data", data, None, batch_size, marks=False)
-        predictions: list[PyTree] = []
+        source = TrainerInput(
+            *(self, "predict", "data", data, None, batch_size), marks=False
+        )
+        parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
-        for group in source.groups():
-            with source.located(group):
-                pending.append((group[0], step(self.state, group[0].batch)))
+        for (placed,) in source.groups():
+            with _checks.noted(source.where):
+                pending.append((placed, step(self.state, placed.batch)))
             if len(pending) > 1:  # read while the device computes the next batch
-                predictions.append(source.placer.real_rows(*pending.popleft()))
-        predictions += [source.placer.real_rows(*last) for last in pending]
-        try:
-            return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
-        except ValueError as error:
-            msg = (
-                "predict: the outputs of the batches cannot be concatenated; each must "
-                "be the same tree of arrays, which differ only in their first dim."
-            )
-            raise MeshLayoutError(msg) from error
+                parts.append(real_rows(*pending.popleft(), key))
+        parts.append(real_rows(*pending.popleft(), key))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def stop(self, reason: str) -> None:
-        """Ends training after the current step or epoch; for callbacks.
-
-        The reason is shown by `stopped`, the history and the progress.
-        """
-        if not isinstance(reason, str) or not reason:
-            msg = (
-                f"stop: reason must be a non-empty string, got {_checks.shown(reason)}."
-            )
-            raise MeshLayoutError(msg)
+        """Ends training after the current step or epoch, and says why."""
         self.stopped = self.stopped or reason
 
     def __repr__(self) -> str:
@@ -393,6 +335,16 @@ class Trainer:
             self._told.add(topic or sentence)
             _log.warning("%s", sentence)
 
+    def _accepts(self, batch: Batch, *, train: bool) -> bool:
+        """Returns whether a batch may have weights that mark padding."""
+        step = "train_step" if train else "eval_step"
+        # Nobody knows what a subclass's own steps do with weights.
+        is_own = getattr(type(self), step) is not getattr(Trainer, step)
+        if self._pads is not None or is_own or self._steps.loss_fn is None:
+            return self._pads is not False
+        self._pads = self._steps.take_weights(self.state, batch, train=train)
+        return self._pads
+
     def _layout(self) -> Layout | None:
         """Returns the layout of batches; None if the state is on no mesh."""
         if self._data_layout is not None:
@@ -401,79 +353,3 @@ class Trainer:
             if isinstance(_jax.sharding_of(leaf), NamedSharding):
                 return batch_layout(Layout.of(leaf).mesh)
         return None
-
-    def _rows(
-        self, where: str, name: str, data: PyTree, labels: PyTree, size: Any
-    ) -> Rows:
-        """Returns arrays as rows, whose weights are not negative."""
-        columns, key = data if labels is None else (data, labels), self._steps.weights
-        arguments = name if labels is None else f"{name}, labels"
-        try:
-            rows = array_rows(columns)
-        except DataError as error:
-            msg = f"{where}: {arguments} cannot be cut into batches: {error}"
-            raise MeshLayoutError(msg) from None
-        if size is None:
-            msg = (
-                f"{where}: {name} is {_checks.shown(data)}, of arrays with "
-                f"{len(rows):,} rows. Give the size of a batch, {where}({arguments}, "
-                "batch_size=32), or an iterable of batches, which may be a list of one "
-                "batch."
-            )
-            raise MeshLayoutError(msg)
-        weights = get_weights(columns, key)
-        if weights is not None:
-            check_batch({key: np.asarray(weights)}, key)
-        return rows
-
-    def _input(
-        self,
-        where: str,
-        name: str,
-        data: PyTree,
-        labels: PyTree,
-        batch_size: int | None,
-        shuffle: int | None = None,
-        *,
-        marks: bool = True,
-        **options: Any,
-    ) -> TrainerInput:
-        """Returns the data for a loop; see `TrainerInput` for the options."""
-        layout, trains = self._layout(), options.get("trains", False)
-        pads = self._pad and not _is_even(data, layout)
-        if batch_size is not None:
-            batch_size = _checks.count("batch_size", batch_size, where=where)
-        if batch_size is not None or labels is not None or is_columns(data):
-            is_rows = isinstance(data, Rows)
-            rows = (
-                data if is_rows else self._rows(where, name, data, labels, batch_size)
-            )
-            data = dataset_of_rows(rows, batch_size or 0, layout, shuffle)
-
-        def accepts(batch: Batch) -> bool:
-            if self._asks:
-                self._pad = self._steps.take_weights(self.state, batch, train=trains)
-                self._asks = False
-            return self._pad
-
-        step = "train_step" if trains else "eval_step"
-        # Nobody knows what a subclass's own steps do with weights.
-        is_own = getattr(type(self), step) is getattr(Trainer, step)
-        placer = BatchPlacer(
-            layout,
-            self._steps.weights,
-            pad=pads,
-            marks=marks,
-            accepts=accepts if is_own and self._steps.loss_fn else None,
-            tell=self._tell,
-        )
-        return TrainerInput(where, name, data, placer, **options)
-
-
-def _is_even(data: PyTree, layout: Layout | None) -> bool:
-    """Returns whether data is known to need no padding: a list of equal batches."""
-    shards = 1 if layout is None else num_row_shards(layout)
-    with contextlib.suppress(MeshLayoutError):  # raised again, with the batch's number
-        sizes = {num_examples(x) for x in data} if isinstance(data, list) else set()
-        return len(sizes) == 1 and sizes.pop() % shards == 0
-    return False

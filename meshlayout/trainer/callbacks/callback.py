@@ -7,7 +7,7 @@ values put them into `AsyncMetrics`, and read each one once the device has compu
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,7 +18,14 @@ from meshlayout.trainer.epochs import TrainingPosition
 
 
 if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
+    from meshlayout.trainer import trainer as trainer_module
+
+
+Trainer: TypeAlias = "trainer_module.Trainer"
+"""The trainer, which imports the callbacks."""
+
+Logs: TypeAlias = Mapping[str, Any]
+"""An epoch's values by name: floats, or arrays for metrics that have dims."""
 
 
 class Callback:
@@ -38,41 +45,39 @@ class Callback:
         ...             trainer.stop("the loss is below 0.1")
     """
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Called before the first epoch of a `fit`."""
 
-    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
         """Called before the first step of an epoch; numbers of epochs begin at 1."""
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Called after each call of the train step, which may still be running.
 
         `step` is the number of steps of the state so far, and `metrics` are those of
         the epoch so far, on the device: reading a value waits for it.
         """
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         """Called after an epoch's last step, if there is validation data."""
 
-    def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
+    def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
         """Called after each batch of validation; `step` is the number so far."""
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Called after an epoch and its validation; the history already has it.
 
         `logs` are its values by name; names of validation values begin with `val_`.
         """
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Called after the last epoch, unless an error or Ctrl-C ended the `fit`."""
 
     def close(self) -> None:
         """Called last, however the `fit` ended; close files here."""
 
 
-def is_due(trainer: "Trainer", every: int) -> bool:
+def is_due(trainer: Trainer, every: int) -> bool:
     """Returns whether the last call made a step whose number is a multiple of `every`.
 
     With `steps_per_call`, that need not be its last step.
@@ -81,8 +86,12 @@ def is_due(trainer: "Trainer", every: int) -> bool:
     return step // every > (step - trainer.steps_in_call) // every
 
 
-# See `in_step`: so many steps may be running.
-_CALLS_LATER = 4
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the values without dims, as floats."""
+    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
+
+
+_CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_step`
 
 
 class AsyncMetrics:
@@ -94,37 +103,24 @@ class AsyncMetrics:
     """
 
     def __init__(self, *, in_step: bool = False) -> None:
-        self._in_step = in_step
-        self._pending: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._pending)
+        self._in_step = in_step and _jax.process_count() > 1
+        self.pending: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
 
     def add(self, position: TrainingPosition, metrics: Metrics) -> None:
         """Adds metrics on the device, and the position that they belong to."""
-        # `compute` makes new arrays: the next step donates the metrics themselves.
-        self._pending.append((position, metrics.local_values()))
+        # New arrays: the next step donates the metrics themselves.
+        self.pending.append((position, metrics.local_values()))
 
     def read(
         self, *, wait: bool = False
     ) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
         """Yields the scalar values that are ready, oldest first; with `wait`, all."""
-        while self._pending and (wait or self._is_due()):
-            position, values = self._pending.popleft()
+        while self.pending and (wait or self._is_due()):
+            position, values = self.pending.popleft()
             yield position, scalars(values)
 
     def _is_due(self) -> bool:
-        if self._in_step and _jax.process_count() > 1:
-            return len(self._pending) > _CALLS_LATER
-        # A value that is not a JAX array is always ready.
-        leaves = jax.tree.leaves(self._pending[0][1])
-        return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
-
-    def clear(self) -> None:
-        """Empties the queue."""
-        self._pending.clear()
-
-
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values without dims, as floats."""
-    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
+        if self._in_step:
+            return len(self.pending) > _CALLS_LATER
+        leaves = jax.tree.leaves(self.pending[0][1])
+        return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))

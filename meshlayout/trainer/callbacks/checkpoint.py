@@ -1,22 +1,38 @@
-"""`Checkpoint`: saves the run during training, and for `fit(resume=True)`."""
+"""`Checkpoint`: saves the run during training, and resumes it for `fit(resume=True)`.
+
+A step may add arrays to the state that training begins with (a moving average, a loss
+scale), and only the step knows the structure of its metrics. So to resume, the step is
+called once on a first batch, to see both; its result is thrown away, and the values
+come from the checkpoint, where the metrics of the epoch are a tree beside the state.
+"""
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 
 from meshlayout import _checks
+from meshlayout._annotations import Leaf
 from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint.checkpointer import Checkpointer
+from meshlayout.checkpoint.load import Request
+from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
-from meshlayout.trainer.resume import KEY, METRICS, notes_of
+from meshlayout.trainer.callbacks.callback import (
+    Callback,
+    Logs,
+    Trainer,
+    is_due,
+    scalars,
+)
+from meshlayout.trainer.epochs import TrainerInput
 
 
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
+# The metrics of the epoch so far, beside the state.
+_METRICS = "epoch_metrics"
 
 
 class Checkpoint(Callback):
@@ -37,32 +53,24 @@ class Checkpoint(Callback):
     Args:
         checkpointer: Where to save; the callback does not close it.
         every: `"epoch"`, or a number of steps.
-
-    Attributes:
-        checkpointer: The checkpointer.
     """
 
     @user_call
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        is_class = isinstance(checkpointer, type)
-        if is_class or not callable(getattr(checkpointer, "save", None)):
-            msg = (
-                "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
-                f"{_checks.shown(checkpointer)}."
-            )
-            raise MeshLayoutError(msg)
+        if isinstance(checkpointer, type) or not hasattr(checkpointer, "save"):
+            msg = "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got"
+            raise MeshLayoutError(f"{msg} {_checks.shown(checkpointer)}.")
         if every != "epoch":
             hint = "Or write every='epoch'."
             every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
-        best = getattr(checkpointer, "best", None)
-        self._best: str | None = best[0] if best else None  # the name of a metric
+        self._best: str | None = (checkpointer.best or [None])[0]  # a metric's name
         # The step of the last save, and whether an epoch ended there.
         self._saved_at: tuple[int, bool] | None = None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Raises CheckpointError if a new run would mix its steps with another's."""
         self._saved_at, first = None, trainer.position.step
         if trainer.input is not None and trainer.input.is_resumed:
@@ -70,50 +78,43 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
         later = [step for step in self.checkpointer.all_steps() if step > first]
         if later:
-            has = f"step {later[0]}"
-            if len(later) > 1:
-                has = f"{len(later)} steps up to {later[-1]}"
             msg = (
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
-                f"{has} of another run: resume=True would later resume from step "
-                f"{later[-1]}, not from this run. Give resume=True to resume from "
+                f"steps of another run, up to {later[-1]}: resume=True would later "
+                "resume from there, not from this run. Give resume=True to resume from "
                 "there now, or save to another directory."
             )
             raise CheckpointError(msg)
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
         if self._every != "epoch" and is_due(trainer, int(self._every)):
             self._save(trainer, metrics)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
         if self._best is not None or self._every == "epoch":
             self._save(trainer, None, force=self._best is not None)
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Saves the end and waits for it, so that a failure is raised here."""
         position = trainer.position
         if position.step_in_fit and (self._saved_at or (None,))[0] != position.step:
             self._save(trainer, None, force=True)
         self.checkpointer.wait()
 
-    def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
+    def save_now(self, trainer: Trainer, metrics: Metrics | None) -> None:
         """Saves, due or not, and waits for it; metrics are None at an epoch's end."""
         if self._saved_at != (trainer.position.step, metrics is None):
             self._save(trainer, metrics, force=True)
         self.checkpointer.wait()
 
     def _save(
-        self, trainer: "Trainer", metrics: Metrics | None, *, force: bool = False
+        self, trainer: Trainer, metrics: Metrics | None, *, force: bool = False
     ) -> None:
         step, history, source = trainer.position.step, trainer.history, trainer.input
-        used = None if source is None else source.used
-        assert used is not None
-        assert used.place is not None
-        place, data = used.place
+        assert source is not None
+        place, data = source.place()
         is_end = metrics is None
         # A value that this epoch lacks is NaN in the history, which is never the best.
         logs = {name: history[name][-1] for name in history} if is_end else {}
@@ -123,9 +124,17 @@ class Checkpoint(Callback):
             measured.setdefault(self._best, math.nan)
 
         def metadata() -> dict[str, Any]:
-            notes = notes_of(trainer, place, is_end=is_end)
+            counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
+            notes = {
+                "place": place,
+                "is_end": is_end,
+                "stopped": trainer.stopped,
+                "batch_rows": source.size,
+                "position": {name: getattr(trainer.position, name) for name in counts},
+                "history": {"epochs": history.epochs, "values": history.to_dict()},
+            }
             ends = {"logs": logs} if is_end else {}
-            return {"epoch": trainer.position.epoch, KEY: notes, **ends}
+            return {"epoch": trainer.position.epoch, "resume": notes, **ends}
 
         if self.checkpointer.save(
             step,
@@ -134,6 +143,76 @@ class Checkpoint(Callback):
             metadata=metadata,
             metrics=measured or None,
             force=force,
-            _beside={METRICS: metrics} if jax.tree.leaves(metrics) else None,
+            _beside={_METRICS: metrics} if jax.tree.leaves(metrics) else None,
         ):
             self._saved_at = step, is_end
+
+    def resume(self, trainer: Trainer, source: TrainerInput) -> Metrics | None:
+        """Restores a trainer from the newest intact checkpoint, if there is one.
+
+        Returns the metrics of the epoch so far; None if it is over. Raises
+        CheckpointError if the newest one cannot be resumed from, or all are damaged.
+        """
+        abstract: list[Any] = []  # the state and the metrics after a step
+
+        def read(saved: SavedStep) -> tuple[SavedStep, Any, Metrics | None]:
+            notes = _notes(saved)
+            if not abstract:  # else an older checkpoint is tried
+                # Padded as before, so that the same program computes the same bits.
+                source.size = notes["batch_rows"]
+                batch, count = source.first_batch(), trainer._steps.group_size
+                batches = batch if count == 1 else [batch] * count
+                result = trainer.train_step(trainer.state, batches, None)
+                abstract.extend(jax.tree.map(_abstract, result))
+            state, metrics = abstract
+            # A metric without arrays is what the first step returned.
+            if _METRICS in saved.facts["items"]:
+                metrics = saved.load(Request(like=metrics), _METRICS)
+            state = saved.load(Request(like=state))
+            return saved, state, None if notes["is_end"] else metrics
+
+        checkpointer = self.checkpointer
+        try:
+            newest = checkpointer.newest(lambda step: checkpointer.read(step, read))
+        except Exception as error:
+            if abstract:
+                error.add_note("The trainer's state is used up: make a new Trainer.")
+            raise
+        if newest is None:
+            return None
+        saved, trainer.state, metrics = newest
+        notes, history, position = _notes(saved), trainer.history, trainer.position
+        source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
+        history._restore(**notes["history"])
+        trainer.position = replace(
+            position,
+            epoch=len(history.epochs),
+            last_epoch=position.last_epoch - position.epoch,
+            step=saved.number,
+            **notes["position"],
+        )
+        if notes["is_end"]:
+            trainer.stopped = history.stopped = notes["stopped"]
+        return metrics
+
+
+def _notes(saved: SavedStep) -> Mapping[str, Any]:
+    """Returns the metadata to resume from."""
+    metadata = saved.facts["metadata"]
+    notes = metadata.get("resume") if isinstance(metadata, Mapping) else None
+    if not isinstance(notes, Mapping) or "place" not in notes:
+        msg = (
+            f"{saved.path} holds a state, but not its position in the data: it was "
+            "saved with Checkpointer.save. Restore it with Checkpointer.restore, or "
+            "resume from another directory."
+        )
+        raise CheckpointError(msg)
+    return notes
+
+
+def _abstract(leaf: Leaf) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    weak = getattr(leaf, "weak_type", False)
+    kind = leaf.shape, leaf.dtype
+    return jax.ShapeDtypeStruct(*kind, sharding=leaf.sharding, weak_type=weak)

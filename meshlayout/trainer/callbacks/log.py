@@ -4,9 +4,8 @@ import csv
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +17,11 @@ from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import (
     AsyncMetrics,
     Callback,
+    Logs,
+    Trainer,
     is_due,
     scalars,
 )
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
 
 
 class Log(Callback):
@@ -48,50 +45,41 @@ class Log(Callback):
     def __init__(
         self, path: str | os.PathLike[str], *, every: int | None = None
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)) or not str(path):
-            msg = f"Log: path must be a path, got {_checks.shown(path)}."
-            raise MeshLayoutError(msg)
-        self._path, self._kind = Path(path), Path(path).suffix
+        self._path = Path(path)
+        self._kind = self._path.suffix
+        self._every, self._tensorboard = every, None
         if every is not None:
-            every = _checks.count("every", every, where="Log")
+            self._every = _checks.count("every", every, where="Log")
             if self._kind == ".csv":
                 msg = "Log: every= is for JSON lines (log.jsonl) and TensorBoard."
                 raise MeshLayoutError(msg)
-        self._tensorboard: Any = None
         if self._kind not in (".csv", ".jsonl"):
             options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
             self._tensorboard = _optional.require("tensorboardX", **options)
-        self._every, self._pending = every, AsyncMetrics()
-        self._has_begun = False
+        self._pending, self._mode = AsyncMetrics(), "w+"
         self._file: Any = None  # while it is open
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Opens the file."""
         if jax.process_index() != 0:
             return
-        resumed = trainer.input is not None and trainer.input.is_resumed
-        mode = "a+" if self._has_begun or resumed else "w+"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._tensorboard is not None:  # a new file, beside those of other runs
-                self._file = self._tensorboard.SummaryWriter(str(self._path))
-            else:
-                self._file = self._path.open(mode, encoding="utf-8", newline="")
-        except OSError as error:
-            msg = f"Log: cannot write {str(self._path)!r}: {error}."
-            raise MeshLayoutError(msg) from error
-        self._has_begun = True
+        resumes = trainer.input is not None and trainer.input.is_resumed
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._tensorboard is not None:  # a new file, beside those of other runs
+            self._file = self._tensorboard.SummaryWriter(str(self._path))
+        else:
+            mode = "a+" if resumes else self._mode
+            self._file = self._path.open(mode, encoding="utf-8", newline="")
+        self._mode = "a+"
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Writes the values that are ready."""
-        if self._file is not None and self._every is not None:
+        if self._file is not None and self._every:
             if is_due(trainer, self._every):
                 self._pending.add(trainer.position, metrics)
             self._write_steps(wait=False)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's values."""
         if self._file is not None:
             self._write_steps(wait=True)
@@ -102,20 +90,17 @@ class Log(Callback):
         for position, values in self._pending.read(wait=wait):
             self._write(position.epoch, position.step, values, prefix="steps/")
 
-    def _write(
-        self, epoch: int, step: int, values: Mapping[str, Any], prefix: str = ""
-    ) -> None:
-        numbers = {"epoch": epoch, "step": step}
+    def _write(self, epoch: int, step: int, values: Logs, prefix: str = "") -> None:
+        row: dict[str, Any] = {"epoch": epoch, "step": step, **scalars(values)}
         if self._kind == ".jsonl":
-            lists = {
-                name: _finite(np.asarray(x).tolist()) for name, x in values.items()
+            row |= {
+                x: _finite(np.asarray(value).tolist()) for x, value in values.items()
             }
-            self._file.write(json.dumps({**numbers, **lists}) + "\n")
+            self._file.write(json.dumps(row) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.
             columns = next(csv.reader(self._file), None)
-            row = {**numbers, **scalars(values)}
             self._file.seek(0, os.SEEK_END)
             writer = csv.DictWriter(self._file, columns or [*row])
             if columns is None:
@@ -128,7 +113,7 @@ class Log(Callback):
 
     def close(self) -> None:
         """Closes the file."""
-        self._pending.clear()
+        self._pending.pending.clear()
         if self._file is not None:
             self._file.close()
         self._file = None

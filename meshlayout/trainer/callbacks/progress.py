@@ -1,76 +1,71 @@
-"""`Progress`: a line per epoch, and a bar in terminals and notebooks.
-
-A display shows lines and, below them, a bar; `Progress` decides what they say. No value
-is waited for: the bar shows those that the device has computed.
-"""
+"""`Progress`: a line per epoch, and a bar in terminals and notebooks."""
 
 import html
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
-from meshlayout._checks import shown
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
 from meshlayout._tracebacks import user_call
-from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, scalars
+from meshlayout.trainer.callbacks.callback import (
+    AsyncMetrics,
+    Callback,
+    Logs,
+    Trainer,
+    scalars,
+)
 from meshlayout.trainer.epochs import TrainingPosition
 from meshlayout.trainer.history import value_text
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
 
 
 # Seconds between two updates of the bar; each computes metrics on the device.
 _INTERVAL_S = 0.2
 
 
-class _TextDisplay:
+class _Terminal:
     """Lines in a log; in a terminal with a bar below them, which disappears."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.has_bar = console.is_terminal and not console.is_dumb_terminal
         self.width = console.width if self.has_bar else sys.maxsize
-        text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        # Without markup, brackets in a user's text are brackets.
         self._bars = Bars(
-            TextColumn("{task.fields[title]}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=20 if self.width >= 80 else 5),
-            TextColumn("{task.fields[text]}", markup=False, table_column=text),
+            # Without markup, brackets in a user's text are brackets.
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
             console=console,
             transient=True,
             expand=True,
             disable=not self.has_bar,
         )
-        self._task = self._bars.add_task("", total=None, title="", text="")
+        self._task = self._bars.add_task("", total=None)
         self._bars.start()
 
-    def show(self, title: str, done: int, total: int | None, text: str) -> None:
-        facts: dict[str, Any] = {"title": title, "text": text}
-        self._bars.update(self._task, total=total, completed=done, **facts)
+    def show(self, text: str, done: int, total: int | None) -> None:
+        self._bars.update(self._task, total=total, completed=done, description=text)
 
     def add_line(self, line: str) -> None:
-        self._console.print(
-            line, soft_wrap=True, markup=False, highlight=False, emoji=False
-        )
+        plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+        self._console.print(line, soft_wrap=True, **plain)
         self._console.file.flush()  # so that a followed log is up to date
 
     def close(self) -> None:
         self._bars.stop()
 
 
-class _NotebookDisplay:
+class _Notebook:
     """A single output of a cell, replaced again and again: lines and a bar."""
 
     has_bar, width = True, sys.maxsize
@@ -81,10 +76,9 @@ class _NotebookDisplay:
         self._html, self._lines = display.HTML, []
         self._handle = display.display(self._html(""), display_id=True)
 
-    def show(self, title: str, done: int, total: int | None, text: str) -> None:
+    def show(self, text: str, done: int, total: int | None) -> None:
         value = f' value="{done}" max="{total}"' if total else ""
-        words = html.escape(f"{title}  {text}")
-        self._update(f"<div><progress{value}></progress> {words}</div>")
+        self._update(f"<div><progress{value}></progress> {html.escape(text)}</div>")
 
     def add_line(self, line: str) -> None:
         self._lines.append(line)
@@ -101,8 +95,8 @@ class _NotebookDisplay:
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
-    Each epoch gets a line: its values, its duration in seconds, the examples per second
-    without validation, and the remaining time, as far as they fit the terminal.
+    Each epoch gets a line: its values, its duration in seconds, the remaining time, and
+    the examples per second without validation, as far as they fit the terminal.
     Terminals and notebooks also show a bar while an epoch runs. The bar has the newest
     values that the device has computed, and never waits for any.
 
@@ -113,72 +107,68 @@ class Progress(Callback):
 
     @user_call
     def __init__(self, console: Console | None = None) -> None:
-        if console is not None and not isinstance(console, Console):
-            msg = f"Progress: console must be a rich Console, got {shown(console)}."
-            raise MeshLayoutError(msg)
         self._console, self._pending = console, AsyncMetrics()
-        self._display: _TextDisplay | _NotebookDisplay | None = None
+        self._display: _Terminal | _Notebook | None = None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
-        if jax.process_index() == 0 and self._console is None and is_notebook():
-            self._display = _NotebookDisplay()
-        elif jax.process_index() == 0:
-            self._display = _TextDisplay(self._console or console_on(sys.stdout))
+        if jax.process_index() == 0:
+            in_cell = self._console is None and is_notebook()
+            console = self._console or console_on(sys.stdout)
+            self._display = _Notebook() if in_cell else _Terminal(console)
 
-    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
         """Starts a bar."""
-        self._pending.clear()
+        self._pending.pending.clear()
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
         self._show(trainer.position)
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
         # At most one in flight: a slow device would fall behind further and further.
-        if not self._pending and self._is_time_to_look():
+        if not self._pending.pending and self._is_time_to_look():
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
             rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
-            self._show(position, facts="".join([*texts, f"  {rate}"]))
+            self._show(position, "".join([*texts, f"  {rate}"]))
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self._show(trainer.position, 0, trainer.validation_steps)
+        self._show_validation(trainer, 0)
 
-    def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
+    def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
         """Moves the bar, now and then."""
         if self._is_time_to_look():
-            self._show(trainer.position, step, trainer.validation_steps)
+            self._show_validation(trainer, step)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's line."""
         if self._display is None:
             return
         position, width = trainer.position, self._display.width
         epoch_s = time.perf_counter() - self._epoch_start_s
+        facts = [f"{epoch_s:.1f} s"]
+        num_left = 0 if trainer.stopped else position.last_epoch - epoch
+        if num_left:
+            fit_s = time.perf_counter() - self._start_s
+            left_s = round(fit_s / (epoch - self._first_epoch + 1) * num_left)
+            facts.append(f"{timedelta(seconds=left_s)} left")
         # Without validation there is no `_trained_s`: the epoch was all training.
         rate = self._rate_text(position, self._trained_s or epoch_s)
-        num_left = 0 if trainer.stopped else position.last_epoch - epoch
-        fit_s = time.perf_counter() - self._start_s
-        left_s = round(fit_s / (epoch - self._first_epoch + 1) * num_left)
-        left = f"{timedelta(seconds=left_s)} left" if num_left else ""
-        facts = [f"{epoch_s:.1f} s", left, rate]
+        facts += [rate] if rate else []
         texts = [f"{name} {value_text(x):>8}" for name, x in scalars(logs).items()]
         line = "  ".join([_title(position), *texts])
-        while any(facts) and len(line) + sum(map(len, facts)) + 8 > width:
+        while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
-        said = ", ".join(filter(None, facts))
-        line = f"{line}  ({said})" if said else line
+        line = f"{line}  ({', '.join(facts)})" if facts else line
         fits = len(line) <= width
         self._display.add_line(line if fits else f"{line[: width - 1]}…")
         if trainer.stopped:
@@ -197,20 +187,26 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show(
+    def _show(self, position: TrainingPosition, facts: str = "") -> None:
+        done, total = position.step_in_epoch, position.steps_per_epoch
+        self._move_bar(position, "", done, total, facts)
+
+    def _show_validation(self, trainer: Trainer, step: int) -> None:
+        total = trainer.validation.num_steps if trainer.validation else None
+        self._move_bar(trainer.position, "validating  ", step, total)
+
+    def _move_bar(
         self,
         position: TrainingPosition,
-        validated: int | None = None,
-        total: int | None = None,
+        doing: str,
+        done: int,
+        total: int | None,
         facts: str = "",
     ) -> None:
-        """Shows the steps of the epoch, or of its validation."""
-        done, doing = validated or 0, "validating  "
-        if validated is None:
-            done, total, doing = position.step_in_epoch, position.steps_per_epoch, ""
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            self._display.show(_title(position), done, total, f"{doing}{count}{facts}")
+            text = f"{_title(position)}  {doing}{count}{facts}"
+            self._display.show(text, done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before

@@ -1,9 +1,8 @@
 """Callbacks that end training: a value no longer improves, or is not finite."""
 
+import logging
 import math
-import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -11,28 +10,26 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._tracebacks import user_call
-from meshlayout.errors import (
-    CheckpointWarning,
-    MeshLayoutError,
-    did_you_mean,
-    stack_level,
-)
+from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, is_due
+from meshlayout.trainer.callbacks.callback import (
+    AsyncMetrics,
+    Callback,
+    Logs,
+    Trainer,
+    is_due,
+)
 
 
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
+_log = logging.getLogger("meshlayout")
 
 
-def _measured(where: str, name: str, values: Mapping[str, Any]) -> float:
+def _measured(where: str, name: str, values: Logs) -> float:
     """Returns a value that a callback watches, which must be a single number."""
     if name not in values:
-        msg = (
-            f"{where}: no value is named {name!r}, only "
-            f"{', '.join(map(repr, values))}.{did_you_mean(name, values)}"
-        )
+        names, near = ", ".join(map(repr, values)), did_you_mean(name, values)
+        msg = f"{where}: no value is named {name!r}, only {names}.{near}"
         raise MeshLayoutError(msg)
     if np.ndim(values[name]):
         shown = _checks.shown(values[name])
@@ -44,7 +41,8 @@ def _measured(where: str, name: str, values: Mapping[str, Any]) -> float:
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
-    Use this with `validation_data`, so that training ends before it overfits.
+    Use this with `validation_data`, so that training ends before it overfits. A run
+    that is resumed counts the epochs before its interruption, too.
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
@@ -71,82 +69,66 @@ class EarlyStopping(Callback):
         self._patience = _checks.count("patience", patience, where=name)
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
         _checks.choice("mode", mode, ("min", "max"), where=name)
-        self._restore_best = _checks.flag("restore_best", restore_best, where=name)
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
-        self._weights: Any = None
+        self._restore_best, self._weights = restore_best, None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        """Resets the best value, except in a run that is resumed."""
-        self._best, self._best_epoch, self._bad_epochs = math.inf, 0, 0
-        self._weights = None
-        if trainer.input is None or not trainer.input.is_resumed:
-            return
-        # As if this callback had seen the epochs of the interrupted run.
-        values = trainer.history.to_dict().get(self._monitor, [])
-        for epoch, value in zip(trainer.history.epochs, values, strict=False):
-            self._is_better(epoch, value)
-        if self._restore_best and self._best_epoch:
-            msg = (
-                f"EarlyStopping: the parameters of epoch {self._best_epoch}, the best "
-                "so far, are not in the checkpoint that training resumes from; only "
-                "those of a better epoch can be restored at the end. "
-                "Checkpointer(best=...) keeps the best ones in a step of their own."
-            )
-            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Forgets other runs."""
+        is_resumed = trainer.input is not None and trainer.input.is_resumed
+        self._first = 0 if is_resumed else len(trainer.history.epochs)
+        self._best_epoch, self._weights = 0, None
 
-    def _is_better(self, epoch: int, value: float) -> bool:
-        """Returns whether an epoch's value is the best so far, and records it."""
-        value *= self._sign
-        # False for NaN, which thus counts as an epoch without improvement.
-        if value < self._best - self._min_delta:
-            self._best, self._best_epoch, self._bad_epochs = value, epoch, 0
-            return True
-        self._bad_epochs += 1
-        return False
-
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
-        value = _measured(type(self).__name__, self._monitor, logs)
-        if self._is_better(epoch, value):
-            if self._restore_best:
-                # A copy, as the next step donates the state.
-                state = trainer.state
-                self._weights = jax.tree.map(_weights, state, is_leaf=_is_state)
-        elif self._bad_epochs >= self._patience:
+        _measured(type(self).__name__, self._monitor, logs)
+        best, self._best_epoch, bad_epochs = math.inf, 0, 0
+        epochs, values = trainer.history.epochs, trainer.history[self._monitor]
+        for number, value in [*zip(epochs, values, strict=True)][self._first :]:
+            bad_epochs += 1
+            # False for NaN, which thus counts as an epoch without improvement.
+            if value * self._sign < best - self._min_delta:
+                best, self._best_epoch, bad_epochs = value * self._sign, number, 0
+        if not bad_epochs and self._restore_best:
+            # A copy, as the next step donates the state.
+            self._weights = _map_states(_copied_weights, trainer.state)
+        if bad_epochs >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
             never = "was not a number in any epoch"
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Restores the best parameters."""
         if self._weights is not None:
-            trainer.state = jax.tree.map(
-                _with_weights, trainer.state, self._weights, is_leaf=_is_state
+            trainer.state = _map_states(_with_weights, trainer.state, self._weights)
+        elif self._restore_best and self._best_epoch:
+            _log.warning(
+                "EarlyStopping keeps the last parameters: those of epoch %d, the best "
+                "one, are not in the checkpoint that training resumed from. "
+                "Checkpointer(best=...) keeps them in a step of their own.",
+                self._best_epoch,
             )
         self._weights = None
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, TrainState)
+def _map_states(function: Any, *trees: PyTree) -> PyTree:
+    return jax.tree.map(function, *trees, is_leaf=lambda x: isinstance(x, TrainState))
 
 
-def _weights(part: PyTree) -> PyTree:
+def _copied_weights(part: PyTree) -> PyTree:
     """Returns copies of what a model computes with; of any other leaf, a copy.
 
     The optimizer's state and the step number say how far training is.
     """
-    if not _is_state(part):
-        return part.copy()
-    ema = {name: x for name, x in part.extra.items() if name == "ema"}
-    return jax.tree.map(lambda x: x.copy(), (part.params, part.model_state, ema))
+    if isinstance(part, TrainState):
+        ema = {name: x for name, x in part.extra.items() if name == "ema"}
+        part = part.params, part.model_state, ema
+    return jax.tree.map(lambda x: x.copy(), part)
 
 
 def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
-    if not _is_state(part):
+    if not isinstance(part, TrainState):
         return weights
     params, model_state, ema = weights
     extra = {**part.extra, **ema}
@@ -170,28 +152,26 @@ class StopOnNaN(Callback):
         self._every = _checks.count("every", every, where="StopOnNaN")
         self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
-    def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
+    def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
         """Drops the values of an earlier epoch."""
-        self._pending.clear()
+        self._pending.pending.clear()
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Checks the values that are ready."""
         if is_due(trainer, self._every):
-            known = [self._monitor] if self._monitor in metrics else []
-            watched = Metrics({name: metrics.metric(name) for name in known})
+            names = {self._monitor} & {*metrics}
+            watched = Metrics({name: metrics.metric(name) for name in names})
             self._pending.add(trainer.position, watched)
         for position, values in self._pending.read():
             # Another name, or one with dims, is refused at the end of the epoch.
-            self._look(trainer, position.step, values.get(self._monitor, 0.0))
+            self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
             value = _measured("StopOnNaN", self._monitor, logs)
-            self._look(trainer, trainer.position.step, value)
+            self._check(trainer, trainer.position.step, value)
 
-    def _look(self, trainer: "Trainer", step: int, value: float) -> None:
+    def _check(self, trainer: Trainer, step: int, value: float) -> None:
         if not math.isfinite(value) and not trainer.stopped:
             trainer.stop(f"{self._monitor} is {value} at step {step}")

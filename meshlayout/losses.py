@@ -1,40 +1,50 @@
-"""Losses of examples: their weights, their sums, and the denominators of these.
+"""Losses over real examples, regularizers, and losses that models record.
 
 A loss stays one number per example until the weights are known, since padding must not
 count. A mean of microbatches' or replicas' means would weight their examples
 differently if some are padded, so sums are added up and divided once.
-`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings.
-Under a strategy, the replica context says how many replicas there are and which rows
-are padding.
+`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings:
+under a strategy, the replica context says how many replicas there are and which rows
+are padding. Regularizers and recorded scalars do not belong to that denominator: they
+do not depend on the number of examples, and are added unchanged.
 """
 
+import contextlib
 import math
-from typing import Literal, TypeAlias
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import PyTree
 from meshlayout.collectives import get_replica_context
 from meshlayout.errors import LossError
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"]
 
+Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
+"""A penalty on parameters: a function that returns a scalar."""
+
+# Linen's collection for recorded losses.
+COLLECTION = "losses"
+
 
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Averages losses over all dims except those of the weights.
 
-    Use this before summing losses that have one number per pixel or token.
+    Use this before summing losses that have one number per pixel or token. Returns
+    float32 losses of the weights' shape, or (batch,).
 
     Args:
         losses: Losses of shape (batch, ...).
-        weights: Weights of shape (batch,) or of a longer leading part of the losses'
-            shape (one per token, say); None for (batch,).
-
-    Returns:
-        Losses in float32, of the weights' shape, or (batch,).
+        weights: Weights of the shape of the losses' first dims; None for (batch,).
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -46,8 +56,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     # In float32 first: a mean over thousands of pixels in bfloat16 keeps three digits.
     losses = real_array("losses", losses, "per_example").astype("float32")
     if losses.ndim == 0:
-        msg = "losses are a scalar; one loss per example, (batch,), is needed."
-        raise LossError(msg)
+        raise LossError("losses are a scalar; give one loss per example, (batch,).")
     num_kept = 1
     if weights is not None:  # of which one may be for all examples
         num_kept = max(1, _fitting_weights(weights, losses).ndim)
@@ -56,10 +65,6 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
-
-    Args:
-        losses: Losses of shape (batch, ...).
-        weights: Weights whose shape is a leading part of that, or None for ones.
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -76,35 +81,24 @@ def denominator_of(
 ) -> jax.Array:
     """Returns the number by which the weighted sum over a global batch is divided.
 
+    A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
+
     Args:
         denominator: `"real"`, the sum of the weights; or `"global_batch_size"`, the
             number of examples including padding.
         weights: The weights of the whole batch, or None for ones.
-        num_examples: The number of losses: examples, or tokens if every token has a
-            weight.
-
-    Returns:
-        A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
-
-    Raises:
-        LossError: If `denominator` is neither of these.
+        num_examples: The number of losses: examples, or tokens if each has a weight.
 
     Example:
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
         2.0
     """
-    check_denominator(denominator)
+    choices = get_args(Denominator)
+    _checks.choice("denominator", denominator, choices, error=LossError)
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
     total = real_array("weights", weights, "losses").astype("float32").sum()
-    # A batch of padding alone has the sum 0, and the loss 0 rather than NaN.
-    return jnp.where(total > 0, total, 1)
-
-
-def check_denominator(denominator: object) -> None:
-    """Raises LossError unless this is a denominator."""
-    choices = ("real", "global_batch_size")
-    _checks.choice("denominator", denominator, choices, error=LossError)
+    return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
 
 
 def compute_average_loss(
@@ -112,34 +106,26 @@ def compute_average_loss(
     sample_weight: ArrayLike | None = None,
     global_batch_size: int | jax.Array | None = None,
 ) -> jax.Array:
-    """Divides the sum of per-example losses by the global batch size.
+    """Divides the sum of losses by the global batch size; 0 without examples.
 
     Use this in your own step, or to port one from tf.distribute. In a program over the
     whole batch this is the mean. In replica code (a function that a strategy runs, or
     inside `jax.shard_map`) it is this replica's share: the shares of all replicas add
-    up to the mean over the global batch. Losses of more dims are summed, like
-    `tf.nn.compute_average_loss` does; average them per example first, with
-    `losses.per_example`.
-
-    In a function that a strategy runs, rows that pad a short batch add nothing, not
-    even to the gradient, and are not counted.
+    up to the mean over the global batch. Rows that pad a strategy's short batch add
+    nothing, not even to the gradient, and are not counted. Losses of more dims are
+    summed, as by `tf.nn.compute_average_loss`; average them first (`per_example`).
 
     Args:
-        per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
-            summed in float32.
+        per_example_loss: Losses of shape (batch,) or (batch, ...); summed in float32.
         sample_weight: A weight per example, (batch,), or None for ones. An example of
             weight 0 adds nothing, even if its loss is not finite.
         global_batch_size: Examples of all replicas together, padding included. By
             default the size of this batch, times the number of replicas in replica
             code; under a strategy, the number of real examples.
 
-    Returns:
-        A float32 scalar; 0 for a batch without examples.
-
     Raises:
-        LossError: If the losses are a scalar or not real numbers, the weights have
-            another batch size, the number of replicas is unknown, or a strategy's
-            batch may have padding and the losses are not one per row.
+        LossError: If the shapes do not fit, the number of replicas is unknown, or a
+            strategy's batch may have padding and the losses are not one per row.
 
     Example:
         >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
@@ -150,36 +136,31 @@ def compute_average_loss(
     where = "compute_average_loss"
     losses = real_array("per_example_loss", per_example_loss, where)
     if losses.ndim == 0:
-        msg = (
-            "compute_average_loss takes one loss per example, (batch,), got a "
-            "scalar. Do not average in the loss function; optax's losses do not."
-        )
+        msg = f"{where} takes one loss per example, (batch,), got a scalar."
         raise LossError(msg)
     weights, size = sample_weight, global_batch_size
     if weights is not None:
         weights = _fitting_weights(weights, losses)
     context = get_replica_context()
     if context is not None and context.mask is not None:
-        if context.mask.shape[0] == losses.shape[0]:
-            size = context.num_examples if size is None else size
+        mask = context.mask
+        if len(mask) == len(losses):
             context.mask_was_read = True
-            if weights is None:
-                weights = context.mask
-            else:  # which may be NaN for padding
-                weights = jnp.where(_spread(context.mask, weights.ndim) > 0, weights, 0)
-        # Else a microbatch, say, of a function that has looked at the mask itself.
+            size = context.num_examples if size is None else size
+            # A user's weights may be NaN for padding.
+            factors = mask if weights is None else weights
+            weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+        # Else a part of the batch, of a function that has looked at the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
-            rows = context.mask.shape[0]
             msg = (
-                f"{where}: the losses have {losses.shape[0]} rows and this replica's "
-                f"batch has {rows}, of which some may be padding. Give one loss per "
-                f"row, ({rows},) or ({rows}, ...); or, for a part of the batch, both "
-                "global_batch_size and sample_weight, with 0 where "
-                "get_replica_context().example_mask is 0."
+                f"{where}: the losses have {len(losses)} rows and this replica's batch "
+                f"{len(mask)}, some of which may be padding. Give one loss per row; or "
+                "for a part of the batch, both global_batch_size and sample_weight, "
+                "with 0 where get_replica_context().example_mask is 0."
             )
             raise LossError(msg)
     if size is None:
-        size = losses.shape[0] * _num_replicas()
+        size = len(losses) * _num_replicas()
     size = real_array("global_batch_size", size, where).astype("float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
     # one that is not taken, too, or the gradient is NaN.
@@ -192,13 +173,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
     Use this next to `compute_average_loss`. In replica code every replica computes the
     whole regularization loss, and the replicas' losses are added up; in a program over
-    the whole batch there is only one, which is returned unchanged.
-
-    Args:
-        regularization_loss: A scalar, or an array to be summed.
-
-    Returns:
-        A float32 scalar.
+    the whole batch there is only one, which is returned unchanged. An array is summed.
 
     Raises:
         LossError: If it is not a real number, or the number of replicas is unknown.
@@ -218,11 +193,7 @@ def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
 
 
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
-    """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
-
-    Raises:
-        LossError: If the weights' shape is not a leading part of the losses'.
-    """
+    """Returns losses times their weights; weight 0 gives 0, also for NaN."""
     losses = losses.astype("float32")
     if weights is None:
         return losses
@@ -261,3 +232,102 @@ def _num_replicas() -> int:
         )
         raise LossError(msg)
     return math.prod(sizes.values())
+
+
+# Losses that a loss function does not return: on parameters, and from inside models.
+
+
+def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
+    """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
+
+    Use this in `make_train_step(..., regularizers={"l2": l2(1e-5)})`, which takes any
+    function from parameters to a scalar. It is part of the loss, and so of the gradient
+    that the optimizer scales; `optax.adamw` decays weights instead.
+
+    Args:
+        strength: The factor, not negative.
+        where: Which parameters: a regular expression, searched for in their paths.
+
+    Raises:
+        LossError: If an argument is wrong; when called, if no parameter's path matches.
+
+    Example:
+        >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
+        2.0
+    """
+    return _penalty("l2", strength, where, jnp.square)
+
+
+def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
+    """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`."""
+    return _penalty("l1", strength, where, jnp.abs)
+
+
+def _penalty(
+    name: str,
+    strength: float,
+    where: str | re.Pattern[str],
+    function: Callable[[jax.Array], jax.Array],
+) -> Regularizer:
+    context: Any = {"where": name, "error": LossError}
+    strength = _checks.number("strength", strength, at_least=0, **context)
+    pattern = _checks.pattern("where", where, **context)
+
+    def penalty(params: PyTree) -> jax.Array:
+        leaves = _paths.flatten(params).leaves
+        chosen = [leaf.value for leaf in leaves if pattern.search(leaf.path)]
+        if not chosen:  # a typing error would switch regularization off
+            paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
+            msg = (
+                f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
+                f"{paths}{', ...' if len(leaves) > 4 else ''}."
+            )
+            raise LossError(msg)
+        # Summed in float32, as bfloat16 stops counting at 256.
+        sums = [function(jnp.asarray(x).astype("float32")).sum() for x in chosen]
+        return jnp.float32(strength) * jnp.stack(sums).sum()
+
+    return penalty
+
+
+# A type of its own, so that a step can tell losses from what a user sows for debugging.
+class ModelLoss(nnx.Intermediate[Any]):
+    """A loss that an NNX module has recorded; train and eval steps add it."""
+
+
+def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
+    """Records a loss inside a module; train and eval steps add it to the total.
+
+    Use this for losses of activations, such as load balancing of experts. Recording
+    under the same name again adds another loss.
+
+    Args:
+        module: The NNX or Linen module, usually `self`.
+        name: Its name; the metrics show it under the module's path.
+        loss: One loss per example, (batch,) or (batch, ...), averaged like the losses
+            of the loss function; or a scalar, which is added unchanged, and refused for
+            a batch with weights.
+
+    Raises:
+        LossError: If `loss` is not an array.
+
+    Example:
+        >>> class Active(nnx.Module):
+        ...     def __call__(self, x):
+        ...         record(self, "activity", 0.01 * jnp.square(x))
+        ...         return x
+    """
+    loss = real_array("loss", loss, "record")
+    if isinstance(module, nn.Module):
+        module.sow(COLLECTION, name, loss)
+        return
+    with quiet_sow():
+        module.sow(ModelLoss, name, loss)
+
+
+@contextlib.contextmanager
+def quiet_sow() -> Iterator[None]:
+    """Silences Flax's warning that sown values should be captured; the step does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+        yield
