@@ -1,7 +1,6 @@
 """Arrays are placed, moved, taken apart and created, with JAX as the oracle."""
 
 import itertools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,12 @@ LAYOUTS = [
     EXPLICIT.layout("model", None),
 ]
 EIGHT = [layout for layout in LAYOUTS if layout.mesh.size == 8]
+# jax 0.7 cannot move arrays from Explicit axes to a mesh with other names.
+MOVES = [
+    (source, target)
+    for source, target in itertools.product(LAYOUTS, LAYOUTS)
+    if hasattr(jax, "reshard") or source.mesh != EXPLICIT or target.mesh == EXPLICIT
+]
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def same_bits(a, b):
 # relayout
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+@pytest.mark.parametrize(("source", "target"), MOVES)
 def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target)
@@ -69,9 +74,7 @@ def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS[::3])]
-)
+@pytest.mark.parametrize(("source", "target"), MOVES[::3])
 def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target, donate=True)
@@ -155,19 +158,6 @@ def test_relayout_inside_jit_works_on_mixed_axis_types(value):
         moved = jax.jit(lambda x, layout=layout: ma.relayout(x, layout))(x)
         assert_lies(moved, layout)
         assert same_bits(moved, value)
-
-
-def test_relayout_inside_scan_and_remat_is_the_identity_on_values(value):
-    layout = BATCH_8.layout(None, "batch")
-
-    def body(carry, row):
-        carry = ma.relayout(carry + row, BATCH_8.layout("batch"))
-        return carry, carry
-
-    fn = jax.checkpoint(lambda x: jax.lax.scan(body, jnp.zeros(8), x)[1])
-    made = jax.jit(lambda x: ma.relayout(fn(x), layout))(value)
-    # A running sum in float32, in the same order on every device.
-    np.testing.assert_allclose(made, np.cumsum(value, 0), rtol=1e-6)
 
 
 def test_relayout_moves_between_memories(value):
@@ -290,12 +280,10 @@ def test_pack_follows_the_mesh_and_not_the_ids_of_devices():
 
 def test_pack_takes_one_tree_per_device():
     layouts = {"x": BATCH_8.layout("batch", None), "n": BATCH_8.layout()}
-    parts = [{"x": np.full((2, 3), at), "n": 1} for at in range(8)]
+    parts = [{"x": np.full((2, 3), index), "n": 1} for index in range(8)]
     packed = ma.pack(parts, layouts, verify=True)
-    assert packed["x"].shape == (16, 3)
-    assert int(packed["n"]) == 1
-    back = ma.unpack(packed)
-    assert same_bits(back[5]["x"], np.full((2, 3), 5, np.int32))
+    assert (packed["x"].shape, int(packed["n"])) == ((16, 3), 1)
+    assert same_bits(ma.unpack(packed)[5]["x"], np.full((2, 3), 5, np.int32))
 
 
 def test_pack_takes_parts_on_other_devices_and_trusts_the_caller(value):
@@ -341,8 +329,8 @@ def test_fetch_layout_knows_single_devices_and_abstract_arrays(value):
 
 def test_fetch_layout_works_inside_jit_on_explicit_axes(value):
     seen = []
+    x = ma.relayout(value, EXPLICIT.layout("batch", None))
     with jax.set_mesh(EXPLICIT.jax_mesh):
-        x = ma.relayout(value, EXPLICIT.layout("batch", None))
         jax.jit(lambda x: seen.append(ma.fetch_layout(x * 2)))(x)
     assert seen == [EXPLICIT.layout("batch", None)]
 
@@ -389,11 +377,6 @@ def test_to_numpy_gives_whole_values(value, layout):
     assert same_bits(host["x"], value)
     assert host["y"][1] == 3
     assert host["name"] == "net"
-
-
-def test_to_numpy_reads_arrays_in_host_memory(value):
-    layout = BATCH_8.layout("batch", None, memory_kind="pinned_host")
-    assert same_bits(ma.to_numpy(ma.relayout(value, layout)), value)
 
 
 # Created sharded
@@ -480,7 +463,7 @@ def test_created_arrays_have_gradients():
     np.testing.assert_allclose(grad, jax.random.uniform(key, (8, 4)).sum(), rtol=1e-6)
 
 
-def test_creating_the_same_again_compiles_nothing():
+def test_creating_the_same_again_compiles_nothing(caplog):
     layout = MESH_4X2.layout("batch", "model")
 
     def everything(value):
@@ -491,30 +474,10 @@ def test_creating_the_same_again_compiles_nothing():
         ma.call_with_layout(jnp.eye, layout, 16)
 
     everything(1.0)
-    with jax.log_compiles(), warnings.catch_warnings(), CompileLog() as compiled:
+    with jax.log_compiles():
+        caplog.clear()
         everything(2.0)
-    assert compiled == []
-
-
-class CompileLog(list):
-    """Collects what JAX says that it compiles."""
-
-    def __enter__(self):
-        import logging
-
-        self.handler = logging.Handler()
-        self.handler.emit = self.emit
-        logging.getLogger("jax").addHandler(self.handler)
-        return self
-
-    def emit(self, record):
-        if "Compiling" in record.getMessage():
-            self.append(record.getMessage())
-
-    def __exit__(self, *exception):
-        import logging
-
-        logging.getLogger("jax").removeHandler(self.handler)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
 
 
 @pytest.mark.parametrize("name", ["zeros", "normal", "uniform", "arange"])
@@ -611,21 +574,10 @@ BAD = {
         ),
         f"x f64[2]: {ALIKE} f32[3] (Layout([batch], Mesh(batch=8))).",
     ),
-    "parts of two dtypes": (
-        lambda: ma.pack(
-            [np.ones(2)] * 7 + [np.ones(2, np.int32)], BATCH_8.layout("batch")
-        ),
-        f"f64[2]: {ALIKE} i32[2] (Layout([batch], Mesh(batch=8))).",
-    ),
     "parts of two structures": (
         lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
         "parts 0 and 7 have different structures: PyTreeDef({'x': *}) and "
         "PyTreeDef({'y': *}).",
-    ),
-    "ragged parts": (
-        lambda: ma.pack([[[1, 2], [3]]] * 8, B),
-        "the array: [[1, 2], [3]] cannot be converted to an array: its rows have "
-        "different lengths.",
     ),
     "replicas that differ": (
         lambda: ma.pack(
@@ -642,31 +594,13 @@ BAD = {
         "f32[8, 8]: unpack needs an array on a mesh, and outside jit: relayout(x, "
         "layout).",
     ),
-    "unpack of two meshes": (
-        lambda: ma.unpack(
-            {
-                "a": ma.ones((8,), BATCH_8.layout("batch")),
-                "b": ma.ones((8,), ONE.layout("batch")),
-            }
-        ),
-        "unpack: x must be arrays on the same devices, in the same order.",
-    ),
     "a dim that does not divide, inside jit": (
         lambda: jax.jit(lambda x: ma.relayout({"w": x}, B))(jnp.ones((9, 3))),
         f"w f32[9, 3]: dim 0 has size 9, which {UNEVEN}",
     ),
-    "another rank": (
-        lambda: ma.relayout(jnp.ones(8), B),
-        "f32[8]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, but "
-        "this one has rank 1. Use `...` for any number of unsharded dims.",
-    ),
     "no layout": (
         lambda: ma.relayout({"w": jnp.ones(8)}, "batch"),
         "w f32[8]: expected a Layout or a NamedSharding, got 'batch'.",
-    ),
-    "a string for an array": (
-        lambda: ma.relayout({"name": "net"}, BATCH_8.layout(...)),
-        "name: the array: 'net' is not an array of numbers.",
     ),
     "match that takes an axis twice": (
         lambda: ma.relayout(
@@ -676,21 +610,10 @@ BAD = {
         "f32[8, 8]: mesh axis 'model' is used twice in [model, model]; an axis can shard "
         "only one dim, and only once.",
     ),
-    "match in a copy": (
-        lambda: ma.copy_to_mesh(np.ones((8, 8)), BATCH_8.layout(ml.MATCH, None)),
-        "f64[8, 8]: Layout([MATCH, unsharded], Mesh(batch=8)) holds MATCH; a new array "
-        "has nothing to match.",
-    ),
     "the layout of a NumPy array": (
         lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
         "w f32[2]: an array of shape (2,) is on no mesh. Place it with relayout(x, "
         "layout).",
-    ),
-    "the layout of a value inside jit": (
-        traced(ma.fetch_layout),
-        "f32[8, 8]: DynamicJaxprTracer has no layout: it has no NamedSharding. Place the "
-        "array with relayout(x, layout); inside jit, layouts are only known on a mesh "
-        "with Explicit axes.",
     ),
     "another layout than expected": (
         lambda: ma.check_layout(
@@ -703,10 +626,6 @@ BAD = {
     "a created dim that does not divide": (
         lambda: ma.zeros((12, 8), B, "float32"),
         f"f32[12, 8]: dim 0 has size 12, which {UNEVEN}",
-    ),
-    "a result that does not divide": (
-        lambda: ma.call_with_layout(lambda: {"w": jnp.ones((12, 4))}, B),
-        f"w f32[12, 4]: dim 0 has size 12, which {UNEVEN}",
     ),
     "the value inside jit": (
         traced(ma.to_numpy),
@@ -756,14 +675,11 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
 
 
 def test_leaves_of_flax_are_named_as_layout_maps_name_them():
-    model = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     variables = nn.Dense(6).init(jax.random.key(0), jnp.ones((1, 6)))
-    boxed = {"w": nn.Partitioned(jnp.ones((6, 6)), (None, "batch"))}
     for tree, path in (
-        (nnx.state(model), "bias f32[6]"),
-        ({"net": nnx.state(model)}, "net/bias f32[6]"),
+        ({"net": nnx.state(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))}, "net/bias f32[6]"),
         (variables, "bias f32[6]"),
-        (boxed, "w f32[6, 6]"),
+        ({"w": nn.Partitioned(jnp.ones((6, 6)), (None, "batch"))}, "w f32[6, 6]"),
     ):
         with pytest.raises(ml.errors.LayoutError) as caught:
             ma.relayout(tree, BATCH_8.layout("batch", ...))
@@ -771,8 +687,6 @@ def test_leaves_of_flax_are_named_as_layout_maps_name_them():
 
 
 # Arrays of the host that JAX does not have.
-
-SWAPPED = [">f4", ">f8", ">i4", ">i8", ">u2", ">f2", ">c8", ">c16"]
 
 
 def doors(mesh):
@@ -793,7 +707,7 @@ def doors(mesh):
 
 
 @pytest.mark.parametrize("door", list(doors(BATCH_8)))
-@pytest.mark.parametrize("dtype", SWAPPED)
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">c16"])
 def test_arrays_of_the_other_byte_order_keep_their_values(door, dtype):
     x = np.arange(16, dtype=dtype).reshape(8, 2)
     placed = doors(BATCH_8)[door](x)

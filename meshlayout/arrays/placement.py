@@ -1,8 +1,8 @@
 """Changing, copying, reading and checking the layouts of arrays.
 
-JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
-axes, none moves PRNG keys between processes, and inside jit it is a constraint. What
-each process has is compared before it becomes one array on the devices of all.
+JAX's `device_put` does most moves, but moves no PRNG keys between processes, and inside
+jit it is a constraint. What each process has is compared before it becomes one array on
+the devices of all.
 """
 
 import functools
@@ -274,7 +274,7 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
             return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)
         if isinstance(x, Tracer):  # of eager grad, which differentiates this
             return jax.device_put(x, sharding)
-        moved = _jax.put(_jax.movable(x, mesh), sharding)
+        moved = _jax.put(x, sharding)
         return _in_own_memory(moved) if copy else moved
     except (
         *(AssertionError, ValueError, TypeError, OverflowError),
@@ -290,7 +290,8 @@ def _in_own_memory(x: jax.Array) -> jax.Array:
     # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
     # where it stays; the words of PRNG keys it shares in any case.
     if _jax.is_extended(x.dtype):
-        return _jax.key_of_words(_in_own_memory(_jax.words_of_key(x)), x.dtype)
+        words = _in_own_memory(jax.random.key_data(x))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     return jax.device_put(x, x.sharding, may_alias=False)
 
 

@@ -214,8 +214,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree. For a module, the layouts are an `nnx.State`.
-            params: The parameters of an optimizer state, if the tree has them not. Slots
-                take the layouts of parameters by the end of their path, unless a rule
+            params: The parameters of an optimizer state that the tree lacks. Slots take
+                the layouts of parameters by the end of their path, unless a rule
                 matches the path of a slot and of no parameter.
 
         Raises:
