@@ -699,9 +699,6 @@ def doors(mesh):
         "copy_to_mesh": lambda x: ml.copy_to_mesh(x, layout),
         "copy_to_mesh of a tree": lambda x: ml.copy_to_mesh({"x": [x]}, layout)["x"][0],
         "pack": lambda x: ml.pack([x] * 8, mesh.layout(None, None)),
-        "create": lambda x: ml.create(
-            lambda: {"x": x}, ml.LayoutMap(mesh, {"x": ("batch", None)})
-        )["x"],
         "to_numpy": lambda x: ml.to_numpy(x),
     }
 
