@@ -18,7 +18,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout
 from meshlayout._tracebacks import user_call
-from meshlayout.data.adapters.arrays import Rows, is_columns
+from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
@@ -224,8 +224,7 @@ class Trainer:
             labels, epochs = None, int(labels)
         epochs = _checks.count("epochs", epochs, where="fit")
         if steps_per_epoch is not None:
-            steps = _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
-            steps_per_epoch = steps
+            _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed, data = checked_seed(shuffle, "fit"), validation_data
         if validation_split is not None:
             if data is not None or not is_columns(train):
@@ -246,17 +245,16 @@ class Trainer:
         )
         self.validation = None
         if data is not None:
-            size = batch_size if isinstance(data, Rows) or is_columns(data) else None
+            size = batch_size if is_columns(data) else None
             names = "fit: validation", "validation_data"
             self.validation = TrainerInput(self, *names, data, None, size)
-        loop = FitLoop(self, source, callbacks, progress=progress and verbose != 0)
+        loop = FitLoop(self, source, callbacks)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
                 msg = (
-                    "fit: the trainer's state is used up: a step reused its memory. "
-                    "Give the trainer the state that the step returned, or "
-                    "trainer.state of the Trainer that trained it."
+                    "fit: the trainer's state is used up: a step reused its memory. Give "
+                    "it the state that the step returned, or that other Trainer's .state."
                 )
                 raise MeshLayoutError(msg)
             step = int(self.state.step)  # waits, but nothing is running yet
@@ -265,7 +263,7 @@ class Trainer:
         )
         self.stopped = self.history.stopped = ""
         self.input = source
-        loop.run(resume=resume)
+        loop.run(progress=progress and verbose != 0, resume=resume)
         return self.history
 
     @user_call

@@ -37,19 +37,12 @@ class _Terminal:
         self._console = console
         self.has_bar = console.is_terminal and not console.is_dumb_terminal
         self.width = console.width if self.has_bar else sys.maxsize
-        self._bars = Bars(
-            BarColumn(bar_width=20 if self.width >= 80 else 5),
-            # Without markup, brackets in a user's text are brackets.
-            TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
-            ),
-            console=console,
-            transient=True,
-            expand=True,
-            disable=not self.has_bar,
-        )
+        bar = BarColumn(bar_width=20 if self.width >= 80 else 5)
+        column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        # Without markup, brackets in a user's text are brackets.
+        text = TextColumn("{task.description}", markup=False, table_column=column)
+        options: dict[str, Any] = {"console": console, "disable": not self.has_bar}
+        self._bars = Bars(bar, text, transient=True, expand=True, **options)
         self._task = self._bars.add_task("", total=None)
         self._bars.start()
 
@@ -125,7 +118,7 @@ class Progress(Callback):
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
-        self._show(trainer.position)
+        self._move_bar(trainer.position)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
@@ -137,7 +130,7 @@ class Progress(Callback):
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
             rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
-            self._show(position, "".join([*texts, f"  {rate}"]))
+            self._move_bar(position, "".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
@@ -187,25 +180,20 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show(self, position: TrainingPosition, facts: str = "") -> None:
+    def _move_bar(self, position: TrainingPosition, facts: str = "") -> None:
         done, total = position.step_in_epoch, position.steps_per_epoch
-        self._move_bar(position, "", done, total, facts)
+        self._show(position, "", done, total, facts)
 
     def _show_validation(self, trainer: Trainer, step: int) -> None:
         total = trainer.validation.num_steps if trainer.validation else None
-        self._move_bar(trainer.position, "validating  ", step, total)
+        self._show(trainer.position, "validating  ", step, total)
 
-    def _move_bar(
-        self,
-        position: TrainingPosition,
-        doing: str,
-        done: int,
-        total: int | None,
-        facts: str = "",
+    def _show(
+        self, position: TrainingPosition, doing: str, done: int, total: Any, *facts: str
     ) -> None:
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = f"{_title(position)}  {doing}{count}{facts}"
+            text = "".join([f"{_title(position)}  {doing}{count}", *facts])
             self._display.show(text, done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
