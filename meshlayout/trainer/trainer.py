@@ -8,7 +8,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ from meshlayout.trainer.epochs import (
 )
 from meshlayout.trainer.history import History
 from meshlayout.trainer.loop import FitLoop, evaluate
-from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps
+from meshlayout.trainer.steps import PredictFn, TrainerSteps
 
 
 _log = logging.getLogger("meshlayout")
@@ -52,7 +52,8 @@ class Trainer:
     defines all that it uses, the state may be any tree of arrays.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
-    devices are used unchanged. Others are sharded over the mesh, and a short batch is
+    devices are used unchanged. Others are sharded over the mesh axes called `batch`,
+    `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is
     padded to the size of the first, so that one program serves all. To mark the
     padding, with weight 0, batches get weights: in a dict under the key `weight` (or
     another one, `weights=`), in a tuple at the end if `weights` is that index. If
@@ -67,9 +68,6 @@ class Trainer:
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`.
-        data_layout: The layout of all arrays of a batch. By default the first dim is
-            sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
-            `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, which also
             hold for the other steps. With `steps_per_call=n`, a call of the train step
@@ -112,12 +110,10 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         layouts: LayoutMap | None = None,
         predict_fn: PredictFn | None = None,
-        data_layout: Layout | None = None,
         pad: bool = True,
-        **options: Unpack[StepOptions],
+        **options: Any,
     ) -> None:
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
-        self._data_layout = None if data_layout is None else Layout.of(data_layout)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
@@ -252,11 +248,9 @@ class Trainer:
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
-                msg = (
-                    "fit: the trainer's state is used up: a step reused its memory. Give "
-                    "it the state that the step returned, or that other Trainer's .state."
-                )
-                raise MeshLayoutError(msg)
+                msg = "fit: the trainer's state is used up: a step reused its memory. "
+                hint = "Give it the state that the step returned, or trainer.state."
+                raise MeshLayoutError(msg + hint)
             step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
@@ -345,8 +339,6 @@ class Trainer:
 
     def _layout(self) -> Layout | None:
         """Returns the layout of batches; None if the state is on no mesh."""
-        if self._data_layout is not None:
-            return self._data_layout
         for leaf in jax.tree.leaves(self.state):
             if isinstance(_jax.sharding_of(leaf), NamedSharding):
                 return batch_layout(Layout.of(leaf).mesh)

@@ -118,7 +118,7 @@ class Progress(Callback):
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
-        self._move_bar(trainer.position)
+        self._show(trainer.position)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Moves the bar, now and then, to the newest values of the device."""
@@ -130,17 +130,18 @@ class Progress(Callback):
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
             rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
-            self._move_bar(position, "".join([*texts, f"  {rate}"]))
+            self._show(position, "".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self._show_validation(trainer, 0)
+        self.on_validation_step_end(trainer, 0)
 
     def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
         """Moves the bar, now and then."""
-        if self._is_time_to_look():
-            self._show_validation(trainer, step)
+        if (self._is_time_to_look() or not step) and trainer.validation is not None:
+            steps = step, trainer.validation.num_steps
+            self._show(trainer.position, validation=steps)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's line."""
@@ -180,21 +181,17 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _move_bar(self, position: TrainingPosition, facts: str = "") -> None:
-        done, total = position.step_in_epoch, position.steps_per_epoch
-        self._show(position, "", done, total, facts)
-
-    def _show_validation(self, trainer: Trainer, step: int) -> None:
-        total = trainer.validation.num_steps if trainer.validation else None
-        self._show(trainer.position, "validating  ", step, total)
-
     def _show(
-        self, position: TrainingPosition, doing: str, done: int, total: Any, *facts: str
+        self, position: TrainingPosition, facts: str = "", validation: Any = None
     ) -> None:
+        """Shows the steps of the epoch, or those of its validation."""
+        done, total = validation or (position.step_in_epoch, position.steps_per_epoch)
+        doing = "" if validation is None else "validating  "
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = "".join([f"{_title(position)}  {doing}{count}", *facts])
-            self._display.show(text, done, total)
+            self._display.show(
+                f"{_title(position)}  {doing}{count}{facts}", done, total
+            )
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before
