@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -140,7 +140,7 @@ class StateDescription(Generic[T]):
                 facts[path] = placed
                 if not isinstance(leaf, ComputedArray):
                     facts[f"the array for {path}"] = leaf
-        return program_facts(facts, str(jaxpr.jaxpr), {})
+        return program_facts(facts, str(jaxpr.jaxpr))
 
 
 def describe(

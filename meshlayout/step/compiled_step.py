@@ -29,7 +29,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout._tracebacks import show_user_frames
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection
@@ -349,7 +349,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
         arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr), {})
+        return program_facts(arguments, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
