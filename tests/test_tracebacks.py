@@ -111,11 +111,52 @@ def test_ipython_shows_the_users_frames(tmp_path):
     assert "_src" not in said
 
 
-def test_misspelled_options_are_named():
-    trainer = ml.Trainer({}, lambda model, batch: 0.0)
-    assert message_of(trainer.fit, [BATCH], epoch=3) == (
-        "fit got epoch=. Did you mean 'epochs'?"
-    )
-    assert message_of(trainer.predict, [BATCH], steps=3) == (
-        "predict got steps=. There is no such option."
-    )
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        (
+            lambda **x: ml.Trainer({}).fit([BATCH], **x),
+            {"epoch": 3},
+            "fit got epoch=. Did you mean 'epochs'?",
+        ),
+        (
+            lambda **x: ml.Trainer({}).predict([BATCH], **x),
+            {"steps": 3},
+            "predict got steps=. There is no such option.",
+        ),
+        (
+            ml.make_train_step,
+            {"clipnorm": 1.0},
+            "make_train_step got clipnorm=. Did you mean 'clip_norm'?",
+        ),
+        (
+            ml.compile_step,
+            {"on_recompiles": "warn"},
+            "compile_step got on_recompiles=. Did you mean 'on_recompile'?",
+        ),
+        (
+            ml.distribute_dataset,
+            {"global_batchsize": 8},
+            "distribute_dataset got global_batchsize=. Did you mean 'global_batch_size'?",
+        ),
+        (
+            ml.LayoutMap,
+            {"on_unevn": "replicate"},
+            "LayoutMap got on_unevn=. Did you mean 'on_uneven'?",
+        ),
+        (ml.create, {"layout": None}, "create got layout=. Did you mean 'layouts'?"),
+        (
+            ml.TrainState.create,
+            {"layout": None},
+            "create got layout=. Did you mean 'layouts'?",
+        ),
+        (
+            ml.Checkpointer,
+            {"keeps": 3},
+            "Checkpointer got keeps=. Did you mean 'keep'?",
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_misspelled_options_are_named(call, options, message):
+    assert message_of(call, **options) == message

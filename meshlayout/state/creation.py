@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
@@ -162,6 +163,7 @@ def describe(
     return describe_state(build, layouts, "describe")
 
 
+@user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
