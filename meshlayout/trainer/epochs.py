@@ -7,9 +7,8 @@ weights), a short batch keeps its size: a second program is compiled and, if the
 not divide, every device computes the whole batch. The numbers are right either way.
 
 Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
-what it reads anew, into batches of one size and shape, which are not the user's.
-Nothing is read ahead of the batches of a call, so the position of the data is that of
-the state.
+what it reads anew, into batches of one size and shape, which are not the user's. They
+are not read ahead of a call, so the position of the data is that of the state.
 """
 
 import contextlib
@@ -194,14 +193,12 @@ class TrainerInput:
 
     def _begin(self) -> Iterator[Any]:
         """Begins a pass; an iterator continues its only one."""
-        data = self._data
-        if isinstance(data, Iterator):
-            self._pass = data
-            return data
+        data: Any = self._data
         if isinstance(data, DistributedDataset) and not self._trains:
             data = data.iterator(epoch=0)
-        data = data if isinstance(data, Iterable) else data()
-        self._pass, self._num_given = iter(data), 0
+        if not isinstance(self._data, Iterator):
+            self._num_given = 0
+        self._pass = iter(data if isinstance(data, Iterable) else data())
         return self._pass
 
     # Batches on the mesh.
@@ -251,9 +248,8 @@ class TrainerInput:
             return padded
         weights = get_weights(padded, self._key)
         weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
-        return with_weights(
-            padded, self._key, mask_padding(weights, np.arange(size) < rows)
-        )
+        weights = mask_padding(weights, np.arange(size) < rows)
+        return with_weights(padded, self._key, weights)
 
     def _on_mesh(self, batch: Batch) -> Batch:
         if self._layout is None:
@@ -279,9 +275,8 @@ class TrainerInput:
         """
         layout, key = self._layout, self._key
         if layout is None:  # on the device to which JAX sends arrays by default
-            device = next(iter(jnp.zeros(()).devices()))
-            grid = jax.sharding.Mesh(np.array([device]), ("batch",))
-            layout = batch_layout(Mesh(grid))
+            devices = np.array([*jnp.zeros(()).devices()])
+            layout = batch_layout(Mesh(jax.sharding.Mesh(devices, ("batch",))))
         options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
         example, last = rows.read_rows(np.zeros(1, np.int64), 0), len(rows) % size
         is_weighted = weights_of(example, key) is not None

@@ -35,8 +35,9 @@ class FitLoop:
     def __init__(
         self, trainer: Trainer, source: TrainerInput, callbacks: Sequence[Callback]
     ) -> None:
-        for callback in callbacks if isinstance(callbacks, Iterable) else [callbacks]:
-            if not isinstance(callback, Callback) or callback is callbacks:
+        is_list = isinstance(callbacks, Iterable)
+        for callback in callbacks if is_list else [callbacks]:
+            if not is_list or not isinstance(callback, Callback):
                 msg = "fit: callbacks must be a list of instances of ml.callbacks."
                 shown = _checks.shown(callback)
                 raise MeshLayoutError(f"{msg}Callback, and has {shown}.")

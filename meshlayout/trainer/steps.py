@@ -103,8 +103,7 @@ class TrainerSteps:
     def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave out examples by a batch's weights.
 
-        A loss function that returns a mean cannot, nor can some metrics of others. This
-        traces the step, as its first call would, and runs nothing.
+        One that is a mean cannot, nor can some metrics. This traces and runs nothing.
         """
         try:
             (self._one if train else self._eval).trace(state, batch)

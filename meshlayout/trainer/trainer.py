@@ -129,10 +129,8 @@ class Trainer:
     ) -> tuple[PyTree, Metrics]:
         """Runs one step; returns the next state, and the metrics including this step.
 
-        Args:
-            state: The state, which may be used up.
-            batch: A global batch; with `steps_per_call`, a list of batches.
-            metrics: The metrics of the epoch so far; None at its beginning.
+        `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
+        are those of the epoch so far; None at its beginning. The state may be used up.
         """
         return self._steps.train(state, batch, metrics)
 
