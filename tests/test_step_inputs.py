@@ -182,8 +182,7 @@ def test_integers_are_not_trained(mesh):
     state = create(mesh, build=lambda: Whole(nnx.Rngs(0)))
     batch = on(mesh, {"x": X, "y": Y})
     assert message_of(lambda: ml.make_train_step(squares)(state, batch)) == (
-        "the parameter count has dtype int32, which has no gradient. Make it another "
-        "kind of variable than nnx.Param."
+        "the parameter count is no float: make it no nnx.Param."
     )
 
 

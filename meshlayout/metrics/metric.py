@@ -220,12 +220,7 @@ class Mean(_ValueMetric):
 
 
 class Sum(_ValueMetric):
-    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted.
-
-    Example:
-        >>> float(Sum("tokens").update(jnp.array([3, 4])).compute())
-        7.0
-    """
+    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted."""
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
@@ -237,11 +232,6 @@ class Last(_ValueMetric):
 
     Use this for a number per step, such as a learning rate; arguments as `Mean`.
     Merging keeps the value of the other metric, which is taken to be the later one.
-
-    Example:
-        >>> rate = Last("learning_rate").update(0.1).update(0.01)
-        >>> round(float(rate.compute()), 3)
-        0.01
     """
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
