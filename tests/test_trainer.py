@@ -596,6 +596,10 @@ def test_a_real_ctrl_c_leaves_a_state_to_continue_from(tmp_path):
             "train_step must return metrics of type ml.metrics.Metrics, got 1.",
         ),
         (
+            lambda data: Counted().fit({"i": np.ones(0)}, batch_size=2),
+            "the source is empty: it yielded no examples.",
+        ),
+        (
             lambda data: Counted().fit([]),
             "train yielded no batch. Perhaps it is a used",
         ),

@@ -118,7 +118,6 @@ class Checkpointer:
             error=CheckpointError,
         )
 
-    @user_call
     def save(
         self,
         step: int,
@@ -289,7 +288,6 @@ class Checkpointer:
             raise CheckpointError(msg)
         return number, paths[number].name, steps.mark(paths[number])
 
-    @user_call
     def restore(
         self,
         like: PyTree = None,

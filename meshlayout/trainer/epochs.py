@@ -278,7 +278,8 @@ class TrainerInput:
             devices = np.array([*jnp.zeros(()).devices()])
             layout = batch_layout(Mesh(jax.sharding.Mesh(devices, ("batch",))))
         options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
-        example, last = rows.read_rows(np.zeros(1, np.int64), 0), len(rows) % size
+        first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
+        example, last = rows.read_rows(first, 0), len(rows) % size
         is_weighted = weights_of(example, key) is not None
         if self._marks and (is_weighted or (last and takes_weights(example, key))):
             plan = DataPlan(lambda: rows, layout, {**options, "weights": key})
@@ -334,7 +335,12 @@ class TrainerInput:
 
 
 def rows_of(
-    where: str, name: str, data: PyTree, labels: PyTree, size: Any, key: WeightsKey
+    where: str,
+    name: str,
+    data: PyTree,
+    labels: PyTree,
+    size: int | None,
+    key: WeightsKey,
 ) -> Rows:
     """Returns arrays as rows, whose weights are not negative."""
     columns, arguments = data, name

@@ -181,7 +181,7 @@ def evaluate(
     return {} if metrics is None else metrics.to_host()
 
 
-def _checked(step: str, metrics: Any) -> Metrics:
+def _checked(step: str, metrics: object) -> Metrics:
     """Returns the metrics of a step, which may be overridden."""
     if not isinstance(metrics, Metrics):
         shown = _checks.shown(metrics)

@@ -182,7 +182,10 @@ class Progress(Callback):
         return is_time
 
     def _show(
-        self, position: TrainingPosition, facts: str = "", validation: Any = None
+        self,
+        position: TrainingPosition,
+        facts: str = "",
+        validation: tuple[int, int | None] | None = None,
     ) -> None:
         """Shows the steps of the epoch, or those of its validation."""
         done, total = validation or (position.step_in_epoch, position.steps_per_epoch)
