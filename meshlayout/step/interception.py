@@ -100,7 +100,7 @@ def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
 
 def _wrapper(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         proceed = original.__get__(self, type(self))
         # A subclass that calls super().__call__ has been intercepted already.
         if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
