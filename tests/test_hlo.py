@@ -143,6 +143,22 @@ def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes
     assert (one.kind, one.wire_bytes, one.whole_axes) == (kind, wire_bytes, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        (
+            "jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general",
+            "Net/block_0/mlp",
+        ),
+        ("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)", "Net"),  # merged from two
+    ],
+)
+def test_modules_are_the_scopes_of_the_model_without_those_of_jax(name, module):
+    operation = f'pred[<=8]{{0}} all-reduce(%x), metadata={{op_name="{name}"}}'
+    [one] = read_communication(program_of(operation)).collectives
+    assert (one.module, one.arrays, one.nbytes) == (module, ("pred[8]",), 8)
+
+
 def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
     text = program_of("f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add")
     types = ",".join(["f32[8]{0}"] * 30_000)

@@ -105,20 +105,20 @@ def _scale(
 def _svg(panel: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     epochs, values = zip(*(x for series in panel.values() for x in series), strict=True)
     across, up = _scale(epochs, 0, _WIDTH), _scale(values, _HEIGHT, 0)
-    texts = [  # where, and what
-        ('x="-6" y="4" text-anchor="end"', f"{max(values):.4g}"),
-        (f'x="-6" y="{_HEIGHT + 4}" text-anchor="end"', f"{min(values):.4g}"),
-        (f'x="0" y="{_HEIGHT + 16}"', f"epoch {min(epochs):g}"),
-        (f'x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end"', f"{max(epochs):g}"),
+    texts = [
+        (f"{max(values):.4g}", 'x="-6" y="4" text-anchor="end"'),
+        (f"{min(values):.4g}", f'x="-6" y="{_HEIGHT + 4}" text-anchor="end"'),
+        (f"epoch {min(epochs):g}", f'x="0" y="{_HEIGHT + 16}"'),
+        (f"{max(epochs):g}", f'x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end"'),
     ]
     svg = f'<path d="M0 0V{_HEIGHT}H{_WIDTH}" fill="none" stroke="#b6bfcc"/>'
     for number, (name, series) in enumerate(panel.items()):
-        color = _COLORS[number]
         points = [f"{across(x):.1f},{up(y):.1f}" for x, y in series]
-        # A line of one point twice is a dot.
-        style = f'fill="none" stroke="{color}" stroke-width="3" stroke-linecap="round"'
-        svg += f'<polyline points="{" ".join(points + points[-1:])}" {style}/>'
-        texts.append((f'x="{number * 150}" y="-14" style="fill:{color}"', name))
-    for place, text in texts:
+        points.append(points[-1])  # a line of one point twice is a dot
+        style = f'stroke="{_COLORS[number]}" stroke-width="3" stroke-linecap="round"'
+        svg += f'<polyline points="{" ".join(points)}" fill="none" {style}/>'
+        place = f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"'
+        texts.append((name, place))
+    for text, place in texts:
         svg += f"<text {place}>{html.escape(one_line(text))}</text>"
     return svg

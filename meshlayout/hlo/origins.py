@@ -135,7 +135,7 @@ class Origins:
         sources = Counter(filter(None, map(self._source, makers)))
         more = f" and {len(sources) - 1} more" * (len(sources) > 1)
         source = "".join(source for source, _ in sources.most_common(1)) + more
-        return _common_start([scopes(x.attribute(OP_NAME)) for x in makers]), source
+        return _common_start([_scopes(x.attribute(OP_NAME)) for x in makers]), source
 
     def _source(self, instruction: Instruction) -> str:
         lines = [*self._program.lines(instruction)]
@@ -154,17 +154,11 @@ def _noted(value: Instruction) -> Instruction | None:
     return value
 
 
-def scopes(op_name: str) -> list[str]:
+def _scopes(op_name: str) -> list[str]:
     """Returns the named scopes in JAX's name of an operation, the outermost first.
 
     What JAX adds for its transformations and loops is left out. Of an operation that
     several were merged into, the scopes are those that all of them have.
-
-    Example:
-        >>> scopes("jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general")
-        ['Net', 'block_0', 'mlp']
-        >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
-        ['Net']
     """
     paths = [
         [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]

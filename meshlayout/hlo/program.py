@@ -209,12 +209,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
 def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the dtypes and shapes in the text of a type; dynamic sizes at their most.
-
-    Example:
-        >>> arrays_of("(f32[8,4]{1,0:T(8,128)}, pred[<=3])")
-        [('f32', (8, 4)), ('pred', (3,))]
-    """
+    """Returns dtypes and shapes in the text of a type; dynamic sizes at their most."""
     return [
         (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(type_text)
