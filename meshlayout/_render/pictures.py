@@ -133,7 +133,7 @@ def _shortened(steps: Sequence[str], most: int) -> list[tuple[int, str]]:
 
 
 def _color(number: int, count: int) -> str:
-    """Returns one of `count` light colors of even hues; gray for a single one."""
+    """Returns one of `count` light colors of evenly spaced hues; gray for one."""
     if count == 1:
         return "#b6bfcc"
     lightness = 0.8 if count <= 8 or number % 2 else 0.7  # many hues are alike
