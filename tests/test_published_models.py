@@ -416,7 +416,7 @@ MODELS = {
     "transformers Wav2Vec2": (wav2vec2, 0.73),
     "transformers ResNet": (transformers_resnet, 0.64),
     "flaxmodels ResNet18": (flaxmodels_resnet, 0.73),
-    "gemma": (google_gemma, 0.52),
+    "gemma": (google_gemma, 0.67),
     "haiku MLP": (haiku_mlp, 0.70),
     "haiku ResNet": (haiku_resnet, 0.70),
     "haiku MobileNetV1": (haiku_mobilenet, 0.66),
