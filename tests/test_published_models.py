@@ -521,6 +521,14 @@ def test_a_published_model_computes_on_a_mesh_what_it_does_on_one_device(
     step = ml.compile_step(sgd_step(model, treedef))
     whole = sum(leaf.nbytes for leaf in leaves)
     per_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    if (name, rule) == ("transformers Wav2Vec2", "tensor_parallel"):
+        # The kernel of its grouped convolution is normalized on the way: refused, not
+        # wrong.
+        with pytest.raises(
+            ml.errors.StepError, match="XLA would multiply the gradient"
+        ):
+            step(leaves, batch)
+        return
     _, aux = step(leaves, batch)
     # Sums are split over the devices, and rounded in another order.
     assert float(aux["loss"]) == pytest.approx(expected_loss, rel=1e-5)
