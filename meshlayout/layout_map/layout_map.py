@@ -4,6 +4,7 @@
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
+import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -364,7 +365,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def _changed_options(self) -> dict[str, Any]:
         """Returns the arguments, besides mesh and rules, that are not the defaults."""
-        defaults = LayoutMap.__init__.__kwdefaults__ or {}
+        # Not `__kwdefaults__`, which the decorator of `__init__` does not have.
+        parameters = inspect.signature(LayoutMap.__init__).parameters.values()
+        defaults = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
         arguments = self._arguments()
         return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
 
