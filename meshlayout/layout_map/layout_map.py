@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -89,6 +90,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
 
+    @user_call
     def __init__(
         self,
         mesh: Mesh | jax.sharding.Mesh,

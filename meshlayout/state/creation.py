@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
@@ -138,6 +139,7 @@ def describe(
     return describe_state(build, layouts, "describe")
 
 
+@user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
