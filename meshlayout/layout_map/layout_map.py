@@ -365,11 +365,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def _changed_options(self) -> dict[str, Any]:
         """Returns the arguments, besides mesh and rules, that are not the defaults."""
-        # Not `__kwdefaults__`, which the decorator of `__init__` does not have.
-        parameters = inspect.signature(LayoutMap.__init__).parameters.values()
-        defaults = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
+        parameters = inspect.signature(LayoutMap).parameters.values()
+        options = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
         arguments = self._arguments()
-        return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
+        return {k: arguments[k] for k in options if arguments[k] != options[k]}
 
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
