@@ -206,7 +206,7 @@ def test_averaging_a_loss_counts_as_asking_for_the_padding():
 
 @pytest.mark.parametrize("more", [(), (np.ones(6), 14)])
 def test_losses_that_are_not_one_per_row_of_a_padded_batch_are_refused(more):
-    with pytest.raises(ml.errors.LossError, match="some may be padding"):
+    with pytest.raises(ml.errors.LossError, match="some of which may be padding"):
         in_replicas(
             lambda rows: losses.compute_average_loss(jnp.repeat(rows, 2), *more),
             *(MASK, ROWS),

@@ -179,8 +179,8 @@ CHANGES = {
     ),
     "layout": (
         lambda m: ((ml.arrays.ones(8, m.layout("batch")),), {}),
-        "changing recompiles: the layout of batch changed from () on (batch=2, model=4) "
-        "to ('batch',) on (batch=2, model=4).",
+        "changing recompiles: the layout of batch changed from no layout of its own to "
+        "('batch',) on (batch=2, model=4).",
     ),
     "static": (
         lambda m: ((jnp.ones(8),), {"train": False}),

@@ -1,6 +1,7 @@
 """What a step takes: host batches, weights in their place, states that fit."""
 
 import copy
+import functools
 from typing import Any
 
 import cloudpickle
@@ -72,17 +73,23 @@ def test_batches_of_a_call_of_several_steps_come_from_the_host_too(mesh):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_metrics_that_start_on_no_device_are_no_change_to_warn_of(mesh):
-    @ml.compile_step(on_recompile="error")
+def test_what_starts_on_no_mesh_and_comes_back_on_one_is_a_recompilation(mesh):
+    @ml.compile_step
     def step(state, batch, metrics):
         return state, metrics.update_from(
             outputs={}, batch=batch, losses=batch["x"][:, 0]
         )
 
-    state = create(mesh)
-    metrics = ml.metrics.Metrics({"d": ml.metrics.Mean()})
-    for _ in range(3):
-        state, metrics = step(state, on(mesh, {"x": X}), metrics)
+    def call(results, _):
+        return step(results[0], on(mesh, {"x": X}), results[1])
+
+    start = create(mesh), ml.metrics.Metrics({"d": ml.metrics.Mean()})
+    with pytest.warns(ml.errors.RecompileWarning) as caught:
+        _, metrics = functools.reduce(call, range(3), start)
+    assert [str(one.message) for one in caught] == [
+        "step recompiles: the layout of metrics/metrics/d/sums changed from no layout of "
+        "its own to () on (batch=4, model=2)."
+    ]
     np.testing.assert_allclose(metrics["d"], X[:, 0].mean(), rtol=1e-5)
 
 

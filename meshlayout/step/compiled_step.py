@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import (
     Any,
     Generic,
@@ -51,6 +52,9 @@ _SETTING = (
     "new model or optimizer), its devices, a Python number for an array, the active "
     "layout map or a JAX setting"
 )
+
+# Type and layout of every argument of a call, by name.
+_Seen: TypeAlias = dict[str, tuple[str, str]]
 
 
 @overload
@@ -107,15 +111,11 @@ def compile_step(
     return make if step is None else make(step)
 
 
-# Types and layouts of the arguments of a call, by name.
-_Seen: TypeAlias = tuple[dict[str, str], dict[str, str]]
-
-
 class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
-    """The state has another structure than the one that the program is for."""
+    """The arguments have another structure than those that the program is for."""
 
 
-class _Compiled:
+class _Program:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
     def __init__(self, treedef: Any, layouts: list[Any]) -> None:
@@ -124,10 +124,13 @@ class _Compiled:
         # For what is on no mesh: it would come back on one, and be a recompilation.
         self.whole = self.mesh and NamedSharding(self.mesh, PartitionSpec())
         self.layouts = [layout or self.whole for layout in layouts]
-        self.key = treedef, tuple(map(_key, self.layouts))
+        self.treedef, self.key = treedef, (treedef, *map(_key, self.layouts))
         self.jitted: Any = None
-        self.current: list[Any] = []  # the shardings of the last call's arguments
-        self.num_donated = 0  # the first of them, which are the state
+        # Of the last call: where its arrays were, without PRNG keys, which have to look
+        # for that and are whole; and how many leaves were the state's.
+        self.shardings: list[Any] = []
+        self.is_compared: list[bool] = []
+        self.num_donated = 0
         self.arguments: Any = None  # those of a call, while it is under way
         self.is_looked_at = False  # traced without a call
         devices = (layout.device_set for layout in self.layouts if layout)
@@ -138,6 +141,25 @@ class _Compiled:
         processes = {device.process_index for device in self.devices}
         self.has_peers = len(processes) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
+
+    def is_like_last(self, leaves: list[Leaf]) -> bool:
+        """Returns, fast, whether the arrays of a call are where those of the last were.
+
+        JAX would compile again without a word, or (0.10) end the process for an array
+        that was used up or is donated twice.
+        """
+        compared = list(compress(leaves, self.is_compared))
+        donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
+        ids = {*map(id, donated)}
+        try:
+            return (
+                [leaf.sharding for leaf in compared] == self.shardings
+                and True not in [leaf.is_deleted() for leaf in compared]
+                and len(ids) == len(donated)
+                and ids.isdisjoint(map(id, rest))
+            )
+        except AttributeError:  # of what is no array now
+            return False
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
@@ -178,10 +200,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=names)
-        self._programs: dict[Any, _Compiled] = {}
-        self._last: _Compiled | None = None
+        self._programs: dict[Any, _Program] = {}
+        self._last: _Program | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
-        self._placed: set[Any] = set()  # which of their arguments were on no mesh
+        self._was_called = False
         self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,8 +211,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options = {"on_recompile": self._on_recompile, "layouts": self._layouts}
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
-
-    # Calls.
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
@@ -200,7 +220,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             return self._traced(None, args, kwargs)
         program = self._last
         if program is None or (
-            program.is_spread and not self._is_like_last(program, args, kwargs)
+            program.is_spread
+            and not program.is_like_last(jax.tree.leaves((args, kwargs)))
         ):
             program, args = self._switch(args, kwargs)
         if program.has_peers:
@@ -220,6 +241,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if isinstance(error, StepError) or self._program(args, kwargs) is program:
                 raise
         else:
+            self._was_called = True
             if program.is_bounded:
                 self._in_flight += 1
                 if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
@@ -229,27 +251,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
             return result
         finally:
             program.arguments = None
+        # It was refused as other devices or another structure need another program.
         self._last = None
         return self(*args, **kwargs)
 
-    def _is_like_last(self, program: _Compiled, args: PyTree, kwargs: PyTree) -> bool:
-        """Returns, fast, whether arrays are where those of the last call were.
-
-        JAX would compile again without a word, or end the process for an array that was
-        used up or is donated twice.
-        """
-        leaves = jax.tree.leaves((args, kwargs))
-        if [getattr(leaf, "sharding", None) for leaf in leaves] != program.current:
-            return False
-        donated = leaves[: program.num_donated]
-        ids = {*map(id, donated)}
-        return (
-            not any(map(_is_deleted, leaves))
-            and len(ids) == len(donated)
-            and ids.isdisjoint(map(id, leaves[len(donated) :]))
-        )
-
-    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Compiled, Any]:
+    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Program, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
@@ -258,16 +264,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
             state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
             args = (state, *args[1:])
         leaves = jax.tree.leaves((args, kwargs))
-        program.current = [getattr(leaf, "sharding", None) for leaf in leaves]
+        program.is_compared = [
+            isinstance(leaf, jax.Array) and not _jax.is_extended(leaf.dtype)
+            for leaf in leaves
+        ]
+        compared = compress(leaves, program.is_compared)
+        program.shardings = [leaf.sharding for leaf in compared]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
         return program, args
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
-    ) -> _Compiled:
+    ) -> _Program:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Compiled(treedef, list(map(layout_of, leaves)))
+        program = _Program(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -296,31 +307,25 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.is_looked_at = False
 
-    # Inside a trace.
-
-    def _traced(self, program: _Compiled | None, args: PyTree, kwargs: PyTree) -> Any:
+    def _traced(self, program: _Program | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        now = None
-        if program is None:
-            program = _Compiled(treedef, list(map(_jax.sharding_of, leaves)))
-        elif not program.is_looked_at and any(isinstance(x, Tracer) for x in leaves):
-            # (With jax_debug_nans, JAX also runs this on arrays.)
-            if self._donates and _state_def(treedef) != _state_def(program.key[0]):
-                raise _OtherProgram
-            now = self._texts(args, kwargs, program.layouts)
+        why, now = "", None
         agreement = contextlib.nullcontext(lambda facts: None)
-        # JAX traces again what came from no mesh and comes back on one, as metrics do.
-        placed = treedef, *(isinstance(x, Tracer) and _is_on_mesh(x) for x in leaves)
-        why = "" if now is None else self._explain(now, is_known=placed in self._placed)
-        if now is not None and program.has_peers:
-            agreement = self._agreement(program, why)
+        if program is None:
+            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+        elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
+            if treedef != program.treedef:
+                raise _OtherProgram
+            now = self._texts(
+                args, kwargs, list(map(_layout_now, leaves, program.layouts))
+            )
+            if not program.is_looked_at:
+                why = self._explain(now) if self._was_called else ""
+                agreement = self._agreement(program, why)
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
-        layouts = self._layouts
-        with (
-            _jax.ambient_mesh(program.mesh),
-            activate(layouts) if layouts else contextlib.nullcontext(),
-        ):
+        scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
+        with _jax.ambient_mesh(program.mesh), scope:
             with agreement as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
@@ -330,11 +335,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
-            self._placed.add(placed)
         return result
 
     @contextlib.contextmanager
-    def _agreement(self, program: _Compiled, why: str) -> Iterator[Any]:
+    def _agreement(self, program: _Program, why: str) -> Iterator[Any]:
         """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
@@ -344,7 +348,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             counts.steps += program.is_shared
 
-    def _facts(self, program: _Compiled, jaxpr: Any) -> dict[str, str]:
+    def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
         """Returns what processes compare of a program."""
         arguments = self._named(*program.arguments)
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
@@ -372,8 +376,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         olds, treedef = jax.tree.flatten(old)
         kept = map(_like, jax.tree.leaves(new), olds, layouts)
         return treedef.unflatten(kept), aux
-
-    # Checks and explanations.
 
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
@@ -404,16 +406,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 )
             if fact:
                 which = " and ".join(map(repr, names))
-                raise StepError(f"{self.__name__}: {which} {fact}")
+                raise StepError(f"{self.__name__}: {which} {fact}") from None
 
-    def _explain(self, now: _Seen, *, is_known: bool) -> str:
-        """Warns of what differs from the most similar earlier call, and returns it.
-
-        If nothing does, it is a setting, or for JAX alone the place of an argument.
-        """
-        changes = min((_changes(x, now) for x in self._seen), key=len, default=[])
-        if not self._seen or not (changes or is_known):
-            return ""
+    def _explain(self, now: _Seen) -> str:
+        """Warns of what differs from the most similar earlier call, and returns it."""
+        changes = min((_changes(seen, now) for seen in self._seen), key=len)
         change = [*changes, _SETTING][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
@@ -425,17 +422,19 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _texts(
         self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
     ) -> _Seen:
-        """Returns the types of arguments by name, and the layouts that are given."""
-        types = {
-            name: repr(x)
-            if name.partition("/")[0] in self.static_argnames
-            else _type(x)
+        """Returns the types of arguments by name, and layouts if they are given."""
+        texts: dict[str, str] = {}
+        if layouts:
+            treedef = jax.tree.structure((args, kwargs))
+            texts = self._named(*treedef.unflatten(map(_layout_text, layouts)))
+        is_static = self.static_argnames.__contains__
+        return {
+            name: (
+                repr(x) if is_static(name.partition("/")[0]) else _type(x),
+                texts.get(name, ""),
+            )
             for name, x in self._named(args, kwargs).items()
         }
-        if not layouts:
-            return types, {}
-        treedef = jax.tree.structure((args, kwargs))
-        return types, self._named(*treedef.unflatten(map(_layout_text, layouts)))
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
@@ -449,14 +448,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return bound.args, bound.kwargs
 
 
-def _state_def(treedef: Any) -> Any:
-    return treedef.children()[0].children()[0]
-
-
-def _is_on_mesh(leaf: Leaf) -> bool:
-    return not jax.typeof(leaf).sharding.mesh.empty
-
-
 def _is_deleted(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
@@ -466,6 +457,12 @@ def _placed(leaf: Leaf, layout: Any) -> Any:
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _layout_now(leaf: Leaf, layout: Any) -> Any:
+    """Returns a layout, or None for an argument that came from no mesh."""
+    is_on_mesh = isinstance(leaf, Tracer) and jax.typeof(leaf).sharding.mesh.axis_names
+    return None if isinstance(layout, NamedSharding) and not is_on_mesh else layout
 
 
 def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
@@ -506,12 +503,11 @@ def _layout_text(layout: Any) -> str:
 def _changes(before: _Seen, now: _Seen) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
     changes = []
-    for name in dict.fromkeys([*now[0], *before[0]]):
-        old, new = (types.get(name) for types, _ in (before, now))
-        here, there = (layouts.get(name) for _, layouts in (before, now))
-        if old is None:
+    for name in dict.fromkeys([*now, *before]):
+        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
+        if not old:
             changes.append(f"{name} is new: {new}")
-        elif new is None:
+        elif not new:
             changes.append(f"{name} is gone: it was {old}")
         elif old != new:
             changes.append(f"{name} changed from {old} to {new}")
