@@ -639,8 +639,8 @@ def test_what_cannot_be_done_on_several_processes_is_said(two):
         "differs": "'a i64[4]' is i64[4] [1, 1, 1, 1] on process 1, and i64[4] [0, 0, ",
         "to some": "i32[16]: JAX cannot move it to Layout([own], Mesh(own=2)): ",
         "from some": "'an array on devices of other processes' on process 1, and i32[16]",
-        "shapes": "part 0 of process 0 is f32[1], but part 0 of process 1 is f32[2]",
-        "replicas": "part 0 of process 0 and part 0 of process 1 are different, but are",
+        "shapes": "part 0 of process 0 has f32[1], and part 0 of process 1 has f32[2]",
+        "replicas": "replicas of shard (0,) must be alike: part 0 of process 0 ",
         "batch": "must be the same on all processes: 'label i32[8]' is i32[8] (digest ",
     }
     assert found.keys() == words.keys()
