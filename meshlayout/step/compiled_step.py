@@ -33,9 +33,8 @@ from meshlayout._tracebacks import show_user_frames
 from meshlayout.cluster.programs import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.step.inspection import StepInspection
+from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 from meshlayout.step.kernel_gradients import check_kernel_gradients
-from meshlayout.step.placement import layout_of, mesh_text
 
 
 P = ParamSpec("P")

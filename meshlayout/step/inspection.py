@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 import meshlayout
@@ -31,18 +32,15 @@ class StepMemory:
     Attributes:
         parameter_bytes: The parameters, by their layouts.
         optimizer_bytes: The optimizer's state, by its layouts.
-        other_state_bytes: The rest of the state, by its layouts; of a state that is no
-            `TrainState`, all of it.
+        other_state_bytes: The rest of the state, or one that is no `TrainState`.
         batch_bytes: The batch, the metrics and other arguments, by their layouts.
         host_bytes: Arguments in the host's memory, by their layouts; not in any of the
             above, but among the measured ones of CPUs, whose memory it is.
-        gradient_bytes: The gradients, if all are held at once; part of the temporary
-            bytes.
+        gradient_bytes: The gradients, if all are held at once; temporary.
         argument_bytes: State, batch and metrics, measured.
         output_bytes: What comes out, the donated state's memory included, measured.
         donated_bytes: How much of the output takes the memory of arguments, measured.
-        temporary_bytes: What is held in between, measured: gradients, activations, and
-            what operations need for themselves.
+        temporary_bytes: Gradients, activations and the like, measured.
         code_bytes: The program itself, measured; 0 where it is in the host's memory.
     """
 
@@ -81,6 +79,7 @@ class StepMemory:
         return _render.html_table(_HEADERS, self._rows(), "lrl")
 
     def _rows(self) -> list[list[str]]:
+        known = {"in host memory": self.host_bytes, "program": self.code_bytes}
         rows = [
             ("parameters", self.parameter_bytes, "by layouts"),
             ("optimizer", self.optimizer_bytes, "by layouts"),
@@ -95,11 +94,10 @@ class StepMemory:
             ("program", self.code_bytes, "measured"),
             ("peak", self.peak_bytes, "sum of measured"),
         ]
-        optional = {"in host memory", "program"}
         return [
             [name, _render.bytes_text(size), how]
             for name, size, how in rows
-            if size or name not in optional
+            if known.get(name, 1)
         ]
 
 
@@ -184,14 +182,28 @@ def _state_of(compiled: Any) -> Any:
 
 
 def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:
-    return sum(_bytes(x, s) for x, s in pairs if s and _is_on_host(s) == on_host)
-
-
-def _bytes(x: Leaf, sharding: Sharding) -> int:
-    return math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
+    return sum(
+        math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
+        for x, sharding in pairs
+        if sharding and _is_on_host(sharding) == on_host
+    )
 
 
 def _is_on_host(sharding: Sharding) -> bool:
     kind = sharding.memory_kind or ""
     _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
     return "host" in kind and kind != default
+
+
+def layout_of(leaf: Leaf) -> Any:
+    """Returns the sharding of a leaf that is bound to one, else None."""
+    if isinstance(leaf, Tracer):  # the step is called inside another jit
+        return None
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+    """Returns the axes of a mesh as `"batch=2, model=4"`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

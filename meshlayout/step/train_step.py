@@ -1,7 +1,7 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-`_one_step` is all of it, from top to bottom; `placement`, `objective`, `gradients`,
-`update` and `batch_metrics` are its parts.
+`_one_step` is all of it, from top to bottom; `objective`, `gradients` and `update` are
+its parts.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, losses
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
@@ -31,10 +31,13 @@ from meshlayout.step.objective import (
     metrics_of_batch,
     total_weight,
 )
-from meshlayout.step.placement import check_batch, place_batch, row_sharding
-from meshlayout.step.state_step import StateStep
-from meshlayout.step.steps_per_call import stacked, steps_of
-from meshlayout.step.update import OnNonfinite, Update
+from meshlayout.step.state_step import (
+    StateStep,
+    check_batch,
+    place_batch,
+    row_sharding,
+)
+from meshlayout.step.update import OnNonfinite, Update, in_device_memory
 
 
 @user_call
@@ -78,15 +81,13 @@ def make_train_step(
             parameters. Leave such batches out of your own loop, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; or `"global_batch_size"`, padding included.
-        accumulate: The number of microbatches in a global batch; they go through the
-            model one after another, and their gradients are added. Microbatch i
-            of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
-            on every mesh, and so are random draws. Losses are divided by the whole
-            batch's denominator. Operations that mix examples see one microbatch at a
-            time: batch statistics are of each microbatch over all devices, and
-            move the running averages k times; scalars that the loss function returns
-            or the model records are averaged over the microbatches. Compilers for
-            TPU and GPU add up the devices' gradients once, after the last.
+        accumulate: The number of microbatches in a global batch, whose gradients are
+            added. Microbatch i of k holds the rows i, i + k, i + 2k, ... of the global
+            batch, so the same on every mesh, and so are random draws. Losses are
+            divided by the whole batch's denominator. Operations that mix examples see
+            one microbatch at a time: batch statistics move the running averages k
+            times; scalars that the loss function returns or the model records are
+            averaged over the microbatches.
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`,
             or `"skip"`, leave the state as it was and count it in `state.extra`.
@@ -98,7 +99,8 @@ def make_train_step(
             `jax.checkpoint_policies` for the blocks.
         steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
             or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all.
+            metrics are those of all. It saves host time, which small steps wait for;
+            but XLA compiles the body of a loop less well on CPUs: try it.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -191,16 +193,13 @@ class TrainStep(StateStep):
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one step.
+        """Runs one step, and returns the next state and the metrics.
 
         Args:
             state: The state; it is used up.
             batch: The global batch. One on the host is sharded over the batch axes of
                 the state's mesh.
             metrics: Metrics to add to; None starts with empty ones.
-
-        Returns:
-            The next state, and the metrics.
 
         Raises:
             StepError: If the state, the batch or the metrics do not fit, or if several
@@ -212,12 +211,13 @@ class TrainStep(StateStep):
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self._plan.update.prepared(state)
         if not self._row_dim:
-            return super()._placed(state, batch)
-        if isinstance(batch, list):
+            check_batch(batch, self.weights)
+        elif isinstance(batch, list):
             for one in batch:
                 check_batch(one, self.weights)
             batch = [place_batch(state, one) for one in batch]
-        batch = stacked(batch, self._plan.steps_per_call)
+        if self._row_dim:
+            batch = _stacked(batch, self._plan.steps_per_call)
         return state, place_batch(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
@@ -232,8 +232,7 @@ class TrainStep(StateStep):
         return mesh, Microbatches(count, rows, params, slots)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
-        function = functools.partial(_one_step, self._plan, key[1])
-        one_step = jax.jit(function)
+        one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
 
         def train_step(
             state: TrainState, batch: Batch, metrics: Metrics | None
@@ -241,5 +240,45 @@ class TrainStep(StateStep):
             new, measured = one_step(state, batch)
             return new, measured if metrics is None else merged(metrics, measured)
 
-        function = steps_of(train_step) if self._row_dim else train_step
+        def train_steps(
+            state: TrainState, batch: Batch, metrics: Metrics | None
+        ) -> tuple[TrainState, Metrics]:
+            state = in_device_memory(state)  # a loop wants it in one memory throughout
+            if metrics is None:  # to be traced, for the shapes of its metrics
+                return train_step(state, jax.tree.map(lambda x: x[0], batch), None)
+
+            def body(carry: Any, batch: Batch) -> tuple[Any, None]:
+                after = train_step(carry[0], batch, carry[1])
+                return jax.tree.map(_as_weak_as, carry, after), None
+
+            return jax.lax.scan(body, (state, metrics), batch)[0]
+
+        function = train_steps if self._row_dim else train_step
         return CompiledStep(function, **self._options)
+
+
+def _as_weak_as(before: Leaf, after: Leaf) -> Any:
+    # A loop refuses a carry whose leaves become weakly typed, or strongly.
+    return _jax.with_weak_type(after, weak_type=jax.typeof(before).weak_type)
+
+
+def _stacked(batches: Batch, count: int) -> Batch:
+    """Returns the batches of one call, stacked in a dim before the rows."""
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    number = len(batches) if isinstance(batches, list) else None
+    if number not in (None, count) or (number is None and sizes != {(count,)}):
+        got = sorted(size[0] if size else 0 for size in sizes)
+        msg = (
+            f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
+            f"first dim of {count}; this call was given "
+            f"{got if number is None else f'a list of {number}'}."
+        )
+        raise StepError(msg)
+    if number is None:
+        return batches
+    return _stack(batches)
+
+
+@jax.jit
+def _stack(batches: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
