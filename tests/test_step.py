@@ -485,17 +485,17 @@ REFUSED = {
     "an array twice": (
         lambda: twice(ml.create_mesh({"batch": 8})),
         "doubled: 'state/a' and 'state/b' are the same array, whose memory the step reuses. "
-        "Copy one of them with jax.numpy.copy.",
+        "Copy one with jax.numpy.copy.",
     ),
     "an array twice, on one device": (
         lambda: twice(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])),
         "doubled: 'state/a' and 'state/b' are the same array, whose memory the step reuses. "
-        "Copy one of them with jax.numpy.copy.",
+        "Copy one with jax.numpy.copy.",
     ),
     "the state as the batch": (
         state_as_batch,
         "doubled: 'batch' and 'state/a' are the same array, whose memory the step reuses. "
-        "Copy one of them with jax.numpy.copy.",
+        "Copy one with jax.numpy.copy.",
     ),
     "a module": (
         shared_module,

@@ -710,7 +710,7 @@ def test_a_batch_that_every_device_computes_is_logged_once(caplog):
         state, _ = train_step(state, everywhere)
     assert [one.getMessage() for one in caplog.records] == [
         f"the batch is sharded over no axis, so that all {mesh.size} devices compute "
-        "all of it. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
+        "all of its 16 rows. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
         "take ml.distribute_dataset."
     ]
 

@@ -11,16 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    ParamSpec,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.core import Tracer
@@ -183,7 +174,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         layouts: LayoutMap | None = None,
         donate: bool = True,
     ) -> None:
-        choices = get_args(OnRecompile)
+        choices = ("warn", "error", "ignore")
         _checks.choice("on_recompile", on_recompile, choices, error=StepError)
         if layouts is not None and not isinstance(layouts, LayoutMap):
             msg = f"layouts must be a LayoutMap, got {_checks.shown(layouts)}."
@@ -328,7 +319,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             with agreement as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
-                compare(functools.partial(self._facts, program, jaxpr))
+                compare(functools.partial(self._facts, program.arguments, jaxpr))
             result = self._inner(*args, **kwargs)
         if self._donates:
             result = self._kept(args[0], result, program.layouts)
@@ -347,12 +338,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             counts.steps += program.is_shared
 
-    def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
+    def _facts(self, arguments: Any, jaxpr: Any) -> dict[str, str]:
         """Returns what processes compare of a program."""
-        arguments = self._named(*program.arguments)
-        constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
-        arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr), {})
+        constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
+        named = {f"constant {index}": value for index, value in constants}
+        return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr), {})
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
@@ -385,31 +375,27 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 "apart at every call, and what it shares would be doubled."
             )
             raise StepError(msg)
-        owners: dict[int, list[str]] = {}
-        named = self._named(args, kwargs)
-        for name, leaf in named.items():
-            owners.setdefault(id(leaf), []).append(name)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
-        for names in owners.values():
-            leaf, fact = named[names[0]], ""
+        owners: dict[int, str] = {}
+        for name, leaf in self._named(args, kwargs).items():
+            msg, other = "", owners.setdefault(id(leaf), name)
             if _is_deleted(leaf):
-                fact = (
-                    "was used up by an earlier call of a step, which reuses the "
-                    "memory of its state. Continue with the state that the step "
-                    "returned."
+                msg = (
+                    f"{self.__name__}: {name!r} was used up by an earlier call of a "
+                    "step, which reuses the memory of its state. Continue with the "
+                    "state that the step returned."
                 )
-            elif isinstance(leaf, jax.Array) and id(leaf) in donated and names[1:]:
-                fact = (
-                    "are the same array, whose memory the step reuses. Copy one of "
-                    "them with jax.numpy.copy."
+            elif name != other and isinstance(leaf, jax.Array) and id(leaf) in donated:
+                msg = (
+                    f"{self.__name__}: {other!r} and {name!r} are the same array, "
+                    "whose memory the step reuses. Copy one with jax.numpy.copy."
                 )
-            if fact:
-                which = " and ".join(map(repr, names))
-                raise StepError(f"{self.__name__}: {which} {fact}") from None
+            if msg:
+                raise StepError(msg) from None
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(seen, now) for seen in self._seen), key=len)
+        changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
         change = [*changes, _SETTING][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
@@ -426,14 +412,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if layouts:
             treedef = jax.tree.structure((args, kwargs))
             texts = self._named(*treedef.unflatten(map(_layout_text, layouts)))
-        is_static = self.static_argnames.__contains__
-        return {
-            name: (
-                repr(x) if is_static(name.partition("/")[0]) else _type(x),
-                texts.get(name, ""),
-            )
-            for name, x in self._named(args, kwargs).items()
-        }
+
+        def text(name: str, leaf: Leaf) -> str:
+            if name.partition("/")[0] in self.static_argnames:
+                return repr(leaf)
+            return _render.array_text(jax.typeof(leaf).dtype, jax.typeof(leaf).shape)
+
+        named = self._named(args, kwargs)
+        return {name: (text(name, x), texts.get(name, "")) for name, x in named.items()}
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
@@ -486,11 +472,6 @@ def _key(layout: Any) -> Any:
     while spec and spec[-1] is None:
         spec.pop()
     return layout.mesh, *spec, layout.memory_kind
-
-
-def _type(leaf: Leaf) -> str:
-    kind = jax.typeof(leaf)
-    return _render.array_text(kind.dtype, kind.shape)
 
 
 def _layout_text(layout: Any) -> str:
