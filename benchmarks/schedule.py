@@ -47,11 +47,11 @@ class Event:
 def events_of(program: Program) -> Iterator[Event]:
     """Yields what a chip does, in the order of the program's schedule."""
     whole = program.computations[program.entry]
-    for instruction in whole.values():
+    for instruction in whole:
         if instruction.opcode == "while":
             raise SystemExit("a loop in the program: its cycles would not be counted")
         called = program.called(instruction)
-        inner = [x for name in called for x in program.computations[name].values()]
+        inner = [x for name in called for x in program.computations[name]]
         reduce = next(
             (x for x in [instruction, *inner] if x.opcode == "all-reduce"), None
         )

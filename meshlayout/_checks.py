@@ -115,13 +115,6 @@ def number(
     return real
 
 
-def flag(name: str, value: Any, **context: Unpack[Context]) -> bool:
-    """Returns True or False; refuses other truth values, as `"no"` would mean yes."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise _refusal(name, value, "True or False", **context)
-    return bool(value)
-
-
 def choice(
     name: str, value: Any, choices: Iterable[T], **context: Unpack[Context]
 ) -> T:

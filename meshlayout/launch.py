@@ -9,7 +9,6 @@ schedulers, which do the same on many machines; the script is the same there.
 import argparse
 import contextlib
 import ctypes
-import functools
 import os
 import queue
 import signal
@@ -21,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 REPORT_VARIABLE = "MESHLAYOUT_LAUNCHER_REPORT"  # where a process writes who failed
@@ -50,32 +49,19 @@ process drives all chips: start the script without the launcher."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job, again after a failure if it may; returns its exit status.
-
-    Args:
-        arguments: The command line; None for that of this process.
-    """
+    """Runs a job, again after a failure if it may; returns its exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=_PROGRAM, epilog=_EPILOG, allow_abbrev=False, formatter_class=layout
     )
-    parser.add_argument("-n", "--num-processes", type=_number, required=True)
-    parser.add_argument(
-        "--devices-per-process",
-        type=_number,
-        help="GPUs where there are GPUs, elsewhere virtual CPU devices",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=functools.partial(_number, at_least=0),
-        default=0,
-        help="after a failure",
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="a module")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    add = parser.add_argument
+    add("-n", "--num-processes", type=_count, required=True)
+    text = "GPUs where there are GPUs, elsewhere virtual CPU devices"
+    add("--devices-per-process", type=_count, help=text)
+    add("--max-restarts", type=int, default=0, help="after a failure")
+    add("-m", dest="is_module", action="store_true", help="a module")
+    add("script")
+    add("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"):
         if os.environ.get(name, "1") not in ("", "1"):
@@ -85,29 +71,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     if not options.is_module and not Path(options.script).exists():
         parser.error(f"script {options.script!r} was not found in {Path.cwd()}.")
+    counts = options.num_processes, options.devices_per_process
     try:
-        devices = device_variables(
-            options.num_processes, options.devices_per_process, os.environ
-        )
+        devices = device_variables(*counts, os.environ)
     except ValueError as error:
         parser.error(str(error))
     script = ["-m", options.script] if options.is_module else [options.script]
     command = [sys.executable, "-u", *script, *options.arguments]
-    status = 0
-    for restart in range(options.max_restarts + 1):
-        if restart:
-            _say(f"starting again ({restart} of {options.max_restarts}).")
+    restart = 0
+    while True:
         with tempfile.TemporaryDirectory(prefix="meshlayout-") as folder:
             job = _Job(command, devices, Path(folder) / "failed")
             status = job.run()
-        if status == 0 or job.request is not None:
-            break
-    return status
+        if status == 0 or job.request is not None or restart >= options.max_restarts:
+            return status
+        restart += 1
+        _say(f"starting again ({restart} of {options.max_restarts}).")
 
 
-def _number(text: str, at_least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < at_least:
-        msg = f"must be an integer of at least {at_least}, got {text!r}."
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        msg = f"must be an integer of at least 1, got {text!r}."
         raise argparse.ArgumentTypeError(msg)
     return int(text)
 
@@ -128,21 +112,17 @@ def device_variables(
     """
     platforms = {*environment.get("JAX_PLATFORMS", "").split(",")} - {""}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if platforms and not platforms & {"cuda", "gpu"}:
-        gpus = []
-    elif visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        gpus = [name for name in names if name not in ("", "-1")]
-    else:
-        gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-    if not gpus:
+    gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    if visible is not None:
+        gpus = [x.strip() for x in visible.split(",") if x.strip() not in ("", "-1")]
+    if not gpus or (platforms and not platforms & {"cuda", "gpu"}):
         cpus = {"JAX_NUM_CPU_DEVICES": str(per_process)} if per_process else {}
         if per_process and per_process > 1 and not environment.get("NPROC"):
             cpus["NPROC"] = str(2 * per_process)  # else waiting devices deadlock
         return [cpus] * count
-    share = per_process or len(gpus) // count
-    if not share or share * count > len(gpus):
-        msg = f"{count} processes of {share or 1} GPUs, but there are {len(gpus)}."
+    share = per_process or max(1, len(gpus) // count)
+    if share * count > len(gpus):
+        msg = f"{count} processes of {share} GPUs, but there are {len(gpus)}."
         raise ValueError(msg)
     shares = [gpus[i * share : (i + 1) * share] for i in range(count)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for gpus in shares]
@@ -151,14 +131,8 @@ def device_variables(
 class _Job:
     """Processes that start together and end together.
 
-    Args:
-        command: What each process executes.
-        devices: The variables of each process.
-        report: The file in which a process that ends because another one has failed
-            writes the number of that one.
-
-    Attributes:
-        request: The signal by which the user ended the job, if one came.
+    A process that ends because another one has failed writes the number of that one
+    into the file `report`. `request` is the signal by which the user ended the job.
     """
 
     def __init__(
@@ -171,13 +145,9 @@ class _Job:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda n, _: self._events.put(("signal", n)))
-        # It keeps the port while the job runs: nobody else gets it as a free one, and
-        # JAX's service, which sets the same options, can listen there.
-        self._port = socket.socket()
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            self._port.setsockopt(socket.SOL_SOCKET, option, 1)
-        self._port.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{self._port.getsockname()[1]}"
+        with socket.socket() as port:
+            port.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{port.getsockname()[1]}"
         common = {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
@@ -204,17 +174,11 @@ class _Job:
 
     def run(self) -> int:
         """Returns the exit status of the job, once no process is left."""
-        readers = [
-            threading.Thread(target=self._copy, args=(i, *streams), daemon=True)
-            for i, process in enumerate(self._processes)
-            for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        ]
-        waiters = [
-            threading.Thread(target=self._wait, args=[i], daemon=True)
-            for i in range(len(self._processes))
-        ]
-        for thread in (*readers, *waiters):
-            thread.start()
+        readers: list[threading.Thread] = []
+        for index, process in enumerate(self._processes):
+            for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                readers.append(_started(self._copy, index, *streams))
+            _started(self._wait, index)
         ends: dict[int, int] = {}  # in order
         steps, timeout, is_ending = [signal.SIGTERM, signal.SIGKILL], None, False
         while len(ends) < len(self._processes):
@@ -245,7 +209,6 @@ class _Job:
                 os.killpg(process.pid, signal.SIGKILL)
         for thread in readers:
             thread.join(1)
-        self._port.close()
         return self._status(ends)
 
     def _status(self, ends: dict[int, int]) -> int:
@@ -275,8 +238,7 @@ class _Job:
     def _copy(self, index: int, source: IO[bytes], target: IO[str]) -> None:
         """Shows whole lines; one that does not end in pieces."""
         while line := source.readline(_LONGEST_LINE):
-            text = line.decode(errors="replace")
-            text = text if text.endswith("\n") else f"{text}\n"
+            text = line.decode(errors="replace").removesuffix("\n") + "\n"
             if target is sys.stderr:
                 self._tails[index].append(text)
             try:
@@ -288,20 +250,26 @@ class _Job:
                 return
 
     def _send(self, number: int) -> None:
+        # SIGKILL also to what a process has started; SIGTERM there would end its
+        # loader workers before it has saved.
+        send = os.killpg if number == signal.SIGKILL else os.kill
         for process in self._processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    # SIGKILL also for what it has started.
-                    end = os.killpg if number == signal.SIGKILL else os.kill
-                    end(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    send(process.pid, number)
+
+
+def _started(target: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _is_stopped(pid: int) -> bool:
     """Returns whether SIGSTOP holds a process, which no other signal then ends."""
-    try:
+    with contextlib.suppress(OSError):  # there is no /proc
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:2] == " T"
-    except OSError:  # there is no /proc
-        return False
+    return False
 
 
 def _fate(code: int) -> str:

@@ -1,7 +1,6 @@
 """Pictures of how an array is laid out on its devices: `visualize`.
 
-Only indices are read, from JAX's `devices_indices_map`: arrays that are not
-addressable, abstract or too large for this machine can be drawn, too.
+Only indices are read: abstract arrays, and those of other processes, are drawn too.
 """
 
 import math
@@ -21,10 +20,9 @@ from meshlayout.layout import Layout, as_layout, entry_text
 
 @dataclass(frozen=True, repr=False)
 class Shards:
-    """Which device holds which part of an array, shown as a picture.
+    """Which device holds which part of an array: a picture, in color in notebooks.
 
-    `print` draws it with characters, and a notebook in color. Each block is a shard,
-    with the ids of the devices that hold it.
+    Each block is a shard, with the ids of the devices that hold it.
 
     Attributes:
         shape: Shape of the whole array.
@@ -90,16 +88,15 @@ def visualize(
 ) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
-    Use this to check a layout before or after creating an array. Nothing is moved or
-    copied, and an abstract array is enough.
+    Use this to check a layout before or after creating an array. Nothing is moved.
 
     Args:
-        value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
-            sharding, or a layout or a sharding together with `shape`.
+        value: A placed array, NNX variable or `jax.ShapeDtypeStruct`, or a layout or a
+            sharding together with `shape`.
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
-        LayoutError: If the value is on no devices, the shape is missing, or it does not
+        LayoutError: If the value is on no devices, or the shape is missing or does not
             divide into the shards of the layout.
 
     Example:

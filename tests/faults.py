@@ -2,12 +2,11 @@
 
 Every process runs the same small program: it starts, creates a state, takes batches and
 steps, saves and meets. One of them, the victim, commits a fault at one of these places.
-The processes are forked from one that has imported everything (`python -m
-tests.faults`); with `is_launched`, the launcher starts them.
+The processes are forked, or the launcher starts them.
 """
 
+import contextlib
 import ctypes
-import functools
 import json
 import os
 import queue
@@ -15,9 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +24,7 @@ import numpy as np
 
 import meshlayout as ml
 from meshlayout.checkpoint.save import Save
+from tests import forked
 from tests.processes import ROOT, free_port
 
 
@@ -68,133 +66,61 @@ def run_job(
         victim: Its index; None for all processes.
         is_launched: Whether the launcher starts the processes.
         directory: Where checkpoints are saved.
-        **options: `step_timeout_s`, `heartbeat_timeout_s`; `timeout_s`, how long after
-            the fault to wait before the rest are killed; `ends`, how the program ends.
+        **options: `step_timeout_s`, `heartbeat_timeout_s`; `ends`, how the program ends.
     """
-    timeout_s = options.pop("timeout_s", 40)
     with tempfile.TemporaryDirectory() as folder:
-        job = {
-            "fault": fault,
-            "place": place,
-            "victim": victim,
-            **options,
-            "mark": f"{folder}/fault",
-            "directory": directory or f"{folder}/saved",
-        }
-        variables = {"MESHLAYOUT_FAULT": json.dumps(job), "JAX_PLATFORMS": "cpu"}
-        address = f"127.0.0.1:{free_port()}"
-        others = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
-        runs = (
-            [_Launched(count, f"{folder}/launch.txt", variables)]
-            if is_launched
-            else [
-                _server().fork(
-                    f"{folder}/{index}.txt",
-                    {**variables, **others, "JAX_PROCESS_ID": str(index)},
-                )
+        mark = Path(folder, "fault")
+        job = {"fault": fault, "place": place, "victim": victim, "mark": str(mark)}
+        job |= {"directory": directory or f"{folder}/saved", **options}
+        if is_launched:
+            runs = [_Launched(count, f"{folder}/launch.txt", job)]
+        else:
+            address = f"127.0.0.1:{free_port()}"
+            runs = [
+                forked.start(f"{folder}/{index}.txt", main, job, address, count, index)
                 for index in range(count)
             ]
-        )
-        start_s, mark = time.time(), Path(f"{folder}/fault")
-        while any(run.status is None for run in runs):
-            fault_s = float(mark.read_text() or 0) if mark.exists() else 0.0
-            alive = [i for i, run in enumerate(runs) if run.status is None]
-            is_late = time.time() > (fault_s or start_s + 60) + timeout_s
-            if is_late or (fault == "stop" and not is_launched and alive == [victim]):
-                for run in runs:
-                    run.kill()
-                break
+        start_s, ends = time.time(), dict[int, float]()
+        while len(ends) < len(runs):
             time.sleep(0.02)
-        fault_s = float(mark.read_text() or 0) if mark.exists() else 0.0
+            for index, run in enumerate(runs):
+                with contextlib.suppress(queue.Empty):
+                    while run.code is None:
+                        run.next_event(0)
+                    ends.setdefault(index, time.time())
+            fault_s = float(mark.read_text() or 0) if mark.exists() else 0.0
+            is_late = time.time() > (fault_s or start_s + 60) + 40
+            left = {*range(len(runs))} - {*ends}
+            if is_late or (fault == "stop" and not is_launched and left == {victim}):
+                for index in left:
+                    runs[index].kill()
+                    ends[index] = time.time()
         return [
-            Ended(run.status, Path(run.output).read_text(), run.end_s - fault_s)
-            for run in runs
+            Ended(run.code, Path(run.log).read_text(), ends[i] - fault_s)
+            for i, run in enumerate(runs)
         ]
 
 
-class _Forked:
-    """A process that the server has forked; `status` is None while it runs."""
-
-    def __init__(self, output):
-        self.output, self.status, self.end_s = output, None, time.time()
-        self.pid = queue.SimpleQueue()
-
-    def kill(self):
-        if self.status is None:
-            os.kill(self.pid.get(timeout=60), signal.SIGKILL)
-            self.end_s = time.time()
-
-
-class _Server:
-    """A process that has imported everything, and forks."""
-
-    def __init__(self):
-        self._runs, self._lock = {}, threading.Lock()
-        search_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults"],
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search_path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def fork(self, output, variables):
-        """Forks a process, with its output in a file."""
-        run = _Forked(output)
-        Path(output).touch()
-        with self._lock:
-            number = len(self._runs)
-            self._runs[number] = run
-            line = json.dumps([number, output, variables])
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
-        return run
-
-    def _listen(self):
-        for line in self._process.stdout or ():
-            kind, number, value = json.loads(line)
-            run = self._runs[number]
-            if kind == "pid":
-                run.pid.put(value)
-            elif run.end_s is not None:
-                run.end_s, run.status = time.time(), value
-
-
-@functools.cache
-def _server():
-    return _Server()
-
-
 class _Launched:
-    """A run of the launcher."""
+    """A run of the launcher, with what is used of `forked.Program`."""
 
-    def __init__(self, count, output, variables):
-        self.output, self._end_s = output, None
+    def __init__(self, count, log, job):
+        self.log, self.code = log, None
         search_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with Path(output).open("wb") as file:
+        command = f"-m meshlayout.launch -n {count} -m tests.faults".split()
+        with Path(log).open("wb") as file:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "meshlayout.launch", "-n", str(count)),
-                    *("-m", "tests.faults"),
-                ],
+                [sys.executable, *command, json.dumps(job)],
                 cwd=ROOT,
-                env={**os.environ, **variables, "PYTHONPATH": search_path},
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search_path},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
 
-    @property
-    def status(self):
-        status = self._process.poll()
-        if status is not None:
-            self._end_s = self._end_s or time.time()
-        return status
-
-    @property
-    def end_s(self):
-        return self._end_s or time.time()
+    def next_event(self, timeout_s):
+        self.code = self._process.poll()
+        if self.code is None:
+            raise queue.Empty
 
     def kill(self):
         self._process.kill()
@@ -240,21 +166,17 @@ def commit(job) -> None:
         time.sleep(int(number))
 
 
-def main() -> None:
+def main(job, address=None, count=None, index=None) -> None:
     """Runs the program as one process of a job."""
-    job = json.loads(os.environ["MESHLAYOUT_FAULT"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_num_cpu_devices", 1)
     timeouts = {k: v for k, v in job.items() if k.endswith("_timeout_s")}
-    ml.initialize(timeout_s=120, **timeouts)
-    ends = job.get("ends")
-    if ends == "finally":
-        try:
-            train(job)
-        finally:
-            ml.shutdown()
-        return
-    train(job)
-    {None: lambda: None, "ml": ml.shutdown, "jax": jax.distributed.shutdown}[ends]()
+    ml.initialize(address, count, index, timeout_s=120, **timeouts)
+    with contextlib.ExitStack() as stack:
+        if job.get("ends") == "finally":
+            stack.callback(ml.shutdown)
+        train(job)
+    {"ml": ml.shutdown, "jax": jax.distributed.shutdown}.get(job.get("ends"), int)()
 
 
 def train(job) -> None:
@@ -333,31 +255,5 @@ def train(job) -> None:
     print(f"done {ml.cluster.process_index()}", flush=True)  # noqa: T201
 
 
-def _serve() -> None:
-    """Forks a process for each line of input; returns in it."""
-    warnings.filterwarnings("ignore", "os.fork")
-    for line in sys.stdin:
-        number, output, variables = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(variables)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            file = os.open(output, os.O_WRONLY | os.O_APPEND)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            return
-        os.write(1, f'["pid", {number}, {pid}]\n'.encode())
-
-        def reap(number=number, pid=pid):
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            os.write(1, f'["end", {number}, {status}]\n'.encode())
-
-        threading.Thread(target=reap, daemon=True).start()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    if "MESHLAYOUT_FAULT" not in os.environ:
-        _serve()
-    main()
+    main(json.loads(sys.argv[1]))

@@ -1,7 +1,5 @@
 """FLOPs, bytes and memory of compiled programs against closed forms."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,11 +96,7 @@ def test_an_unknown_loop_and_an_unknown_kernel_are_named():
 
     cost = cost_of(program, jnp.ones((8, 8)))
     assert (cost.flops, cost.times_known) == (2 * 8**3, False)
-    [name] = cost.uncounted
-    assert str(cost).splitlines()[-2:] == [
-        f"not counted: the FLOPs of {name}",
-        "loops of unknown length count as one iteration, branches as taken",
-    ]
+    assert cost.uncounted == ("pure_callback",)
 
 
 # Memory.
@@ -139,13 +133,8 @@ def test_memory_is_divided_as_the_layouts_say(mesh, spec):
     assert rows <= memory.batch_bytes < rows + 64
     assert memory.host_bytes == 0
     # On CPUs nothing is padded.
-    parts = (
-        memory.parameter_bytes
-        + memory.optimizer_bytes
-        + memory.other_state_bytes
-        + memory.batch_bytes
-    )
-    assert memory.argument_bytes == parts
+    own = (memory.parameter_bytes, memory.optimizer_bytes, memory.other_state_bytes)
+    assert memory.argument_bytes == sum(own) + memory.batch_bytes
     assert memory.donated_bytes >= 4 * kernel
     assert memory.peak_bytes >= memory.argument_bytes + memory.temporary_bytes
     assert memory.activation_bytes == max(0, memory.temporary_bytes - kernel)
@@ -177,26 +166,22 @@ def test_every_kind_of_step_reports(mesh):
     state = state_on(mesh, optax.adam(0.1), ("model", None))
     batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
     train, evaluate = ml.make_train_step(squares), ml.make_eval_step(squares)
+    predict = ml.make_predict_step(lambda model, batch: model(batch["x"]))
     kernel, forward = 64 * 128 * 4 // 4, 2 * 32 * 64 * 128
     memory = evaluate.memory(state, batch)
     assert (memory.parameter_bytes, memory.optimizer_bytes) == (kernel, 0)
     assert (memory.gradient_bytes, memory.donated_bytes) == (0, 0)
     # The first layer's input needs no gradient.
-    assert train.cost(state, batch).flops == 2 * evaluate.cost(state, batch).flops
-    assert evaluate.cost(state, batch).flops == forward
-    predict = ml.make_predict_step(lambda model, batch: model(batch["x"]))
-    assert predict.cost(state, batch).flops == forward
-    assert predict.memory(state, batch).parameter_bytes == kernel
+    flops = [step.cost(state, batch).flops for step in (train, evaluate, predict)]
+    assert flops == [2 * forward, forward, forward]
     sent = evaluate.communication(state, batch)
     # The kernel's rows are on four devices: sums of 16 x 128 floats, and of the loss.
     sums = [one for one in sent.collectives if one.axes == ("model",)]
     assert sum(one.wire_bytes for one in sums) == 2 * 3 / 4 * 16 * 128 * 4
 
     plain = ml.compile_step(lambda w, x: (w - (x @ w).sum(), None))
-    arrays = state.params["kernel"], batch["x"]
-    memory = plain.memory(*arrays)
+    memory = plain.memory(state.params["kernel"], batch["x"])
     assert (memory.parameter_bytes, memory.other_state_bytes) == (0, kernel)
-    assert plain.cost(*arrays).flops == forward
 
 
 def test_reports_of_shapes_are_those_of_the_batch_that_a_call_would_place(mesh):
@@ -220,15 +205,3 @@ def test_memory_counts_the_metrics_that_a_call_would_continue(mesh):
     state, metrics = step(state, {"x": np.ones((32, 64), "float32")})
     batch = {"x": np.ones((32, 64), "float32")}
     assert str(step.memory(state, batch, metrics)) == str(step.memory(state, batch))
-
-
-@pytest.mark.parametrize("name", ["communication", "cost", "memory"])
-def test_reports_refuse_what_a_call_would(mesh, name):
-    state = state_on(mesh, optax.sgd(0.1), (None, None))
-    step = ml.make_train_step(squares)
-    bad = [None, float("nan"), -1, 0, "x", object()]
-    for value, place in itertools.product(bad, (0, 1)):
-        arguments = [state, {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}]
-        arguments[place] = value
-        with pytest.raises((ml.MeshLayoutError, TypeError)):  # JAX names a text
-            getattr(step, name)(*arguments)

@@ -60,7 +60,7 @@ def from_outside():
     return lambda: {
         "kernel": jax.random.truncated_normal(key, -1, 1, (8, 16)) * table,
         "table": table,
-        "scanned": jax.lax.scan(lambda c, _: (c * 2, c), table, None, length=3)[1],
+        "scanned": jax.lax.scan(lambda c, x: (c * 2, c * x), 1.0, jnp.arange(3.0))[1],
         "drawn": jax.vmap(lambda k: jax.random.normal(k, (4,)))(
             jax.random.split(key, 4)
         ),

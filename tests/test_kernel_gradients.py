@@ -107,10 +107,6 @@ def recomputed(state, x, **options):
     return jax.checkpoint(functools.partial(two_layers, **options))(state, x)
 
 
-def in_another_jit(state, x, **options):
-    return jax.jit(functools.partial(two_layers, **options))(state, x)
-
-
 def constrained(state, x, mesh, *spec, **options):
     hidden = jnp.tanh(convolution(x, state["first"], **options))
     sharding = mesh.layout(*spec).sharding
@@ -126,7 +122,7 @@ def constrained(state, x, mesh, *spec, **options):
         (two_layers, 2, (None, "h"), "'batch', 'w'"),
         (in_a_scan, 4, ("batch",), "'h', 'w'"),
         (recomputed, 4, ("batch",), "'h', 'w'"),
-        (in_another_jit, 1, ("batch", "h"), "'w'"),
+        (two_layers, 1, ("batch", "h"), "'w'"),
         (two_layers, 1, (None, ("h", "w")), "'batch'"),
     ],
 )
@@ -284,8 +280,7 @@ def test_a_shard_map_that_leaves_axes_to_the_compiler_is_refused(mesh, groups, s
     assert_same_gradients(whole, state, batch, layout, reference=reference)
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("in_a_loop", [False, True])
+@pytest.mark.parametrize(("groups", "in_a_loop"), [(1, True), (4, False)])
 def test_a_step_that_is_first_called_inside_another_jit_is_refused_too(
     mesh, groups, in_a_loop
 ):

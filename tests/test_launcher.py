@@ -285,10 +285,6 @@ def test_it_runs_a_module(launch, tmp_path):
         ("-n 0 s.py", "-n/--num-processes: must be an integer of at least 1, got '0'."),
         ("-n x s.py", "-n/--num-processes: must be an integer of at least 1, got 'x'."),
         ("s.py", "the following arguments are required: -n/--num-processes"),
-        (
-            "-n 2 --max-restarts -1 s.py",
-            "--max-restarts: must be an integer of at least 0, got '-1'.",
-        ),
         ("-n 2", "the following arguments are required: script, arguments"),
         ("-n 2 t.py", "script 't.py' was not found in "),
     ],

@@ -1,9 +1,8 @@
 """Metrics say what NumPy says of the real examples, and refuse what does not fit."""
 
-import copy
 import dataclasses
+import functools
 import itertools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
@@ -97,30 +97,24 @@ def test_a_metric_is_frozen_and_keeps_its_types_whatever_is_added(metric, inputs
 
 
 @some_metrics
-def test_scan_over_batches_equals_one_update_with_all(metric, inputs):
-    batches = [x.reshape(4, 4, *x.shape[1:]) for x in inputs]
-
-    def step(metric, batch):
-        return metric.update(*batch[0], batch[1]), None
-
-    scan = jax.jit(lambda m, b: jax.lax.scan(step, m, b)[0])
-    scanned = scan(metric, (batches, MASK.reshape(4, 4)))
-    close(values(scanned), values(updated(metric, inputs, MASK)))
-
-
-@some_metrics
-def test_psum_of_shards_equals_one_update_with_all(metric, inputs):
+def test_parts_in_scan_vmap_and_shard_map_make_one_update_with_all(metric, inputs):
+    whole = values(updated(metric, inputs, MASK))
+    parts = [x.reshape(4, 4, *x.shape[1:]) for x in (*inputs, MASK)]
+    scan = jax.jit(lambda m, b: jax.lax.scan(lambda m, x: (m.update(*x), None), m, b))
+    close(values(scan(metric, parts)[0]), whole)
+    rows = jax.jit(jax.vmap(metric.update))(*parts)
+    first, *others = (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(4))
+    close(values(functools.reduce(lambda a, b: a.merge(b), others, first)), whole)
     if isinstance(metric, metrics.Last):
         return  # not a sum
     mesh = ml.create_mesh({"batch": 4, "model": 2}).jax_mesh
 
-    def shard(inputs, weights):
-        one = metric.update(*inputs, weights)
-        return jax.lax.psum(one, ("batch", "model")).compute()
+    def shard(*inputs):
+        return jax.lax.psum(metric.update(*inputs), ("batch", "model")).compute()
 
     rows = P(("batch", "model"))
     both = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=P()))
-    close(np.asarray(both(inputs, MASK)), values(updated(metric, inputs, MASK)))
+    close(both(*inputs, MASK), whole)
 
 
 class Scaled(metrics.Mean):
@@ -157,120 +151,100 @@ def test_metrics_of_other_classes_have_other_structures_and_do_not_merge():
     assert all(a != b for a, b in itertools.combinations(structures, 2))
 
 
-def test_what_a_metric_has_summed_can_be_read():
-    mean = metrics.Mean().update(SCORES, MASK)
-    close([mean.total, mean.count], [SCORES[MASK].sum(), MASK.sum()])
-    right = LOGITS.argmax(1) == LABELS
-    accuracy = metrics.Accuracy().update(LOGITS, LABELS, MASK)
-    close([accuracy.total, accuracy.count], [right[MASK].sum(), MASK.sum()])
-    recall = metrics.Recall().update(SCORES, TRUE, MASK)
-    is_true, is_guess = TRUE[MASK] > 0, SCORES[MASK] > 0
-    hits, predicted, actual = recall.sums
-    close(hits, [(is_true & is_guess).sum()])
-    close([predicted, actual], [[is_guess.sum()], [is_true.sum()]])
+# Single values.
+
+TOKENS = RNG.normal(size=(16, 3)).astype(np.float32)
+BOTH = RNG.uniform(size=(16, 3)).astype(np.float32)
+ONE_HOT = np.eye(5, dtype=np.float32)[LABELS]
+CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+PERPLEXITY = np.exp(-np.log(CHANCES[np.arange(16), LABELS]).mean())
+ACCURACY = np.float32((LOGITS.argmax(1) == LABELS).mean())
+FLAT, NAN = np.zeros((4, 4), np.float32), np.full((3, 4), np.nan, np.float32)
+TWICE_UP = np.array([[0.0, 1.0], [0.0, 1.0]], np.float32)
+NO_CLASS = np.array([1, -1])
+GUESSES, TRUTH = np.array([0, 0, 1]), np.array([0, 2, 1])
+LAST = np.array([[1.0, 2.0], [3.0, 4.0]])
+VALUES = [
+    # Of any numbers and weights.
+    (metrics.Sum(), [(jnp.ones(3000, jnp.bfloat16),)], 3000),
+    (metrics.Mean(), [(jnp.ones(3000, jnp.bool_),)], 1),
+    (metrics.Mean(), [(np.array([2**40, 1]),)], (2**40 + 1) / 2),
+    (metrics.Sum(), [(2**33,)], 2**33),
+    (metrics.Recall(), [(np.ones(2, "f"), np.array([2**40, 1]))], 1),
+    (metrics.Mean(), [(jnp.array([jnp.inf, 1.0]),), (2.0,)], np.inf),
+    (metrics.Mean(), [(jnp.array([jnp.nan, 1.0]),)], np.nan),
+    (metrics.Mean(), [([4.0, 1.0, 9.0], np.array([0.5, 2.0, 0.0]))], 4 / 2.5),
+    (metrics.Mean(), [(TOKENS, MASK)], TOKENS[MASK].mean()),
+    (metrics.Mean(), [(TOKENS, BOTH)], np.average(TOKENS, weights=BOTH)),
+    # A number per step counts once, unless nothing counts.
+    (metrics.Mean(), [(2.0, [1, 1, 0]), (4.0, [1, 1]), (np.nan, [0, 0])], 3),
+    (metrics.Last(), [(LAST,)], 4),
+    (metrics.Last(), [(LAST,), (2 * LAST, np.array([1, 0]))], 4),
+    (metrics.Last(), [(LAST,), (2 * LAST, np.array([0, 1]))], 8),
+    (metrics.Last(), [(LAST,), (np.array([5.0, np.nan]), np.zeros(2))], 4),
+    # Of nothing.
+    (metrics.Mean(), [], np.nan),
+    (metrics.Last(), [], np.nan),
+    (metrics.Accuracy(), [], np.nan),
+    (metrics.Perplexity(), [], np.nan),
+    (metrics.F1(), [], np.nan),
+    (metrics.F1(num_classes=2), [], np.nan),
+    (metrics.Sum(), [], 0),
+    (metrics.ConfusionMatrix(2), [], np.zeros((2, 2))),
+    # Of classes: numbers or one-hot, with dims before.
+    (metrics.Perplexity(), [BY_CLASS], PERPLEXITY),
+    (metrics.Perplexity(), [(LOGITS, ONE_HOT)], PERPLEXITY),
+    (metrics.Accuracy(), [(LOGITS, ONE_HOT)], ACCURACY),
+    (metrics.Accuracy(), [(LOGITS.argmax(1), LABELS)], ACCURACY),
+    (
+        metrics.Accuracy(),
+        [(LOGITS.reshape(4, 4, 5), LABELS.reshape(4, 4))],
+        ACCURACY,
+    ),
+    # A label that is not a class.
+    (metrics.Perplexity(), [(TWICE_UP, NO_CLASS)], np.nan),
+    (metrics.Perplexity(), [(TWICE_UP, NO_CLASS, NO_CLASS >= 0)], 1 + np.exp(-1)),
+    (metrics.Accuracy(), [(TWICE_UP, NO_CLASS)], 0.5),
+    (metrics.Accuracy(top_k=2), [(TWICE_UP, NO_CLASS)], 0.5),
+    (metrics.Accuracy(top_k=3), [(TWICE_UP, NO_CLASS)], 0.5),
+    # Of equal scores, the first class is predicted.
+    (metrics.Accuracy(), [(FLAT, np.array([0, 1, 3, 3]))], 0.25),
+    (metrics.Accuracy(top_k=3), [(FLAT, np.arange(4))], 0.75),
+    # NaN is never right.
+    (metrics.Accuracy(), [(NAN, np.arange(3))], 0),
+    (metrics.Accuracy(top_k=2), [(NAN, np.arange(3))], 0),
+    (metrics.Recall(num_classes=4), [(NAN, np.arange(3))], 0),
+    (metrics.Accuracy(threshold=0.0), [(NAN[:, 0], np.zeros(3, int))], 0),
+    # A class that is never predicted, and one that is missing.
+    (
+        metrics.Precision(num_classes=4, average=None),
+        [(GUESSES, TRUTH)],
+        [0.5, 1, 0, np.nan],
+    ),
+    (metrics.Precision(num_classes=4), [(GUESSES, TRUTH)], 0.5),
+    # A score at the threshold is negative.
+    *(
+        (
+            kind(threshold=0.0),
+            [(jnp.array([0, 1, 0, 1], dtype), np.array([0, 1, 1, 1]))],
+            x,
+        )
+        for kind, x in (
+            (metrics.Accuracy, 3 / 4),
+            (metrics.Precision, 1),
+            (metrics.Recall, 2 / 3),
+            (metrics.F1, 4 / 5),
+        )
+        for dtype in ("float32", "bfloat16", "int8", "bool")
+    ),
+]
 
 
-@some_metrics
-def test_vmap_gives_one_metric_per_row(metric, inputs):
-    rows = [x.reshape(2, 8, *x.shape[1:]) for x in inputs]
-    computed = jax.jit(jax.vmap(lambda *row: metric.update(*row).compute()))(*rows)
-    for at in range(2):
-        close(computed[at], values(updated(metric, [x[at] for x in rows], None)))
-
-
-@pytest.mark.parametrize("metric", [metrics.Sum(), metrics.Mean()])
-def test_low_precision_inputs_are_summed_in_float32(metric):
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.int8, jnp.bool_):
-        one = metric.update(jnp.ones(3000, dtype))
-        assert values(one) == (3000 if isinstance(metric, metrics.Sum) else 1)
-
-
-# Sums.
-
-
-def test_integers_that_jax_would_wrap_around_keep_their_value():
-    large = np.array([2**40, 1])
-    close(values(metrics.Mean().update(large)), (2**40 + 1) / 2)
-    close(values(metrics.Sum().update(2**33)), 2**33)
-    assert values(metrics.Recall().update(np.ones(2, "float32"), large)) == 1
-
-
-def test_values_and_weights_are_any_numbers():
-    infinite = metrics.Mean().update(jnp.array([jnp.inf, 1.0])).update(2.0)
-    assert values(infinite) == np.inf
-    assert np.isnan(values(metrics.Mean().update(jnp.array([jnp.nan, 1.0]))))
-    weights = np.array([0.5, 2.0, 0.0])
-    mean = metrics.Mean().update(np.array([4.0, 1.0, 9.0]), weights)
-    assert values(mean) == pytest.approx(4 / 2.5)
-
-
-def test_weights_per_example_apply_to_every_token():
-    tokens = RNG.normal(size=(16, 3)).astype(np.float32)
-    mean = metrics.Mean().update(tokens, MASK)
-    close(values(mean), tokens[MASK].mean())
-    both = RNG.uniform(size=(16, 3)).astype(np.float32)
-    close(values(metrics.Mean().update(tokens, both)), np.average(tokens, weights=both))
-
-
-def test_a_number_per_step_counts_once_unless_nothing_counts():
-    mean = metrics.Mean().update(2.0, np.array([1, 1, 0])).update(4.0, np.ones(9))
-    assert values(mean.update(np.nan, np.zeros(3))) == 3
-
-
-def test_last_keeps_the_last_counted_value():
-    last = metrics.Last().update(np.array([[1.0, 2.0], [3.0, 4.0]]))
-    assert values(last) == 4
-    assert (
-        values(last.update(np.array([[7.0, 8.0], [9.0, 1.0]]), np.array([1, 0]))) == 8
-    )
-    assert values(last.update(np.array([5.0, np.nan]), np.zeros(2))) == 4
-
-
-def test_what_is_empty_computes_to_nan():
-    for metric in (metrics.Mean(), metrics.Last(), metrics.Accuracy(), metrics.F1()):
-        assert np.isnan(values(metric))
-    assert np.isnan(values(metrics.Perplexity()))
-    assert np.isnan(values(metrics.F1(num_classes=2)))
-    assert values(metrics.Sum()) == 0
-    assert values(metrics.ConfusionMatrix(2)).tolist() == [[0, 0], [0, 0]]
-
-
-# Losses and classes.
-
-
-def test_perplexity_is_that_of_numpy():
-    chances = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
-    wanted = np.exp(-np.log(chances[np.arange(16), LABELS]).mean())
-    close(values(metrics.Perplexity().update(LOGITS, LABELS)), wanted)
-    one_hot = np.eye(5, dtype=np.float32)[LABELS]
-    close(values(metrics.Perplexity().update(LOGITS, one_hot)), wanted)
-
-
-def test_a_label_that_is_not_a_class_is_nan_in_losses_and_wrong_in_accuracy():
-    labels = np.array([1, -1])
-    logits = np.array([[0.0, 1.0], [0.0, 1.0]], np.float32)
-    assert np.isnan(values(metrics.Perplexity().update(logits, labels)))
-    for top_k, wanted in ((1, 0.5), (2, 0.5), (3, 0.5)):
-        assert values(metrics.Accuracy(top_k=top_k).update(logits, labels)) == wanted
-    ignored = metrics.Perplexity().update(logits, labels, labels >= 0)
-    assert values(ignored) == pytest.approx(1 + np.exp(-1))
-
-
-def test_accuracy_takes_sparse_one_hot_and_predicted_classes():
-    wanted = (LOGITS.argmax(1) == LABELS).mean()
-    one_hot = np.eye(5)[LABELS]
-    assert values(metrics.Accuracy().update(LOGITS, LABELS)) == wanted
-    assert values(metrics.Accuracy().update(LOGITS, one_hot)) == wanted
-    assert values(metrics.Accuracy().update(LOGITS.argmax(1), LABELS)) == wanted
-    tokens = metrics.Accuracy().update(LOGITS.reshape(4, 4, 5), LABELS.reshape(4, 4))
-    assert values(tokens) == wanted
-
-
-def test_equal_scores_predict_the_first_class_only():
-    flat = np.zeros((4, 4), np.float32)
-    for label, wanted in ((0, 1), (1, 0), (3, 0)):
-        assert values(metrics.Accuracy().update(flat, np.full(4, label))) == wanted
-    assert values(metrics.Accuracy(top_k=3).update(flat, np.arange(4))) == 0.75
+@pytest.mark.parametrize(("metric", "batches", "expected"), VALUES)
+def test_values_are_those_by_hand(metric, batches, expected):
+    for batch in batches:
+        metric = metric.update(*batch)
+    close(values(metric), expected)
 
 
 @pytest.mark.parametrize("num_classes", [2, 48, 1000, 4099])
@@ -287,34 +261,79 @@ def test_the_predicted_class_is_that_of_argmax_for_any_number_of_classes(num_cla
         assert np.trace(values(matrix)) == 12
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
-def test_a_score_at_the_threshold_is_negative(dtype):
-    scores = jnp.array([0, 1, 0, 1]).astype(dtype)
-    labels = np.array([0, 1, 1, 1])
-    for kind, expected in (
-        (metrics.Accuracy, 3 / 4),
-        (metrics.Precision, 1),
-        (metrics.Recall, 2 / 3),
-        (metrics.F1, 4 / 5),
+# Random predictions.
+
+N, CLASSES = 16, 4
+# Weights are halves, so that sums are exact but for the shares themselves.
+roughly = functools.partial(close, rtol=2e-5)
+SETTINGS = settings(max_examples=15, deadline=None, derandomize=True)
+add = jax.jit(lambda metric, *inputs: metric.update(*inputs))
+merged = jax.jit(lambda one, other: one.merge(other))
+merges = st.permutations(range(4))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def drawn(seed):
+    """Returns logits, labels and weights, of which some are 0."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(N, CLASSES)).astype(np.float32)
+    labels = rng.integers(0, CLASSES, N).astype(np.int32)
+    weights = (rng.integers(0, 4, N) * 0.5).astype(np.float32)
+    weights[rng.integers(N)] = 1.5
+    return logits, labels, weights
+
+
+def in_parts(metric, inputs, order):
+    """Returns the metric of four parts, merged in an order."""
+    parts = [add(metric, *(x[4 * at : 4 * at + 4] for x in inputs)) for at in order]
+    left = merged(parts[0], parts[1])
+    return merged(left, merged(parts[2], parts[3]))
+
+
+def spoilt(scores, weights):
+    kept = (weights != 0).reshape(-1, *[1] * (scores.ndim - 1))
+    return np.where(kept, scores, np.nan).astype(np.float32)
+
+
+def confusion(predicted, labels, weights):
+    cells = np.zeros((CLASSES, CLASSES))
+    np.add.at(cells, (labels, predicted), weights)
+    return cells
+
+
+@SETTINGS
+@given(seeds, merges)
+def test_class_metrics_are_those_of_the_confusion_matrix(seed, order):
+    logits, labels, weights = drawn(seed)
+    cells = confusion(logits.argmax(1), labels, weights)
+    inputs = (spoilt(logits, weights), labels, weights)
+    roughly(in_parts(metrics.ConfusionMatrix(CLASSES), inputs, order).compute(), cells)
+    hits, rows, columns = np.diag(cells), cells.sum(1), cells.sum(0)
+    roughly(
+        in_parts(metrics.Accuracy(), inputs, order).compute(), hits.sum() / cells.sum()
+    )
+    occurs = (rows + columns) > 0
+    for kind, whole in (
+        (metrics.Precision, columns),
+        (metrics.Recall, rows),
+        (metrics.F1, (rows + columns) / 2),
     ):
-        close(values(kind(threshold=0.0).update(scores, labels)), expected)
+        shares = np.where(whole > 0, hits / np.where(whole > 0, whole, 1), 0)
+        macro = in_parts(kind(num_classes=CLASSES), inputs, order)
+        roughly(macro.compute(), shares[occurs].mean())
+        each = in_parts(kind(num_classes=CLASSES, average=None), inputs, order)
+        roughly(each.compute(), np.where(occurs, shares, np.nan))
 
 
-def test_nan_scores_are_never_right():
-    nan = np.full((3, 4), np.nan, np.float32)
-    for top_k in (1, 2):
-        assert values(metrics.Accuracy(top_k=top_k).update(nan, np.arange(3))) == 0
-    assert values(metrics.Recall(num_classes=4).update(nan, np.arange(3))) == 0
-    wrong = metrics.Accuracy(threshold=0.0).update(nan[:, 0], np.zeros(3, int))
-    assert values(wrong) == 0
-
-
-def test_a_class_never_predicted_has_precision_zero_and_a_missing_one_none():
-    precision = metrics.Precision(num_classes=4, average=None)
-    found = values(precision.update(np.array([0, 0, 1]), np.array([0, 2, 1])))
-    np.testing.assert_array_equal(found, [0.5, 1, 0, np.nan])
-    macro = metrics.Precision(num_classes=4)
-    assert values(macro.update(np.array([0, 0, 1]), np.array([0, 2, 1]))) == 0.5
+@SETTINGS
+@given(seeds)
+def test_top_k_is_that_of_a_stable_sort(seed):
+    logits, labels, weights = drawn(seed)
+    logits = np.round(logits)  # many are equal
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    right = (best == labels[:, None]).any(1)
+    top = add(metrics.Accuracy(top_k=2), logits, labels, weights)
+    roughly(top.compute(), np.average(right, weights=weights))
 
 
 # Shards.
@@ -375,11 +394,6 @@ def test_arguments_are_found_in_outputs_then_batch():
     assert values(pair) == np.float32((LOGITS.argmax(1) == LABELS).mean())
 
 
-def test_mean_takes_the_losses_by_default():
-    metric = fed_alone(metrics.Mean(), None, BATCH, losses=SCORES, weights=MASK)
-    close(values(metric), SCORES[MASK].mean())
-
-
 # The collection.
 
 
@@ -407,25 +421,9 @@ def test_a_collection_is_a_mapping_of_values_that_jit_takes_and_returns():
     assert twice.to_host()["loss"] == pytest.approx(SCORES.mean())
 
 
-def test_a_collection_can_be_copied_and_not_changed():
-    found = fed(collection(), MASK)
-    for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert copied.to_host() == found.to_host()
-    with pytest.raises(AttributeError, match="cannot assign to field 'loss'"):
-        found.loss = 3
-
-
 def test_a_collection_shows_its_values():
     shown = metrics.Metrics({"z": metrics.Sum(), "matrix": metrics.ConfusionMatrix(2)})
-    assert repr(shown).split()[-7:] == [
-        "z",
-        "0",
-        "matrix",
-        "[[0.",
-        "0.]",
-        "[0.",
-        "0.]]",
-    ]
+    assert " ".join(repr(shown).split()).endswith("z 0 matrix [[0. 0.] [0. 0.]]")
     assert "<td" in shown._repr_html_()
     jax.jit(lambda m: repr(m) and m)(shown)
 
@@ -491,25 +489,16 @@ def test_model_output_metrics_take_weights_and_blanked_rows():
 
 def test_a_metric_that_cannot_leave_out_padding_is_refused():
     fed_alone(Unmasked, {"values": SCORES}, {})
-    with pytest.raises(ml.errors.MetricError) as error:
+    with pytest.raises(ml.errors.MetricError, match="cannot leave out what has weight"):
         fed_alone(Unmasked, {"values": SCORES}, {}, weights=MASK)
-    assert str(error.value).endswith(
-        "'s Unmasked takes neither 'mask' nor 'sample_weights', so it cannot leave out "
-        "what has weight 0. Use a metric of meshlayout.metrics, or batches without "
-        "padding and weights."
-    )
 
 
 def test_clu_and_metrax_agree_with_numpy():
     clu = pytest.importorskip("clu.metrics")
     metrax = pytest.importorskip("metrax")
     loss = np.where(MASK, SCORES, np.nan)
-    step = {
-        "logits": LOGITS,
-        "loss": loss,
-        "labels": LABELS,
-        "predictions": LOGITS.argmax(1),
-    }
+    step = {"logits": LOGITS, "loss": loss, "labels": LABELS}
+    step["predictions"] = LOGITS.argmax(1)
     theirs = {
         "average": clu.Average.from_output("loss"),
         "clu": clu.Accuracy,
@@ -599,20 +588,8 @@ REFUSED = [
         f"Accuracy: predictions f32[16, 5] and labels f32[16] {MISFIT}",
     ),
     (
-        lambda: metrics.Accuracy().update(LOGITS, LABELS[:4]),
-        f"Accuracy: predictions f32[16, 5] and labels i32[4] {MISFIT}",
-    ),
-    (
-        lambda: metrics.Accuracy().update(ONE, TRUE),
-        f"Accuracy: predictions f32[16, 1] and labels i32[16] {MISFIT}",
-    ),
-    (
         lambda: metrics.Accuracy().update(ONE, ONE_TRUE),
         f"Accuracy: predictions f32[16, 1] and labels i32[16, 1] {MISFIT}",
-    ),
-    (
-        lambda: metrics.F1(num_classes=2).update(*BY_SCORE),
-        f"F1: predictions f32[16] and labels i32[16] {MISFIT}",
     ),
     (
         lambda: metrics.Recall().update(LOGITS, LABELS),

@@ -1,13 +1,11 @@
 """Microbatches mean the same on every mesh, also where examples meet."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, struct
+from flax import nnx
 
 import meshlayout as ml
 
@@ -168,44 +166,6 @@ def test_a_microbatch_of_padding_leaves_statistics_alone():
     )
     mean = X[::2].mean(axis=0)
     np.testing.assert_allclose(found[1][1]["mean"], 0.75 * mean, rtol=1e-4, atol=1e-6)
-
-
-@struct.dataclass
-class Total:
-    """A metric of a user's own, which starts with whole numbers."""
-
-    total: Any = 0
-    count: Any = 0
-
-    @classmethod
-    def empty(cls):
-        return cls()
-
-    @classmethod
-    def from_model_output(cls, losses, **_):
-        return cls(losses.sum(), losses.shape[0])
-
-    def merge(self, other):
-        return Total(self.total + other.total, self.count + other.count)
-
-    def compute(self):
-        return self.total / self.count
-
-
-def test_metrics_that_start_with_whole_numbers_continue_with_floats():
-    mesh = ml.create_mesh({"batch": 8})
-    batch = ml.relayout({"x": X}, mesh.layout("batch", ...))
-    state = ml.TrainState.create(linear, optax.sgd(0.1), ml.LayoutMap(mesh, {}))
-    step = ml.make_train_step(
-        lambda model, batch: jnp.square(model(batch["x"])),
-        metrics={"mean": Total()},
-        accumulate=4,
-    )
-    state, metrics = step(state, batch)
-    expected = float(metrics["loss"])
-    assert float(metrics["mean"]) == pytest.approx(expected, rel=1e-5)
-    state, metrics = step(state, batch, metrics)
-    assert float(metrics["mean"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 2])

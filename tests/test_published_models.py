@@ -405,7 +405,7 @@ MODELS = {
     "transformers ALBERT": (albert, 0.65),
     "transformers GPT-2": (gpt2, 0.50),
     "transformers GPT-J": (gptj, 0.75),
-    "transformers Llama": (llama, 0.54),
+    "transformers Llama": (llama, 0.68),
     "transformers Gemma": (gemma, 0.71),
     "transformers OPT": (opt, 0.72),
     "transformers BLOOM": (bloom, 0.74),
@@ -413,13 +413,13 @@ MODELS = {
     "transformers Whisper": (whisper, 0.72),
     "transformers ViT": (vit, 0.70),
     "transformers CLIP": (clip, 0.71),
-    "transformers Wav2Vec2": (wav2vec2, 0.61),
+    "transformers Wav2Vec2": (wav2vec2, 0.73),
     "transformers ResNet": (transformers_resnet, 0.64),
     "flaxmodels ResNet18": (flaxmodels_resnet, 0.73),
     "gemma": (google_gemma, 0.52),
     "haiku MLP": (haiku_mlp, 0.70),
     "haiku ResNet": (haiku_resnet, 0.70),
-    "haiku MobileNetV1": (haiku_mobilenet, 0.20),
+    "haiku MobileNetV1": (haiku_mobilenet, 0.66),
     "equinox MLP": (equinox_mlp, 0.74),
     "equimo ViT": (equimo_vit, 0.47),
     "mamba2-jax": (mamba2, 0.10),
@@ -528,8 +528,10 @@ def test_a_published_model_computes_on_a_mesh_what_it_does_on_one_device(
     for grad, one in zip(aux["grads"], expected, strict=True):
         np.testing.assert_allclose(grad, one, rtol=2e-3, atol=2e-5 * largest)
     share = (whole - per_device) / whole
-    least = {"data_parallel": 0.0, "fsdp": 0.8, "tensor_parallel": tensor_share - 0.01}
-    assert share >= least[rule]
+    if rule == "tensor_parallel":
+        assert share == pytest.approx(tensor_share, abs=0.01)
+    else:
+        assert share >= {"data_parallel": 0.0, "fsdp": 0.8}[rule]
     counts(f"{share:.0%} of the bytes are on other devices")
 
 

@@ -15,7 +15,7 @@ from meshlayout.errors import ClusterError
 from tests.processes import free_port
 
 
-NAME = f"pid {os.getpid()} on {socket.gethostname()}"
+NAMES = [f"process {i} ({socket.gethostname()}, pid {os.getpid()})" for i in range(5)]
 LOOK = (
     " Look at the output there, check that all were given the same address and can "
     "reach it, or wait longer with timeout_s."
@@ -39,12 +39,13 @@ def process(address, count, index, **arguments):
 
 
 def message(settings, timeout_s=10.0, delay_s=0.0):
-    """The message of the error with which a process leaves the meeting, or ""."""
+    """The error with which a process leaves the meeting; "" if it knows all others."""
     time.sleep(delay_s)
     try:
-        rendezvous.meet(settings, timeout_s)
+        names = rendezvous.meet(settings, timeout_s)
     except ClusterError as error:
         return str(error)
+    assert names == NAMES[: settings.num_processes]
     return ""
 
 
@@ -82,21 +83,10 @@ def test_all_that_came_name_those_that_did_not(address):
     assert messages(present, timeout_s=0.8, delays=(0, 0, 1.1)) == [text + LOOK] * 3
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_two_processes_with_one_id_are_named_to_all(address, index):
-    everyone = [process(address, 4, i) for i in (0, 1, 2)]
-    # A second process 0 would not come so far on this machine.
-    other = {"process_id": index, "num_processes": 4, "name": NAME}
-
-    def come():
-        hello = {**other, "jax": rendezvous.jax.__version__}
-        return rendezvous._join(everyone[1], hello, 10.0)
-
-    with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(come)
-        texts = messages(everyone)
-    text = f"two processes were given process_id={index}: {NAME}, and {NAME}."
-    assert [*texts, f"initialize: {told.result()}"] == [f"initialize: {text}"] * 4
+def test_two_processes_with_one_id_are_named_to_all(address):
+    everyone = [process(address, 4, i) for i in (0, 1, 2, 1)]
+    text = "initialize: two processes were given process_id=1: "
+    assert messages(everyone) == [f"{text}{NAMES[1]} and {NAMES[1]}."] * 4
 
 
 @pytest.mark.parametrize(
@@ -110,11 +100,9 @@ def test_what_differs_is_named_on_all(address, monkeypatch, fact, value, here):
         send(connection, said | {fact: value} if "name" in said else said)
 
     monkeypatch.setattr(rendezvous, "_send", other)
-    text = (
-        f"initialize: {fact} is {value} on process 1 ({NAME}), and {here} on process "
-    )
+    text = f"initialize: {fact} is {value} on {NAMES[1]}, and {here} on {NAMES[0]}."
     everyone = [process(address, 2, index) for index in range(2)]
-    assert messages(everyone) == [f"{text}0 ({NAME})."] * 2
+    assert messages(everyone) == [text] * 2
 
 
 def come_and_leave(address, sent, seconds=0.1):
@@ -137,20 +125,13 @@ HELLO = (
 )
 
 
-@pytest.mark.parametrize("comes_again", [True, False])
-def test_a_process_that_came_and_ended_is_named_unless_it_comes_again(
-    address, comes_again
-):
+def test_a_process_that_came_and_ended_is_named(address):
     first = threading.Thread(target=come_and_leave, args=(address, HELLO))
     first.start()
-    others = [process(address, 3, index) for index in (0, 2, 1)][: 2 + comes_again]
-    told = messages(others, timeout_s=20, delays=(0, 0.2, 0.6)[: 2 + comes_again])
+    told = messages([process(address, 3, 0), process(address, 3, 2)], 20, (0, 0.2))
     first.join()
-    if comes_again:
-        assert told == [""] * 3
-    else:
-        start = "initialize: process 1 came, and ended before all did (process 0 waited"
-        assert all(text.startswith(start) for text in told)
+    start = "initialize: process 1 came, and ended before all did (process 0 waited"
+    assert all(text.startswith(start) for text in told)
 
 
 def test_a_process_0_that_came_and_ended_is_named(address):
@@ -165,7 +146,7 @@ def test_a_process_0_that_came_and_ended_is_named(address):
         text = message(process(address, 2, 1), 30)
         thread.join()
     assert text == (
-        "initialize: process 1 waited for process 0, which did not come to "
+        f"initialize: {NAMES[1]} waited for process 0, which did not come to "
         f"{address}: it came, and ended before all did.{LOOK}"
     )
 
@@ -188,18 +169,17 @@ def test_a_port_in_use_is_waited_for_and_then_named(address):
     everyone = [process(address, 2, index) for index in range(2)]
     assert messages(everyone) == ["", ""]
     with socket.create_server(target):
-        assert message(everyone[0]) == (
-            f"initialize: process 0 cannot listen at {address}: [Errno 98] Address "
-            f"already in use (while attempting to bind on address {target}). End the "
-            "program that listens there, or choose another port."
-        )
+        text = message(everyone[0])
+    start = f"initialize: process 0 cannot listen at {address}: [Errno 98] Address alre"
+    assert text.startswith(start)
 
 
 @pytest.mark.parametrize("host", ["10.99.98.97", "nowhere.invalid"])
 def test_an_address_of_no_or_another_machine_is_named(host):
     text = message(process(f"{host}:1234", 2, 0))
     assert text.startswith(f"initialize: process 0 cannot listen at {host}:1234: ")
-    assert f"It must be an address of {socket.gethostname()}; behind a gateway" in text
+    host = socket.gethostname()
+    assert f"It must be an address of {host} and a free port; behind a" in text
 
 
 def test_long_waits_are_logged_once(address, monkeypatch, caplog):
@@ -208,6 +188,6 @@ def test_long_waits_are_logged_once(address, monkeypatch, caplog):
         message(process(address, 3, 1), 0.6)
         message(process(address, 3, 0), 0.6)
     assert caplog.messages == [
-        "process 1 has waited 10 s for process 0.",
-        "process 0 has waited 10 s for processes 1-2.",
+        f"{NAMES[1]} has waited 10 s for process 0.",
+        f"{NAMES[0]} has waited 10 s for processes 1-2.",
     ]

@@ -21,7 +21,8 @@ P = jax.sharding.PartitionSpec
 
 CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a missing sum over shards, a random key made from a device index. Rounding was measured and is allowed for; if this is rounding nevertheless, allow more with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index. If this "
+    "is rounding, allow more with rtol= or atol=."
 )
 
 
@@ -59,6 +60,11 @@ def mlp_step(state, batch):
     return state.apply_gradients(grads), {"loss": loss, "grads": grads}
 
 
+def mlp_loss(model, batch):
+    logits = model(batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
 def mlp_batch(mesh, seed=0):
     rng = np.random.default_rng(seed)
     return {
@@ -83,8 +89,8 @@ def mlp_batch(mesh, seed=0):
 def test_a_right_step_agrees_on_any_mesh(axes, rules):
     mesh = ml.create_mesh(axes)
     state = mlp_state(mesh, rules, optax.sgd(0.1, momentum=0.9))
-    batches = iter([mlp_batch(mesh, seed) for seed in range(3)])
-    found = testing.verify(ml.compile_step(mlp_step), state, batches, num_steps=3)
+    step, batch = ml.compile_step(mlp_step), mlp_batch(mesh)
+    found = testing.verify(step, state, batch, num_steps=3)
     paths = [one.path for one in found.differences]
     assert len(paths) == 4 + 4 + 2 + 1 + 4  # params, momentum, step, rng; loss, grads
     assert {"state/params/hidden/kernel", "state/rng", "aux/loss"} <= {*paths}
@@ -92,14 +98,6 @@ def test_a_right_step_agrees_on_any_mesh(axes, rules):
     assert found.mesh == mesh
     assert all(one.largest <= one.allowed for one in found.differences)
     assert any(one.largest > 0 for one in found.differences)
-
-
-def test_a_list_may_be_a_batch(mesh):
-    def step(state, batch):
-        return state + batch[0].mean() * batch[1].mean(), None
-
-    state = ml.arrays.zeros(8, mesh.layout("model"))
-    testing.verify(step, state, [rows(mesh, 4), rows(mesh, 4, seed=1)])
 
 
 def test_the_state_is_not_used_up_and_not_changed(mesh):
@@ -158,23 +156,17 @@ def test_nothing_is_said_of_recompiling(mesh, on_recompile):
     compiled(state, batch, True, scale=2.0)
 
 
-def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
-    def step(state, batch):
-        return state + batch.mean(), None
-
-    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
-    assert len(testing.verify(step, state, batch).differences) == 1
-    jitted = jax.jit(step, donate_argnums=0)
-    assert len(testing.verify(jitted, state, batch).differences) == 1
-
-
-def test_a_layout_map_in_force_is_not_in_the_way(mesh):
+def test_plain_and_jitted_functions_are_steps_whatever_map_is_in_force(mesh):
     layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
+
+    def step(state, batch):
+        return state + ml.constrain(batch, "rows").mean(), None
+
     state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
     with ml.scope(layouts):
-        testing.verify(
-            lambda s, b: (s + ml.constrain(b, "rows").sum(), None), state, batch
-        )
+        assert len(testing.verify(step, state, batch).differences) == 1
+        jitted = jax.jit(step, donate_argnums=0)
+        assert len(testing.verify(jitted, state, batch).differences) == 1
 
 
 def test_explicit_axes_and_the_mesh_of_jax_are_taken_to_one_device():
@@ -216,7 +208,6 @@ def test_a_verification_is_a_table(mesh):
         "aux/n  i32[]                          0        0"
     )
     assert str(found) == repr(found) == text
-    assert "f32[8@model]" in found._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -226,10 +217,10 @@ def test_a_verification_is_a_table(mesh):
         ("float32", 1e-4, False),
         ("bfloat16", 1e-2, True),
         ("bfloat16", 1e-1, False),
-        pytest.param("float16", 3e-3, True, marks=pytest.mark.slow),
-        pytest.param("float16", 1e-2, False, marks=pytest.mark.slow),
-        pytest.param("complex64", 1e-5, True, marks=pytest.mark.slow),
-        pytest.param("complex64", 1e-4, False, marks=pytest.mark.slow),
+        ("float16", 3e-3, True),
+        ("float16", 1e-2, False),
+        ("complex64", 1e-5, True),
+        ("complex64", 1e-4, False),
     ],
 )
 def test_the_tolerance_is_relative_to_the_largest_value(
@@ -285,21 +276,42 @@ def test_a_mean_of_per_shard_means_is_found(mesh):
     testing.verify(mean_of_means, state, even)
 
 
-def test_batch_statistics_of_one_shard_are_found(mesh):
-    def step(state, batch):
-        def normalize(x):
-            mean = x.mean(0)
-            return x - mean[None], jax.lax.pmean(mean, "batch")
+def batch_statistics_of_one_shard(state, batch):
+    def normalize(x):
+        mean = x.mean(0)
+        return x - mean[None], jax.lax.pmean(mean, "batch")
 
-        x, mean = per_shard(normalize, (P("batch"), P()))(batch)
-        return {"mean": 0.9 * state["mean"] + 0.1 * mean}, {"x": x}
+    x, mean = per_shard(normalize, (P("batch"), P()))(batch)
+    return state + 0.1 * mean.sum(), {"x": x}
 
-    state = {"mean": ml.arrays.zeros(2, mesh.layout(None))}
-    text = message(lambda: testing.verify(step, state, rows(mesh, 8, 2)))
-    assert text.startswith(
-        "step 1: aux/x f32[8@batch, 2] differs between Mesh(batch=2, model=4) and one device. The largest difference is "
-    )
-    assert "Elements that differ: 16 of 16.\nLeaves that differ: 1 of 2.\n" in text
+
+def key_of_the_device(state, batch):
+    def dropout(x):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("batch"))
+        return x * jax.random.bernoulli(key, shape=x.shape)
+
+    return state, {"x": per_shard(dropout, P("batch"))(jnp.ones_like(batch))}
+
+
+def nan_on_the_mesh(state, batch):
+    bad = jnp.where(jax.sharding.get_abstract_mesh().size > 1, jnp.nan, 1.0)
+    return state, {"x": batch.at[1, 0].set(bad)}
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (batch_statistics_of_one_shard, "Elements that differ: 16 of 16.\n"),
+        (key_of_the_device, "The largest difference is 1 at ["),
+        (nan_on_the_mesh, "is inf at [1, 0]: nan on the mesh and 1.0 on one device,"),
+    ],
+)
+def test_what_depends_on_the_shards_is_found(mesh, step, said):
+    state, batch = ml.arrays.ones((), mesh.layout()), rows(mesh, 8, 2)
+    text = message(lambda: testing.verify(step, state, batch))
+    assert text.startswith("step 1: aux/x f32[8@batch, 2] differs between Mesh(")
+    assert said in text
+    assert "Leaves that differ: 1 of 2.\n" in text
 
 
 def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
@@ -328,22 +340,6 @@ def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
     assert causes == CAUSES
 
 
-def test_a_random_key_made_from_the_device_is_found(mesh):
-    def step(state, batch):
-        def dropout(x):
-            key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("batch"))
-            return x * jax.random.bernoulli(key, shape=x.shape)
-
-        return state, per_shard(dropout, P("batch"))(batch)
-
-    state = ml.arrays.ones((), mesh.layout())
-    text = message(
-        lambda: testing.verify(step, state, ml.arrays.ones(64, mesh.layout("batch")))
-    )
-    assert text.startswith("step 1: aux f32[64@batch] differs between ")
-    assert "The largest difference is 1 at [" in text
-
-
 def test_keys_and_integers_have_to_be_equal(mesh):
     def step(state, batch):
         size = jax.sharding.get_abstract_mesh().size
@@ -361,45 +357,17 @@ def test_keys_and_integers_have_to_be_equal(mesh):
         "where 0 is allowed. Elements that differ: 2 of 2.\nLeaves that differ: 2 of 3: also state/n.\n"
         in text
     )
-    just_n = {"n": state["n"], "key": state["key"]}
-    text = message(
-        lambda: testing.verify(
-            lambda s, b: ({**s, "n": step(s, b)[0]["n"]}, None), just_n, None
-        )
-    )
-    assert text.startswith(
-        "step 1: state/n i32[2] differs between Mesh(batch=2, model=4) and one device. The largest difference is 7 at [0]: 1073741832 on the mesh and "
-        "1073741825 on one device, where 0 is allowed. Elements that differ: 2 of 2.\n"
-    )
-
-
-def test_nan_on_the_mesh_alone_is_found(mesh):
-    def step(state, batch):
-        bad = jnp.where(jax.sharding.get_abstract_mesh().size > 1, jnp.nan, 1.0)
-        return state, jnp.array([[1.0, 2.0], [bad, 4.0]])
-
-    text = message(
-        lambda: testing.verify(step, ml.arrays.ones(8, mesh.layout("model")), None)
-    )
-    assert (
-        "The largest difference is inf at [1, 0]: nan on the mesh and 1.0 on one device, "
-        "where 6.3e-05 is allowed. Elements that differ: 1 of 4.\n"
-    ) in text
 
 
 def test_the_first_step_that_differs_is_named(mesh):
-    state = {"w": ml.arrays.ones(8, mesh.layout("model"))}
-    weights = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
-    batches = [
-        {
-            "x": ml.relayout(np.float32([1, 2, 3, 4]), mesh.layout("batch")),
-            "weight": ml.relayout(np.float32(one), mesh.layout("batch")),
-        }
-        for one in weights
-    ]
-    step = ml.compile_step(mean_of_means)
-    assert testing.verify(step, state, iter(batches), num_steps=2).num_steps == 2
-    text = message(lambda: testing.verify(step, state, iter(batches), num_steps=4))
+    def step(state, batch):
+        is_wrong = (state["n"] >= 2) & (jax.sharding.get_abstract_mesh().size > 1)
+        return {**state, "n": state["n"] + 1}, {"loss": batch.mean() + is_wrong}
+
+    state = {"w": ml.arrays.ones(8, mesh.layout("model")), "n": jnp.int32(0)}
+    batch, step = rows(mesh, 4), ml.compile_step(step)
+    assert testing.verify(step, state, batch, num_steps=2).num_steps == 2
+    text = message(lambda: testing.verify(step, state, batch, num_steps=4))
     assert text.startswith("step 3: aux/loss f32[] differs")
 
 
@@ -540,35 +508,25 @@ def test_train_steps_agree_with_one_device(mesh, options):
 @pytest.mark.parametrize(
     "precision",
     [
-        pytest.param("float32", marks=pytest.mark.slow),
-        # Soon with the units below.
+        "float32",
         pytest.param("bfloat16", marks=pytest.mark.slow),
         pytest.param("float16", marks=pytest.mark.slow),
     ],
 )
-def test_microbatches_in_every_precision_agree_with_one_device(mesh, precision):
-    def loss_fn(model, batch):
-        logits = model(batch["image"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
-    step = ml.make_train_step(loss_fn, accumulate=4, precision=precision)
-    state = mlp_state(mesh, {}, optax.adam(1e-2))
-    found = testing.verify(step, state, mlp_batch(mesh))
+def test_microbatches_in_every_precision_agree(mesh, precision):
+    step = ml.make_train_step(mlp_loss, accumulate=4, precision=precision)
+    batch = mlp_batch(mesh)
+    found = testing.verify(step, mlp_state(mesh, {}, optax.adam(1e-2)), batch)
     loss = {leaf.path: leaf for leaf in found.differences}["aux/loss"]
     assert loss.allowed < 0.1  # of 2.5
 
 
 def test_units_that_rounding_switches_on_are_let_pass(mesh):
     """In bfloat16 one of them has another sign than on one device."""
-
-    def loss_fn(model, batch):
-        logits = model(batch["image"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
     rng = np.random.default_rng(0)
-    batch = {"image": rng.normal(size=(16, 8)), "label": rng.integers(0, 10, 16)}
-    batch["image"] = batch["image"].astype("float32")
-    step = ml.make_train_step(loss_fn, precision="bfloat16", accumulate=2)
+    images, labels = rng.normal(size=(16, 8)), rng.integers(0, 10, 16)
+    batch = {"image": images.astype("float32"), "label": labels}
+    step = ml.make_train_step(mlp_loss, precision="bfloat16", accumulate=2)
     state = mlp_state(mesh, {}, optax.adam(1e-2))
     testing.verify(step, state, ml.relayout(batch, mesh.layout("batch", ...)))
 
@@ -582,59 +540,50 @@ def test_adam_makes_whole_steps_of_rounding_and_that_is_let_pass(mesh):
     assert allowed["state/params/out/kernel"] < 1e-3
 
 
-class Scaled:
-    """A step whose function knows how many devices it runs on, and errs there."""
-
-    def __init__(self, mistake):
-        self.mistake = mistake
-
-    def loss(self, model, batch):
-        losses, outputs = conv_loss(model, batch)
-        return self.mistake(losses, jax.sharding.get_abstract_mesh().size > 1), outputs
-
-
 MISTAKES = {
-    "twice the loss": lambda losses, is_wrong: losses * (2 if is_wrong else 1),
-    "twice the gradient": lambda losses, is_wrong: (
-        2 * losses - jax.lax.stop_gradient(losses) if is_wrong else losses
-    ),
-    "five percent": lambda losses, is_wrong: losses * (1.05 if is_wrong else 1),
-    "a wrong denominator": lambda losses, is_wrong: losses * (8 / 5 if is_wrong else 1),
-    "the gradient of one shard": lambda losses, is_wrong: (
-        jnp.where(jnp.arange(losses.size) < 4, losses, jax.lax.stop_gradient(losses))
-        if is_wrong
-        else losses
+    "twice the gradient": lambda x: 2 * x - jax.lax.stop_gradient(x),
+    "five percent": lambda x: x * 1.05,
+    "a wrong denominator": lambda x: x * (8 / 5),
+    "the gradient of one shard": lambda x: jnp.where(
+        jnp.arange(x.size) < 4, x, jax.lax.stop_gradient(x)
     ),
 }
 
 
-# One in the loss, and one in the gradient alone.
-FOUND_SOON = ("a wrong denominator", "the gradient of one shard")
+def mistaken(mistake, function):
+    """A function that errs where it runs on several devices."""
+
+    def wrong(model, batch):
+        result = function(model, batch)
+        if jax.sharding.get_abstract_mesh().size == 1:
+            return result
+        return MISTAKES[mistake](result)
+
+    return wrong
+
+
+def conv_losses(model, batch):
+    return conv_loss(model, batch)[0]
 
 
 @pytest.mark.parametrize(
     ("mistake", "precision"),
     [
-        *(
-            pytest.param(
-                mistake,
-                "float32",
-                marks=[pytest.mark.slow] * (mistake not in FOUND_SOON),
-            )
-            for mistake in MISTAKES
-        ),
+        ("a wrong denominator", "float32"),
+        ("the gradient of one shard", "float32"),
         ("a wrong denominator", "bfloat16"),
+        pytest.param("five percent", "float32", marks=pytest.mark.slow),
+        pytest.param("twice the gradient", "float32", marks=pytest.mark.slow),
         pytest.param("twice the gradient", "bfloat16", marks=pytest.mark.slow),
         pytest.param("the gradient of one shard", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_found_in_every_precision(mesh, mistake, precision):
-    scaled = Scaled(MISTAKES[mistake])
-    step = ml.make_train_step(scaled.loss, precision=precision)
+    step = ml.make_train_step(mistaken(mistake, conv_losses), precision=precision)
     state = conv_state(mesh, optax.sgd(0.01))
     text = message(lambda: testing.verify(step, state, conv_batch(mesh)))
-    is_in_loss = mistake in ("twice the loss", "a wrong denominator", "five percent")
-    assert text.startswith("step 1: aux/loss f32[]" if is_in_loss else "step 1: state/")
+    is_in_gradient = "gradient" in mistake
+    assert text.startswith("step 1: state/" if is_in_gradient else "step 1: aux/loss")
 
 
 def test_a_step_is_traced_as_often_for_many_steps_as_for_one(mesh):
@@ -662,8 +611,7 @@ def test_eval_steps_agree_with_one_device(mesh):
     found = testing.verify(step, state, conv_batch(mesh))
     paths = {leaf.path for leaf in found.differences}
     assert {"aux/loss", "aux/data_loss", "aux/activity", "aux/mean"} <= paths
-    scaled = Scaled(MISTAKES["twice the loss"])
-    wrong = ml.make_eval_step(scaled.loss)
+    wrong = ml.make_eval_step(mistaken("five percent", conv_losses))
     text = message(lambda: testing.verify(wrong, state, conv_batch(mesh)))
     assert text.startswith("step 1: aux/loss f32[] differs between ")
 
@@ -672,11 +620,7 @@ def test_eval_steps_agree_with_one_device(mesh):
     "precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_predict_steps_agree_with_one_device(mesh, precision):
-    mistake = MISTAKES["twice the loss"]
-
-    def wrong(model, batch):
-        return mistake(model(batch["x"]), jax.sharding.get_abstract_mesh().size > 1)
-
+    wrong = mistaken("a wrong denominator", lambda model, batch: model(batch["x"]))
     step = ml.make_predict_step(lambda m, b: {"y": m(b["x"])}, precision=precision)
     state, batch = conv_state(mesh), conv_batch(mesh, real=None)
     found = testing.verify(step, state, batch)
@@ -684,18 +628,6 @@ def test_predict_steps_agree_with_one_device(mesh, precision):
     step = ml.make_predict_step(wrong, precision=precision)
     text = message(lambda: testing.verify(step, state, batch))
     assert text.startswith("step 1: aux f32[8@batch] differs between Mesh(")
-
-
-def test_several_batches_of_a_call_agree_with_one_device(mesh):
-    def loss_fn(model, batch):
-        logits = model(batch["image"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
-    step = ml.make_train_step(loss_fn, steps_per_call=2)
-    batches = [mlp_batch(mesh), mlp_batch(mesh, seed=1)]
-    state = mlp_state(mesh, {}, optax.sgd(0.1, momentum=0.9))
-    found = testing.verify(step, state, batches)
-    assert "aux/loss" in {leaf.path for leaf in found.differences}
 
 
 def test_linen_steps_agree_with_one_device(mesh):
@@ -720,25 +652,6 @@ def test_linen_steps_agree_with_one_device(mesh):
     testing.verify(ml.make_eval_step(loss_fn), state, conv_batch(mesh))
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), 0, "x"])
-@pytest.mark.parametrize("name", ["rtol", "num_steps"])
-def test_options_that_mean_nothing_are_refused(mesh, name, value):
-    def step(state, batch):
-        return state, None
-
-    state = ml.arrays.ones(8, mesh.layout("model"))
-    is_right = {
-        "rtol": value is None or value == 0,
-        "atol": value is None or value == 0,
-        "num_steps": False,
-    }
-    if is_right[name] and value is not True:
-        testing.verify(step, state, None, **{name: value})
-        return
-    text = message(lambda: testing.verify(step, state, None, **{name: value}))
-    assert re.fullmatch(rf"verify.*{name}.*\.", text)
-
-
 # A step that names its mesh.
 
 
@@ -758,13 +671,13 @@ def make_step(mesh):
 def test_a_step_that_names_its_mesh_is_refused():
     mesh = ml.create_mesh({"batch": 2, "model": 4})
     state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8)
-    text = message(lambda: testing.verify(make_step(mesh), state, batch))
-    assert re.fullmatch(
-        r"the step runs on Mesh\(batch=2, model=4\), and not on one device: .+\. A mesh "
-        r"that the step names itself cannot be replaced: take it from jax\.sharding\.get_abstract_mesh\(\) "
-        r"inside the step\.",
-        text,
-    )
+    with pytest.raises(ValueError, match="devices") as error:
+        testing.verify(make_step(mesh), state, batch)
+    assert error.value.__notes__[-1:] == [
+        "verify runs the step on one device, too. A mesh that the step names itself "
+        "cannot be replaced: take it from jax.sharding.get_abstract_mesh() inside the "
+        "step."
+    ]
 
 
 def test_the_mesh_of_one_device_has_the_same_axes():
@@ -792,15 +705,6 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             "compare with one device. virtual_devices(8) makes eight on any machine.",
         ),
         (
-            lambda mesh: (
-                lambda s, b: (s, None),
-                ml.arrays.ones(8, mesh.layout("model")),
-                iter([1, 2]),
-            ),
-            {"num_steps": 3},
-            "the batches ended after 2 of num_steps=3. Give more batches, or run fewer steps.",
-        ),
-        (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"num_steps": 0},
             "verify: num_steps must be a positive integer, got 0.",
@@ -810,23 +714,10 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             {"rtol": -1.0},
             "verify: rtol must be a finite number of at least 0, got -1.0.",
         ),
-        (
-            lambda mesh: (
-                jax.jit(lambda s, b: s),
-                ml.arrays.ones(8, mesh.layout("model")),
-                1,
-            ),
-            {},
-            "the step returned an ArrayImpl; a step returns a pair, (state, aux).",
-        ),
     ],
 )
 def test_wrong_arguments_are_refused(mesh, arguments, options, expected):
     assert message(lambda: testing.verify(*arguments(mesh), **options)) == expected
-
-
-def test_a_failure_is_an_assertion_and_one_of_the_library():
-    assert issubclass(testing.VerificationError, (AssertionError, ml.MeshLayoutError))
 
 
 # Layouts.
@@ -946,37 +837,6 @@ def test_lowered_and_compiled_and_plain_programs_are_read(scanned_arguments):
     testing.expect_communication(jax.jit(plain), *scanned_arguments, all_reduce=2)
 
 
-def test_what_shard_map_asks_for_is_counted(mesh):
-    def shift(x):
-        x = jax.lax.all_to_all(x, "model", 0, 0, tiled=True)
-        x = jax.lax.ppermute(x, "model", [(i, (i + 1) % 4) for i in range(4)])
-        x = jax.lax.psum_scatter(x, "model", tiled=True)
-        return jax.lax.all_gather(x, "model", tiled=True)
-
-    @jax.jit
-    def program(x):
-        return jax.shard_map(
-            shift, mesh=mesh.jax_mesh, in_specs=P("model"), out_specs=P("model")
-        )(x)
-
-    found = testing.expect_communication(
-        program,
-        ml.arrays.ones(64, mesh.layout("model")),
-        all_to_all=1,
-        collective_permute=1,
-        reduce_scatter=1,
-        all_gather=1,
-        only=True,
-    )
-    sizes = {one.kind: one.nbytes for one in found.collectives}
-    assert sizes == {
-        "all_to_all": 64,
-        "collective_permute": 64,
-        "reduce_scatter": 16,
-        "all_gather": 64,
-    }
-
-
 def test_an_unexpected_count_lists_every_collective(scanned_arguments):
     text = message(
         lambda: testing.expect_communication(
@@ -1019,94 +879,44 @@ def test_a_program_without_collectives_says_so(mesh):
 class Text:
     """A compiled program of another platform, as its text."""
 
-    def __init__(self, text):
-        self.text = text
-
     def as_text(self):
-        return self.text
-
-
-ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add.1 = f32[] add(%a, %b)
-}
-
-%inner (p: bf16[8,4]) -> bf16[8,4] {
-  %p = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %ar = (bf16[8,4]{1,0:T(8,128)(2,1)}, f32[4]{0}) all-reduce-start(%p, %p), to_apply=%add, metadata={op_name="jit(step)/while/body/add"}
-  ROOT %done = (bf16[8,4]{1,0}, f32[4]{0}) all-reduce-done(%ar)
-}
-
-%other (p: bf16[8,4]) -> bf16[8,4] {
-  ROOT %cp = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), source_target_pairs={{0,1}}
-}
-
-%body (t: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
-  %c = bf16[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%inner, %other}
-}
-
-%cond (t: (s32[], bf16[8,4])) -> pred[] {
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main (x: bf16[2,4]) -> bf16[8,4] {
-  %ag = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), dimensions={0}, metadata={op_name="jit(step)/all_gather"}
-  %agd = bf16[8,4]{1,0} all-gather-done(%ag)
-  %w = (s32[], bf16[8,4]{1,0}) while(%t), condition=%cond, body=%body
-  ROOT %rs = pred[16]{0} reduce-scatter(%agd), dimensions={0}, to_apply=%add
-}
-"""
-
-
-def test_operations_that_start_and_end_are_counted_once():
-    found = testing.expect_communication(
-        Text(ASYNCHRONOUS),
-        all_reduce=1,
-        collective_permute=1,
-        all_gather=1,
-        reduce_scatter=1,
-        only=True,
-        in_loops={"all_reduce": 1, "collective_permute": 1, "all_gather": 0},
-    )
-    assert [
-        (one.kind, one.arrays, one.nbytes, one.in_loop) for one in found.collectives
-    ] == [
-        ("all_reduce", ("bf16[8, 4]", "f32[4]"), 64 + 16, True),
-        ("collective_permute", ("bf16[8, 4]",), 64, True),
-        ("all_gather", ("bf16[8, 4]",), 64, False),
-        ("reduce_scatter", ("pred[16]",), 16, False),
-    ]
-    assert found.in_loops["reduce_scatter"] == 0
-    assert "bf16[8, 4], f32[4]" in found._repr_html_()
+        return "HloModule empty"
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
         (
-            lambda: testing.expect_communication(Text(""), all_reduces=1),
+            lambda: testing.expect_communication(Text(), all_reduces=1),
             "'all_reduces' is not a kind of collective; the kinds are all_reduce, all_gather, "
             "reduce_scatter, all_to_all, collective_permute, ragged_all_to_all, "
             "collective_broadcast. Did you mean 'all_reduce'?",
         ),
         (
-            lambda: testing.expect_communication(Text(""), all_reduce=-1),
+            lambda: testing.expect_communication(Text(), all_reduce=-1),
             "all_reduce must be a non-negative integer, got -1.",
         ),
         (
-            lambda: testing.expect_communication(Text(""), 1, 2),
-            "a Text program is made for its arguments already; leave out the 2 that were "
-            "given.",
-        ),
-        (
-            lambda: testing.expect_communication("step", all_reduce=1),
-            "expect_communication takes a step with its arguments, or what lowering or "
-            "compiling it returned, got 'step' of type str.",
+            lambda: testing.expect_communication(Text(), 1, 2),
+            "expect_communication takes a step with its arguments, or alone what "
+            "lowering or compiling it returned, got a Text with 2 arguments.",
         ),
     ],
 )
 def test_wrong_expectations_are_refused(call, expected):
     assert message(call) == expected
+
+
+def test_too_many_bytes_are_refused(scanned_arguments):
+    sent = testing.expect_communication(
+        scanned, *scanned_arguments, max_wire_bytes=24
+    ).wire_bytes
+    text = message(
+        lambda: testing.expect_communication(
+            scanned, *scanned_arguments, max_wire_bytes=sent - 1
+        )
+    )
+    assert text.startswith(
+        f"scanned has {sent} bytes of collectives sent by each device where at most "
+        f"{sent - 1} were expected.\n"
+    )

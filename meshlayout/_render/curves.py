@@ -5,21 +5,16 @@ seen where its two curves part. Values that are not finite are left out.
 """
 
 import html
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any
 
 from meshlayout._render.tables import SANS, one_line, text_columns
 
 
-Series: TypeAlias = list[tuple[float, float]]
-"""Pairs of an epoch and a value, both finite, in order."""
-
-_MAX_BLOCKS = 60  # of a curve in a terminal; more values are averaged in groups
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_MAX_BLOCKS = 60  # of a curve in a terminal; of more values every second, or third
 
 # Blue and orange differ for the color-blind, too.
 _COLORS = ("#3b82f6", "#f97316")
@@ -33,7 +28,8 @@ class Curves:
     """Curves by epoch: `print` draws them in characters, a notebook as SVG.
 
     Attributes:
-        panels: The series of each panel by name, at most two.
+        panels: The series of each panel by name, at most two: pairs of an epoch and a
+            value, in order.
 
     Example:
         >>> Curves.of([1, 2, 3], {"loss": [0.9, 0.5, 0.4], "val_loss": [0.8, 0.5, 0.6]})
@@ -42,17 +38,20 @@ class Curves:
         epochs 1 to 3
     """
 
-    panels: Sequence[dict[str, Series]]
+    panels: Sequence[dict[str, list[tuple[float, float]]]]
 
     @classmethod
     def of(
         cls, epochs: Sequence[float], columns: Mapping[str, Sequence[Any]]
     ) -> "Curves":
         """Returns the curves of columns with a value per epoch; arrays are left out."""
-        panels: dict[str, dict[str, Series]] = {}
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for name, values in columns.items():
-            points = zip(epochs, values, strict=True)
-            series = [(x, float(y)) for x, y in points if _is_finite(y)]
+            numbers = (
+                math.nan if getattr(y, "shape", ()) else float(y) for y in values
+            )
+            points = zip(epochs, numbers, strict=True)
+            series = [(x, y) for x, y in points if math.isfinite(y)]
             if series:
                 panels.setdefault(name.removeprefix("val_"), {})[name] = series
         return cls([*panels.values()])
@@ -61,18 +60,22 @@ class Curves:
         if not self.panels:
             return "no values to draw"
         rows: list[list[str]] = []
+        epochs: list[float] = []
         for panel in self.panels:
             height = _scale([y for series in panel.values() for _, y in series], 0, 7)
             for name, series in panel.items():
-                count = min(len(series), _MAX_BLOCKS)
-                ends = (len(series) * n // count for n in range(count + 1))
-                groups = (series[a:b] for a, b in itertools.pairwise(ends))
-                means = (fmean(y for _, y in group) for group in groups)
-                spark = "".join(_BLOCKS[round(height(mean))] for mean in means)
-                rows.append([name, spark, _summary(series)])
-        epochs = [x for panel in self.panels for y in panel.values() for x, _ in y]
-        last = f"epochs {min(epochs):g} to {max(epochs):g}"
-        return "\n".join([*text_columns(rows, "lll"), last])
+                shown = series[:: math.ceil(len(series) / _MAX_BLOCKS)]
+                spark = "".join(_BLOCKS[round(height(y))] for _, y in shown)
+                first, last = series[0][1], series[-1][1]
+                best, word = (min, "lowest") if last <= first else (max, "highest")
+                epoch, value = best(series, key=lambda point: point[1])
+                ends = (
+                    f"{first:.4g} → {last:.4g}, {word} {value:.4g} in epoch {epoch:g}"
+                )
+                rows.append([name, spark, ends])
+                epochs += [epoch for epoch, _ in series]
+        range_text = f"epochs {min(epochs):g} to {max(epochs):g}"
+        return "\n".join([*text_columns(rows, "lll"), range_text])
 
     def _repr_svg_(self) -> str | None:
         # One image, also for pages that remove SVG from a notebook's HTML, such as
@@ -91,10 +94,6 @@ class Curves:
         )
 
 
-def _is_finite(value: Any) -> bool:
-    return not getattr(value, "shape", ()) and math.isfinite(value)
-
-
 def _scale(
     values: Sequence[float], start: float, stop: float
 ) -> Callable[[float], float]:
@@ -103,33 +102,23 @@ def _scale(
     return lambda value: start + (stop - start) * (value - low) / ((high - low) or 1)
 
 
-def _summary(series: Series) -> str:
-    """Returns the first and the last value, and the lowest of a series that falls."""
-    first, last = series[0][1], series[-1][1]
-    best, name = (min, "lowest") if last <= first else (max, "highest")
-    epoch, value = best(series, key=lambda point: point[1])
-    return f"{first:.4g} → {last:.4g}, {name} {value:.4g} in epoch {epoch:g}"
-
-
-def _svg(panel: dict[str, Series]) -> str:
+def _svg(panel: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     epochs, values = zip(*(x for series in panel.values() for x in series), strict=True)
     across, up = _scale(epochs, 0, _WIDTH), _scale(values, _HEIGHT, 0)
-    parts = [
-        f'<path d="M0 0V{_HEIGHT}H{_WIDTH}" fill="none" stroke="#b6bfcc"/>',
-        _text(f"{max(values):.4g}", -6, 4, 'text-anchor="end"'),
-        _text(f"{min(values):.4g}", -6, _HEIGHT + 4, 'text-anchor="end"'),
-        _text(f"epoch {min(epochs):g}", 0, _HEIGHT + 16),
-        _text(f"{max(epochs):g}", _WIDTH, _HEIGHT + 16, 'text-anchor="end"'),
+    texts = [
+        (f"{max(values):.4g}", 'x="-6" y="4" text-anchor="end"'),
+        (f"{min(values):.4g}", f'x="-6" y="{_HEIGHT + 4}" text-anchor="end"'),
+        (f"epoch {min(epochs):g}", f'x="0" y="{_HEIGHT + 16}"'),
+        (f"{max(epochs):g}", f'x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end"'),
     ]
+    svg = f'<path d="M0 0V{_HEIGHT}H{_WIDTH}" fill="none" stroke="#b6bfcc"/>'
     for number, (name, series) in enumerate(panel.items()):
-        color = _COLORS[number]
         points = [f"{across(x):.1f},{up(y):.1f}" for x, y in series]
-        # A line of one point twice is a dot.
-        style = f'fill="none" stroke="{color}" stroke-width="3" stroke-linecap="round"'
-        parts.append(f'<polyline points="{" ".join(points + points[-1:])}" {style}/>')
-        parts.append(_text(name, number * _WIDTH / 2, -14, f'style="fill:{color}"'))
-    return "".join(parts)
-
-
-def _text(text: str, x: float, y: float, style: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" {style}>{html.escape(one_line(text))}</text>'
+        points.append(points[-1])  # a line of one point twice is a dot
+        style = f'stroke="{_COLORS[number]}" stroke-width="3" stroke-linecap="round"'
+        svg += f'<polyline points="{" ".join(points)}" fill="none" {style}/>'
+        place = f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"'
+        texts.append((name, place))
+    for text, place in texts:
+        svg += f"<text {place}>{html.escape(one_line(text))}</text>"
+    return svg

@@ -1,8 +1,6 @@
 """A grid of shards or devices, described once and drawn as text or as an HTML table.
 
-A `Picture` is plain data: titles and labels of rows and columns, and the cells. Both
-renderers read it, so that a terminal and a notebook show the same. Of large arrays and
-meshes the middle is left out.
+Of large arrays and meshes the middle is left out.
 """
 
 import colorsys
@@ -43,7 +41,7 @@ class Direction(NamedTuple):
 class Cell(NamedTuple):
     """One shard or device: who holds it, its fill, and its description in a tooltip."""
 
-    devices: tuple[int, ...]
+    devices: list[int]
     color: str
     about: str
 
@@ -82,25 +80,19 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         )
         for dim in drawn
     ]
-    # A shard has the color of its first device in the picture of the mesh. Those of
-    # many devices are too similar to tell a few shards apart.
-    order = [device for device, _ in held]
-    if len(order) > _MAX_STEPS or len(holders) == 1:
-        order = [devices[0] for _, devices in sorted(holders.items())]
     grids: dict[str, Grid] = {}
-    for index, devices in sorted(holders.items()):
+    for number, (index, devices) in enumerate(sorted(holders.items())):
         pieces = [f"{cuts[d][i][0]}:{cuts[d][i][1]}" for d, i in enumerate(index)]
         stacked = (dim for dim in sharded if dim not in drawn)
         title = ", ".join(f"dim {dim} at {pieces[dim]}" for dim in stacked)
         # An array of one dim is drawn as a single row.
         row, column = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
-        color = _color(order.index(devices[0]), len(order))
-        cell = Cell(tuple(devices), color, f"[{', '.join(pieces)}]")
+        color = _color(number, len(holders))
+        cell = Cell(devices, color, f"[{', '.join(pieces)}]")
         grids.setdefault(title, {})[row, column] = cell
-    left_out = [f"{dim} ({shape[dim]})" for dim in sorted({*whole} - {*drawn})]
-    dims = "dim" if len(left_out) == 1 else "dims"
-    note = f"Not drawn: {dims} {', '.join(left_out)}, whole in every shard."
-    return _picture(directions, grids, [note] * bool(left_out))
+    rest = [f"dim {dim} ({shape[dim]})" for dim in sorted({*whole} - {*drawn})]
+    notes = [f"Whole in every shard, and not drawn: {', '.join(rest)}."] if rest else []
+    return _picture(directions, grids, notes)
 
 
 def mesh_picture(
@@ -116,7 +108,7 @@ def mesh_picture(
         names = [f"{name} {i}" for name, i in zip(axis_names, coords, strict=True)]
         row, column = (0, *coords)[-2:]
         color = _color(number, len(devices))
-        cell = Cell((devices[number],), color, f"{', '.join(names)}:")
+        cell = Cell([devices[number]], color, f"{', '.join(names)}:")
         grids.setdefault(", ".join(names[:-2]), {})[row, column] = cell
     return _picture(directions, grids, [])
 
@@ -141,13 +133,10 @@ def _shortened(steps: Sequence[str], most: int) -> list[tuple[int, str]]:
 
 
 def _color(number: int, count: int) -> str:
-    """Returns one of `count` light colors of evenly spaced hues; gray for a single one.
-
-    With many of them the lightness alternates.
-    """
+    """Returns one of `count` light colors of evenly spaced hues; gray for one."""
     if count == 1:
         return "#b6bfcc"
-    lightness = 0.8 if count <= 8 or number % 2 else 0.7
+    lightness = 0.8 if count <= 8 or number % 2 else 0.7  # many hues are alike
     color = colorsys.hls_to_rgb((0.6 + number / count) % 1, lightness, 0.6)
     return "#" + "".join(f"{round(255 * c):02x}" for c in color)
 

@@ -23,12 +23,7 @@ SANS = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
 
 
 def bytes_text(n: float) -> str:
-    """Returns a number of bytes with a unit.
-
-    Example:
-        >>> bytes_text(17), bytes_text(401408), bytes_text(3 * 2**29)
-        ('17 B', '392.0 KiB', '1.5 GiB')
-    """
+    """Returns a number of bytes with a unit, such as `"392.0 KiB"`."""
     value, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     # Rounded before the comparison: 1023.96 KiB would else become "1024.0 KiB".
     while abs(round(value, 1)) >= 1024 and units[1:]:
@@ -37,35 +32,19 @@ def bytes_text(n: float) -> str:
 
 
 def dtype_text(dtype: DType) -> str:
-    """Returns the short name of a dtype, as JAX prints it in types.
-
-    Example:
-        >>> dtype_text("float32"), dtype_text("bfloat16"), dtype_text("bool")
-        ('f32', 'bf16', 'bool')
-    """
+    """Returns the short name of a dtype, as JAX prints it in types: `"bf16"`."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = str(name or dtype)
-    # float32 is f32, and uint8 is u8.
     return re.sub(r"^(b?)(f|u|i|c)(?:loat|int|nt|omplex)(?=\d)", r"\1\2", name)
 
 
 def array_text(dtype: DType, shape: Sequence[int]) -> str:
-    """Returns the type of an array.
-
-    Example:
-        >>> array_text("float32", (512, 10)), array_text("int32", ())
-        ('f32[512, 10]', 'i32[]')
-    """
+    """Returns the type of an array, such as `"f32[512, 10]"`."""
     return f"{dtype_text(dtype)}[{', '.join(map(str, shape))}]"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Returns numbers in their order, runs of them as ranges.
-
-    Example:
-        >>> ranges_text([0, 1, 2, 3, 6])
-        '0-3,6'
-    """
+    """Returns numbers in their order, runs of them as ranges: `"0-3,6"`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -84,13 +63,6 @@ def text_table(
     """Returns a table for a terminal: a header, a line, and one line per row.
 
     `align` has one letter per column, `l`, `r` or `c`; notes are lines below it.
-
-    Example:
-        >>> print(text_table(["path", "bytes"], [["a/kernel", 12], ["b", 3]], "lr"))
-        path      bytes
-        ────────  ─────
-        a/kernel     12
-        b             3
     """
     lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
     rule = ["─" * max(map(cell_len, column)) for column in zip(*lines, strict=True)]
@@ -115,10 +87,7 @@ def html_table(
     caption: str | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a table for a notebook, for light and dark themes.
-
-    The arguments are those of `text_table`; `caption` is a line above the table.
-    """
+    """Returns a table for a notebook; `caption` is a line above it."""
     align = align or "l" * len(headers)
     head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
     body = "".join(

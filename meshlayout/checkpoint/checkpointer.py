@@ -22,10 +22,13 @@ from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
 from meshlayout.checkpoint.save import Save, failures
-from meshlayout.cluster.agreement import difference
+from meshlayout.cluster.agreement import (
+    difference,
+    replica_difference,
+    replica_sums,
+)
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
-from meshlayout.cluster.replicas import replica_difference, replica_sums
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,

@@ -212,7 +212,6 @@ def save_safetensors(
         CheckpointError: If a leaf cannot be written, a name is ambiguous, or the file
             cannot be written. An existing file is then unchanged.
     """
-    _checks.flag("overwrite", overwrite, error=CheckpointError)
     arrays = _named_arrays(state, rename)
     header = _header(arrays, metadata)
     path = _local(path)

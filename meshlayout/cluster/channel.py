@@ -3,8 +3,7 @@
 No device is involved, so a background thread can exchange values while the devices
 compute, which is not true of a collective. A process that has ended its program instead
 of coming is named by those that wait for it; one that is lost or has failed ends them
-(see `watch`). Keys are written once. A process deletes its own key once all others must
-have read it, which their later messages prove.
+(see `watch`).
 """
 
 import contextlib
@@ -28,7 +27,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SLICE_S = 1.0  # one wait inside the store, and so Ctrl-C
-_SHORT_BYTES = 2**12
 
 
 class LEFT:
@@ -36,28 +34,17 @@ class LEFT:
 
 
 class _Problem(NamedTuple):
-    """What a process sends that has failed."""
+    """What a process sends instead of a value, and which process is to blame."""
 
     text: str
+    blamed: int
 
 
 class Channel:
     """A sequence of exchanges between processes, each of which takes part in all.
 
-    Args:
-        name: Distinguishes the channel from others; the same on all processes, and
-            used once in a run.
-        processes: The processes that take part, including this one; None for all.
-        what: What the processes do together, to complete "process 1 did not come to
-            ...".
-        hint: A sentence to end a message with: what all processes must do.
-        timeout_s: How long to wait for another process.
-        warn_after_s: How long to wait before logging which process is late.
-        error: The class to raise.
-
-    Attributes:
-        processes: The processes that take part.
-        lock: For exchanges of several threads, which the channel does not keep apart.
+    `name` is the same on all processes, and used once in a run. `what` they do together
+    completes "did not come to ...", and `hint` ends the message: what all must do.
     """
 
     def __init__(
@@ -74,7 +61,7 @@ class Channel:
         self.processes = list(processes or range(_jax.process_count()))
         self._name, self._what, self._hint = name, what, hint
         self._timeout_s, self._warn_after_s = timeout_s, warn_after_s
-        self._error, self._turn, self.lock = error, 0, threading.Lock()
+        self._error, self._turn, self._lock = error, 0, threading.Lock()
 
     def exchange(
         self,
@@ -84,61 +71,66 @@ class Channel:
         timeout_s: float | None = None,
         failure: str = "{failure}",
     ) -> dict[int, Any]:
-        """Sends a value, and returns every process's, by process index in order.
+        """Sends a value, and returns those of all, by process: `LEFT` if it has left.
 
-        Args:
-            value: This process's value, which pickle can hold.
-            what: What the processes do together; None for the channel's.
-            timeout_s: How long to wait for the others; None for the channel's.
-            failure: The message if another process failed, in which `{process}`,
-                `{what}` and `{failure}` are filled in.
-
-        Returns:
-            The values; `LEFT` for a process that has left.
-
-        Raises:
-            MeshLayoutError: As `error`, if another process failed, has ended, or sends
-                nothing in time.
+        If another process failed, has ended, or sends nothing in time, this raises the
+        channel's error: of a failure, in the words of the template `failure`.
         """
-        here, what = _jax.process_index(), what or self._what
+        here = _jax.process_index()
         if self.processes == [here]:
             return {here: value}
-        counts.meetings += 1
-        turn, self._turn = self._turn, self._turn + 1
-        is_short = self._send(turn, value) < _SHORT_BYTES
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        start_s, come, late = time.monotonic(), {here: value}, list[int]()
-        for process in self.processes:
-            if process not in come:
-                try:
-                    come[process] = self._wait(turn, process, what, start_s, limit_s)
-                except TimeoutError:
-                    late.append(process)  # the error names all of them
-                # Most come together: a few calls, however many processes there are.
-                if is_short and not late and len(come) < len(self.processes):
-                    come = self._come(turn) | come
-            answer = come.get(process)
-            if isinstance(answer, _Problem) and process != here:
-                text = failure.format(process=process, what=what, failure=answer.text)
-                raise self._error(text) from watch.PeerError(process)
-        if late:
-            text = f"process {here} waited {limit_s:.0f} s for {processes_text(late)}, "
-            text = f"{text}which did not come to {what}. {self._hint}".strip()
-            # Whoever comes later must not take this process for one that waits.
-            if not isinstance(value, _Problem):
-                self._send(turn, _Problem(text))
-            raise self._error(text) from watch.PeerError(late[0])
-        # All have sent their value of this turn, and so have read those before it.
-        if turn:
-            _jax.coordination_client().key_value_delete(self._key(turn - 1, here))
-        return {process: come[process] for process in self.processes}
+        with self._lock:
+            counts.meetings += 1
+            turn, self._turn = self._turn, self._turn + 1
+            self._send(turn, value)
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            values = self._receive(turn, what or self._what, limit_s, failure)
+            # All have sent their value of this turn, and so have read those before it.
+            if turn:
+                _jax.coordination_client().key_value_delete(self._key(turn - 1, here))
+        return {process: values[process] for process in self.processes}
+
+    def _receive(
+        self, turn: int, what: str, limit_s: float, failure: str
+    ) -> dict[int, Any]:
+        client, here = _jax.coordination_client(), _jax.process_index()
+        start_s, waited_s = time.monotonic(), 0.0
+        while True:
+            ends = {p: watch.end_of(p) for p in self.processes}  # before the last look
+            values = self._sent(turn)
+            for process, value in values.items():
+                if isinstance(value, _Problem) and process != here:
+                    names = {"process": process, "what": what, "failure": value.text}
+                    msg = failure.format(**names)
+                    raise self._error(msg) from watch.PeerError(value.blamed)
+            late = [process for process in self.processes if process not in values]
+            if not late:
+                return values
+            ended = [process for process in late if ends[process]]
+            if ended or waited_s >= limit_s:
+                msg = f"process {here} waited {limit_s:.0f} s for "
+                msg += f"{processes_text(late)}, which did not come to {what}"
+                if ended:
+                    msg = f"{ends[ended[0]]}, and process {here} waits for it in {what}"
+                problem = _Problem(f"{msg}. {self._hint}".strip(), [*ended, *late][0])
+                # Whoever comes later must not take this process for one that waits.
+                if not isinstance(values.get(here), _Problem):
+                    self._send(turn, problem)
+                raise self._error(problem.text) from watch.PeerError(problem.blamed)
+            slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
+            try:  # after this one, most others have come, too
+                key = self._key(turn, late[0])
+                client.blocking_key_value_get_bytes(key, int(1000 * slice_s))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            before_s, waited_s = waited_s, time.monotonic() - start_s
+            if before_s < self._warn_after_s <= waited_s:
+                msg = "process %d has waited %.0f s for %s in %s."
+                _log.warning(msg, here, waited_s, processes_text(late), what)
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Calls a function on the first process, and returns its result on all.
-
-        Raises:
-            MeshLayoutError: What `work` raises; as `error` on the other processes.
-        """
+        """Calls a function on the first process, and returns its result on all."""
         first, result = self.processes[0], None
         if _jax.process_index() == first:
             with self.failure_told():
@@ -147,88 +139,45 @@ class Channel:
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Tells the others of an error inside, at the exchange that comes next.
-
-        One that came from another process inside is known to all.
-        """
+        """Tells the others of an error inside, at the exchange that comes next."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error.__cause__, watch.PeerError):
+            if not isinstance(error.__cause__, watch.PeerError):  # which all know
                 self.fail(error)
             raise
 
-    def fail(
-        self,
-        error: BaseException,
-        *,
-        what: str | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Sends an error instead of a value: the others raise it in their exchange.
-
-        Waits for them, so that this process does not end before they have read it.
-        """
+    def fail(self, error: BaseException, **options: Any) -> None:
+        """Sends an error instead of a value, and waits for the others to read it."""
         is_ours = isinstance(error, MeshLayoutError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.
         with contextlib.suppress(self._error):
-            self.exchange(_Problem(text), what=what, timeout_s=timeout_s)
+            self.exchange(_Problem(text, _jax.process_index()), **options)
 
     def failure(self) -> str:
-        """Returns why another process will not come to the next exchange, or ``.
-
-        For a process that waits for the others in another way.
-        """
-        come = self._come(self._turn).values() if len(self.processes) > 1 else ()
-        texts = [x.text for x in come if isinstance(x, _Problem)]
+        """Returns why another process will not come to the next exchange, or ``."""
+        values = self._sent(self._turn).values() if len(self.processes) > 1 else ()
+        texts = [value.text for value in values if isinstance(value, _Problem)]
         return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
     def leave(self, turn: int) -> None:
         """Releases processes that wait for this one in an exchange, by its number."""
         self._send(turn, LEFT)
 
-    def _send(self, turn: int, value: object) -> int:
-        """Sends a value, and returns its length in bytes."""
-        client, content = _jax.coordination_client(), pickle.dumps(value)
-        key = self._key(turn, _jax.process_index())
-        client.key_value_set_bytes(key, content, allow_overwrite=True)
-        return len(content)
+    def _send(self, turn: int, value: object) -> None:
+        key, client = self._key(turn, _jax.process_index()), _jax.coordination_client()
+        client.key_value_set_bytes(key, pickle.dumps(value), allow_overwrite=True)
 
-    def _wait(
-        self, turn: int, process: int, what: str, start_s: float, limit_s: float
-    ) -> Any:
-        """Returns the value of a process; raises TimeoutError if it does not come."""
-        get = _jax.coordination_client().blocking_key_value_get_bytes
-        here, key = _jax.process_index(), self._key(turn, process)
-        waited_s = time.monotonic() - start_s
-        while True:
-            is_early = waited_s < self._warn_after_s
-            end = watch.end_of(process)  # before the last look
-            slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
-            try:
-                return pickle.loads(get(key, int(1000 * slice_s)))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-            waited_s = time.monotonic() - start_s
-            if end:
-                text = f"{end}, and process {here} waits for it in {what}. {self._hint}"
-                raise self._error(text.strip()) from watch.PeerError(process)
-            if waited_s >= limit_s:
-                raise TimeoutError
-            if is_early and waited_s >= self._warn_after_s:
-                text = "process %d has waited %.0f s for process %d in %s."
-                _log.warning(text, here, waited_s, process, what)
-
-    def _come(self, turn: int) -> dict[int, Any]:
+    def _sent(self, turn: int) -> dict[int, Any]:
         """Returns the values that have come, by process."""
         client, directory = _jax.coordination_client(), self._key(turn)
         entries = client.key_value_dir_get_bytes(directory)
         return {int(k.rpartition("/")[2]): pickle.loads(value) for k, value in entries}
 
     def _key(self, turn: int, process: int | str = "") -> str:
-        return f"meshlayout/{self._name}/{turn}/{process}"
+        # The name of another channel may go on after this one's, with a slash.
+        return f"meshlayout/{self._name}:{turn}/{process}"
 
 
 # The channels that `shared_channel` has opened, with the service's client of their run.

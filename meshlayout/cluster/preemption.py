@@ -23,25 +23,18 @@ from meshlayout import _jax
 logger = logging.getLogger("meshlayout.checkpoint")
 
 # EX_TEMPFAIL of sysexits.h, "temporary failure; try again". Neither Python (1, 2) nor
-# shells (126 to 165, including signals) use it, so that a scheduler can distinguish a
-# run that should be restarted from one that failed.
+# shells (126 to 165, including signals) use it.
 EXIT_STATUS = 75
 
-# JAX compares this count between processes, and it must never decrease: one for all
-# loops of a process.
+# JAX compares this count between processes, and it must never decrease.
 _turns = itertools.count(1)
 
 
 class Preempted(SystemExit):
     """A run was asked to end (SIGTERM) and has saved its state: start it again.
 
-    You need not catch it: the process ends with status 75 (`EXIT_STATUS`).
-
-    Args:
-        step: The step that was saved.
-
-    Attributes:
-        step: The step that was saved.
+    You need not catch it: the process ends with status 75 (`EXIT_STATUS`). The
+    attribute `step` is the step that was saved.
 
     Example:
         >>> Preempted(7).code, Preempted(7).step
@@ -57,12 +50,10 @@ class Preemption:
     """Finds out after each step whether this run was asked to end by SIGTERM.
 
     Use this in a loop that saves by itself; `Checkpointer.save` and `Trainer` have it
-    built in. With `jax.distributed`, its preemption service watches for the signal: a
-    SIGTERM to one process counts for all, and all of them learn of it at the same step,
-    some tenths of a second later; they must ask equally often. Otherwise this object
-    handles the signal inside the `with` block, in the main thread. A second SIGTERM
-    goes to the previous handler, and so does the first one at the end of the block if
-    `is_due` was not called after it.
+    built in. With `jax.distributed`, a SIGTERM to one process counts for all, and all
+    learn of it at the same step, if they ask equally often. Otherwise this handles the
+    signal inside the `with` block, in the main thread. A second SIGTERM goes to the
+    previous handler; so does the first one if nobody asks before the end of the block.
 
     Example:
         >>> import os, signal
@@ -74,44 +65,41 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._is_signaled = self._is_reported = self._is_handling = False
+        self._is_signaled = self._is_reported = False
         self._previous: Any = None
 
     def __enter__(self) -> Self:
         if _jax.has_preemption_service():
             return self
         previous = signal.getsignal(signal.SIGTERM)
-        problem = _obstacle(previous)
-        if problem:
-            logger.warning("this run will not be saved on SIGTERM: %s", problem)
+        is_main = threading.current_thread() is threading.main_thread()
+        if jax.process_count() > 1 or previous is None or not is_main:
+            logger.warning(
+                "this run will not be saved on SIGTERM: Python handles it only in the "
+                "main thread; several processes need jax_enable_preemption_service."
+            )
             return self
-        self._previous, self._is_handling = previous, True
+        self._previous = previous
         signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def is_due(self) -> bool:
-        """Returns whether to save and end now; call it once after each step.
-
-        Once it is due it stays due.
-        """
+        """Returns whether to save and end now; call it once after each step."""
         if _jax.has_preemption_service():
-            reached = _jax.reached_preemption_sync_point(next(_turns))
-            self._is_signaled = self._is_signaled or reached
+            self._is_signaled |= _jax.reached_preemption_sync_point(next(_turns))
         self._is_reported = self._is_signaled
         return self._is_signaled
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._restore_handler()
         # Nobody asked after the signal: the process must not outlive it.
         if self._is_signaled and not self._is_reported and error is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _restore_handler(self) -> None:
-        if self._is_handling:
-            self._is_handling = False
+        if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_signaled:  # again: somebody does not want to wait for the save
@@ -122,10 +110,7 @@ class Preemption:
 
 @contextlib.contextmanager
 def interrupts_later(*, patience: int) -> Iterator[None]:
-    """Raises Ctrl-C at its end; after `patience` of them, the next one at once.
-
-    For what must not be cut off; it may also hang.
-    """
+    """Raises Ctrl-C at its end; after `patience` of them, the next one at once."""
     handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and callable(handler)):
@@ -144,12 +129,3 @@ def interrupts_later(*, patience: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if 0 < len(caught) <= patience:
             handler(signal.SIGINT, caught[0])
-
-
-def _obstacle(previous: object) -> str:
-    """Returns why SIGTERM cannot be handled here; empty if it can."""
-    if jax.process_count() > 1:
-        return "jax_enable_preemption_service is off, so that processes cannot agree."
-    if threading.current_thread() is not threading.main_thread():
-        return "Python handles signals only in the main thread."
-    return "the signal is handled outside Python." if previous is None else ""

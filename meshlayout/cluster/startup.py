@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -45,22 +46,19 @@ def initialize(
     `jax.devices()` are those of all of them. If one of them fails later, all others
     name it and end; docs/scaling.md says after how long.
 
-    What is not given as an argument comes from JAX's variables
-    (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID,
-    JAX_COORDINATOR_BIND_ADDRESS, JAX_LOCAL_DEVICE_IDS), from TF_CONFIG (chief and
-    workers), or from JAX's own detection of SLURM, Open MPI, Kubernetes and Google
-    Cloud TPU. The choice is logged at level info. A second call with the same settings
-    does nothing.
+    What is not given as an argument comes from JAX's variables (JAX_COORDINATOR_ADDRESS
+    and so on, named as the arguments), from TF_CONFIG (chief and workers), or from
+    JAX's detection of SLURM, Open MPI, Kubernetes and Google Cloud TPU. The choice is
+    logged at level info.
 
     Args:
         coordinator_address: The host of process 0 and a free port on it, as
             `"10.0.0.1:1234"`, the same for all processes.
         num_processes: The number of processes.
         process_id: The index of this process, from 0.
-        local_device_ids: The ids of the GPUs of this machine that this process may
-            use; None for all of them.
-        coordinator_bind_address: The address and port at which process 0 listens, if
-            it is not the coordinator's: `"0.0.0.0:1234"` for all interfaces.
+        local_device_ids: The ids of this machine's GPUs to use; None for all.
+        coordinator_bind_address: Where process 0 listens, if it is not the
+            coordinator's address: `"0.0.0.0:1234"` for all interfaces.
         timeout_s: How long to wait for the other processes.
         heartbeat_timeout_s: After how many seconds without a heartbeat of JAX a process
             counts as killed, stopped or cut off.
@@ -70,9 +68,9 @@ def initialize(
 
     Raises:
         ClusterError: If a setting is malformed or missing, or sources contradict each
-            other; if the processes that came are not those that should; if process 0
-            cannot listen at its address; if called again with other settings; or if JAX
-            has already started its devices.
+            other; if other processes came than should; if process 0 cannot listen at
+            its address; if called again with other settings; or if JAX has already
+            started its devices.
 
     Example:
         >>> initialize()  # on one process, it does nothing
@@ -86,16 +84,12 @@ def initialize(
         "local_device_ids": local_device_ids,
         "coordinator_bind_address": coordinator_bind_address,
     }
-    timeouts = {
-        "timeout_s": timeout_s,
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "step_timeout_s": 1.0 if step_timeout_s is None else step_timeout_s,
-    }
+    timeouts = {"timeout_s": timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+    timeouts |= {} if step_timeout_s is None else {"step_timeout_s": step_timeout_s}
+    where: dict[str, Any] = {"where": "initialize", "error": ClusterError}
     for name, value in timeouts.items():
         # Sockets and locks take no more than nine billion seconds.
-        _checks.number(
-            name, value, above=0, at_most=1e9, where="initialize", error=ClusterError
-        )
+        _checks.number(name, value, above=0, at_most=1e9, **where)
     detect = functools.partial(_jax.detect_cluster, timeout_s=timeout_s)
     settings = find_settings(arguments, os.environ, detect)
     if _running is not None:
@@ -103,12 +97,35 @@ def initialize(
             msg = f"initialize: this program already runs as {_running}, and cannot "
             raise ClusterError(f"{msg}become {settings}. Call shutdown() before.")
         return
-    if settings.num_processes > 1 or settings.local_device_ids is not None:
-        _check_not_started()
+    is_late = _jax.has_backend() or jax.distributed.is_initialized()
+    if is_late and (
+        settings.num_processes > 1 or settings.local_device_ids is not None
+    ):
+        msg = (
+            "initialize comes too late: JAX has already started its devices, or was "
+            "started by jax.distributed.initialize, whose place this takes. Call it "
+            "before any other use of JAX, virtual_devices included; in a notebook, "
+            "restart the kernel first."
+        )
+        raise ClusterError(msg)
     if settings.num_processes > 1:
-        rendezvous.meet(settings, timeout_s)
-        _start(settings, heartbeat_timeout_s)
-        watch.start(heartbeat_timeout_s, step_timeout_s)
+        names = rendezvous.meet(settings, timeout_s)
+        # gRPC would ask a proxy in the environment for process 0, and wait forever
+        # where that cannot reach the cluster's machines. The meeting has connected.
+        host = settings.coordinator_address.rpartition(":")[0].strip("[]")
+        others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
+        os.environ[_DIRECT] = f"{others},{host}" if others else host
+        if settings.process_index:
+            watch.delay_abort()
+        _jax.start_processes(
+            coordinator_address=settings.coordinator_address,
+            num_processes=settings.num_processes,
+            process_id=settings.process_index,
+            local_device_ids=settings.local_device_ids,
+            coordinator_bind_address=settings.bind_address,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        watch.start(names, heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
         _jax.restrict_devices(settings.local_device_ids)
     _running = settings
@@ -128,18 +145,12 @@ def shutdown() -> None:
 
 
 def process_index() -> int:
-    """Returns the index of this process, from 0.
-
-    After `initialize`, it does not start JAX's devices.
-    """
+    """Returns the index of this process, from 0; it starts no devices."""
     return _jax.process_index() if _running is None else _running.process_index
 
 
 def process_count() -> int:
-    """Returns the number of processes of the program.
-
-    After `initialize`, it does not start JAX's devices.
-    """
+    """Returns the number of processes of the program."""
     return _jax.process_count() if _running is None else _running.num_processes
 
 
@@ -151,46 +162,3 @@ def is_main() -> bool:
         True
     """
     return process_index() == 0
-
-
-def _check_not_started() -> None:
-    """Refuses to start when JAX's devices, or its processes, have been started."""
-    if jax.distributed.is_initialized():
-        msg = (
-            "initialize: jax.distributed.initialize was called before. Call "
-            "ml.initialize instead of it; it takes the same arguments."
-        )
-        raise ClusterError(msg)
-    if _jax.has_backend():
-        msg = (
-            "initialize comes too late: JAX has already started its devices, and other "
-            "processes can no longer join them. Call it before any other use of JAX, "
-            "virtual_devices included; in a notebook, restart the kernel first."
-        )
-        raise ClusterError(msg)
-
-
-def _start(settings: Settings, heartbeat_timeout_s: float) -> None:
-    # gRPC would ask a proxy in the environment for process 0, and wait forever where
-    # that cannot reach the cluster's machines. The meeting has just connected directly.
-    host = settings.coordinator_address.rpartition(":")[0].strip("[]")
-    others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
-    os.environ[_DIRECT] = f"{others},{host}" if others else host
-    if settings.process_index:
-        watch.delay_abort()
-    try:
-        _jax.start_processes(
-            coordinator_address=settings.coordinator_address,
-            num_processes=settings.num_processes,
-            process_id=settings.process_index,
-            local_device_ids=settings.local_device_ids,
-            coordinator_bind_address=settings.bind_address,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-        )
-    except RuntimeError as problem:
-        msg = (
-            f"initialize: process {settings.process_index} could not start JAX's "
-            f"service at {settings.bind_address}: {problem}. If another program has "
-            "taken the port meanwhile, choose another one."
-        )
-        raise ClusterError(msg) from problem

@@ -26,9 +26,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -39,7 +38,7 @@ from meshlayout._counts import counts
 
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
-_NAMES = "meshlayout/names/"  # apart, as everybody reads all of `_ROOT` all the time
+_PING = "meshlayout/ping"
 _PAUSE_S = 0.5
 _NO_DEVICES = -1  # instead of a number of steps
 _NOBODY = -1  # instead of a process
@@ -67,15 +66,15 @@ class _Failure(NamedTuple):
     status: int = 1
 
 
-def start(heartbeat_s: float, step_timeout_s: float | None) -> None:
-    """Starts the watch, after `jax.distributed.initialize`.
+_watch: "_Watch | None" = None
 
-    Args:
-        heartbeat_s: After how long without a heartbeat a process is lost.
-        step_timeout_s: After how long without a step or a meeting a run is stuck.
-    """
+
+def start(
+    names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
+) -> None:
+    """Starts the watch, after `jax.distributed.initialize`; names are for messages."""
     global _watch
-    _watch = _Watch(heartbeat_s, step_timeout_s)
+    _watch = _Watch(names, heartbeat_s, step_timeout_s)
 
 
 def end_of(process: int) -> str:
@@ -95,42 +94,42 @@ def delay_abort() -> None:
 
 
 class _Watch:
-    """The watch that one process keeps over all; arguments as for `start`."""
+    """The watch that one process keeps over all."""
 
-    def __init__(self, heartbeat_s: float, step_timeout_s: float | None) -> None:
+    def __init__(
+        self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
+    ) -> None:
         state = _jax.coordination_state()
         counts.steps = counts.others = counts.meetings = 0
-        self._client, self._index = state.client, state.process_id
-        self._size, self._pid = state.num_processes, os.getpid()
-        self._pause_s = max(_PAUSE_S, self._size / 500)  # process 0 answers all
+        self._client, self._index, self._pid = (
+            state.client,
+            state.process_id,
+            os.getpid(),
+        )
+        self._names, self._name = names, names[self._index]
+        self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
-        self._ended, self._live = dict[int, int](), {*range(self._size)}
+        self._ended, self._live = dict[int, int](), {*range(len(names))}
         self._failure: _Failure | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
-        self._name = f"process {self._index} ({socket.gethostname()}, pid {self._pid})"
-        self._client.key_value_set(
-            f"{_NAMES}{self._index}", self._name, allow_overwrite=True
-        )
-        self._first = self._name_of(0)  # as its store ends with it
+        self._client.key_value_set(_PING, "", allow_overwrite=True)
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
         self._shutdown, state.shutdown = state.shutdown, self.leave
         atexit.register(self._note_devices)  # before JAX's handler, which ends them
+        targets = {"meshlayout-read": self._read, "meshlayout-ask": self._ask}
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in (
-                (self._read, "meshlayout-read"),
-                (self._ask, "meshlayout-ask"),
-            )
+            for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
 
     def end_of(self, process: int) -> str:
-        has_ended = process in self._ended
-        return f"{self._name_of(process)} has ended its program" if has_ended else ""
+        is_ended = process in self._ended
+        return f"{self._names[process]} has ended its program" if is_ended else ""
 
     def leave(self) -> None:
         """Ends `jax.distributed` here; process 0 first waits for all others."""
@@ -146,11 +145,14 @@ class _Watch:
             steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
             self._set(f"ended/{self._index}", steps)
             try:
-                self._wait_for_others()
+                # One that leaves without "ended" is found by `_read`, which ends this.
+                while self._index == 0 and self._failure is None and self._others():
+                    time.sleep(_PAUSE_S / 5)
+                self._linger(self._heartbeat_s)
             except KeyboardInterrupt as interrupt:
                 self._end(self._post(self._failure_of(interrupt)))
         if self._failure is not None:
-            self._let_others_read()
+            self._linger(_LINGER_S)
         _jax.coordination_state().shutdown = self._shutdown
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
@@ -164,22 +166,17 @@ class _Watch:
     def _note_devices(self) -> None:
         self._has_devices |= _jax.has_backend()
 
-    def _wait_for_others(self) -> None:
-        """Waits, on process 0, until all others have ended and left its store."""
-        others = {*range(1, self._size)} if self._index == 0 else set[int]()
-        # One that leaves without "ended" is found by `_read`, which ends this.
-        while self._failure is None and others - {*self._ended}:
-            time.sleep(_PAUSE_S / 5)
-        deadline_s = time.monotonic() + self._heartbeat_s
-        while others & self._live and time.monotonic() < deadline_s:
+    def _others(self) -> set[int]:
+        """Returns the other processes whose programs have not ended."""
+        return {*range(len(self._names))} - {self._index, *self._ended}
+
+    def _linger(self, limit_s: float) -> None:
+        """Waits, on process 0, until all others have left its store."""
+        deadline_s = time.monotonic() + limit_s
+        while self._index == 0 and self._live - {0} and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S / 5)
 
-    def _on_exception(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def _on_exception(self, kind: Any, error: BaseException, trace: Any) -> None:
         if self._ending.locked():  # the message is out, and this follows from it
             self._ending.acquire()
         self._hook(kind, error, trace)
@@ -196,7 +193,7 @@ class _Watch:
         if isinstance(error, KeyboardInterrupt):
             text = f"{self._name} was interrupted (Ctrl-C)."
             return _Failure(self._index, text, 128 + signal.SIGINT)
-        chain, cause = [error], error.__cause__ or error.__context__
+        chain, cause = list[BaseException](), error
         while cause is not None:
             chain.append(cause)
             cause = cause.__cause__ or cause.__context__
@@ -212,7 +209,11 @@ class _Watch:
             for process in self._ended:
                 text = f"{self.end_of(process)}, and {self._name} needs it: {error}"
                 return _Failure(process, text)
-        return _Failure(self._index, f"{self._name} failed: {_summary(error)}")
+        place = ""
+        for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+            place = f" ({frame.filename}, line {frame.lineno})"
+        text = f"{self._name} failed: {type(error).__name__}: {error}{place}"
+        return _Failure(self._index, text)
 
     # The threads.
 
@@ -220,7 +221,8 @@ class _Watch:
         """Asks JAX who is alive; JAX answers when all that are have asked."""
         while not self._is_over.wait(self._pause_s):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
-                self._live = {*self._client.get_live_nodes([*range(self._size)])}
+                processes = [*range(len(self._names))]
+                self._live = {*self._client.get_live_nodes(processes)}
 
     def _read(self) -> None:
         """Reads what the others have written, and judges."""
@@ -229,7 +231,7 @@ class _Watch:
             live = self._live  # before what is read: "ended" is written before it
             try:
                 # This has a time-out; the other one waits forever for process 0.
-                self._client.blocking_key_value_get(f"{_NAMES}{self._index}", 1000)
+                self._client.blocking_key_value_get(_PING, 1000)
                 entries = self._client.key_value_dir_get(_ROOT)
             except jax.errors.JaxRuntimeError:
                 if self._index and not self._is_over.is_set():
@@ -249,17 +251,14 @@ class _Watch:
             # It may have ended well, just after this process has left the store.
             silent_s = 2 * silent_s if self._is_leaving else self._heartbeat_s
         if silent_s >= self._heartbeat_s:
-            text = f"{self._first} is lost: it {why}."
+            text = f"{self._names[0]} is lost: it {why}."
             self._end(self._failure or _Failure(0, text))
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
-        moves: dict[int, int] = {}
-        for key, text in entries.items():
-            kind, _, process = key.partition("/")
-            if kind == "moves":
-                moves[int(process)] = int(text)
-            elif kind == "ended":
-                self._ended[int(process)] = int(text)
+        numbers: dict[str, dict[int, int]] = {"moves": {}, "ended": {}}
+        for kind, _, process in (key.partition("/") for key in entries if "/" in key):
+            numbers[kind][int(process)] = int(entries[f"{kind}/{process}"])
+        self._ended |= numbers["ended"]
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
@@ -269,9 +268,9 @@ class _Watch:
             if not is_own or time.monotonic() > self._failed_s + _CLEANUP_S:
                 self._end(failure)
             return
-        for process in sorted({*range(self._size)} - live - {*self._ended}):
-            text = f"{self._name_of(process)} is lost: it was killed, stopped or cut "
-            self._end(self._post(_Failure(process, f"{text}off, or left by os._exit.")))
+        for process in sorted(self._others() - live):
+            text = f"{self._names[process]} is lost: it was killed, stopped or cut off,"
+            self._end(self._post(_Failure(process, f"{text} or left by os._exit.")))
         own = counts.steps + counts.others
         for process, steps in self._ended.items():
             is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
@@ -281,38 +280,30 @@ class _Watch:
                 text = f"{self.end_of(process)}, and {self._name} is {where}, which "
                 self._end(self._post(_Failure(process, f"{text}needs it.")))
         if self._step_timeout_s is not None:
-            self._judge_moves(moves, self._step_timeout_s)
+            self._judge_moves(numbers["moves"], self._step_timeout_s)
 
     def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
         """Ends all if none has begun a step or a meeting for too long."""
-        own = counts.steps + counts.others + counts.meetings
-        self._set(f"moves/{self._index}", own)
+        self._set(
+            f"moves/{self._index}", counts.steps + counts.others + counts.meetings
+        )
         if moves != self._moves or self._ended:
             self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
             last, most = min(moves, key=moves.__getitem__), max(moves.values())
-            where = f"{self._name_of(last)} is behind, in number {moves[last]} of "
+            where = f"{self._names[last]} is behind, in number {moves[last]} of {most}."
             if moves[last] == most:
-                last, where = (
-                    _NOBODY,
-                    "no process is behind another, all are in number ",
-                )
+                where = f"no process is behind another, all are in number {most}."
+                last = _NOBODY
             text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
-            self._end(self._post(_Failure(last, f"{text}{where}{most}.")))
+            self._end(self._post(_Failure(last, text + where)))
 
     # What these stand on.
 
-    def _name_of(self, process: int) -> str:
+    def _set(self, key: str, value: int) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key = f"{_NAMES}{process}"
-            return str(self._client.blocking_key_value_get(key, 1000))
-        return f"process {process}"
-
-    def _set(self, key: str, value: object) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(
-                f"{_ROOT}{key}", str(value), allow_overwrite=True
-            )
+            key = f"{_ROOT}{key}"
+            self._client.key_value_set(key, str(value), allow_overwrite=True)
 
     def _post(self, failure: _Failure) -> _Failure:
         """Posts a failure; returns the one that was posted first, for all to name."""
@@ -324,14 +315,6 @@ class _Watch:
                 text = self._client.blocking_key_value_get(key, 1000)
                 return _Failure(*json.loads(text))
         return failure
-
-    def _let_others_read(self) -> None:
-        """Waits, on process 0, until all others have read why, and left."""
-        deadline_s = time.monotonic() + _LINGER_S
-        while self._index == 0 and time.monotonic() < deadline_s:
-            if not self._live - {self._index, *self._ended}:
-                break
-            time.sleep(_PAUSE_S / 5)
 
     def _end(self, failure: _Failure) -> NoReturn:
         """Prints the message, and ends this process."""
@@ -346,20 +329,10 @@ class _Watch:
             os.write(2, f"meshlayout: {failure.text}\n".encode())
         for worker in multiprocessing.active_children():  # would hold the output open
             worker.kill()
-        self._let_others_read()
+        self._linger(_LINGER_S)
         if self._index:  # else JAX's service in process 0 takes 5 s to end
             _in_time(self._shutdown, 1.0)  # if process 0 is gone, it waits
         os._exit(failure.status)
-
-
-_watch: _Watch | None = None
-
-
-def _summary(error: BaseException) -> str:
-    """Returns an error in a line, with the line of the program that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in frames)
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _in_time(call: Callable[[], Any], limit_s: float) -> None:

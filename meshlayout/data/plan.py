@@ -129,7 +129,8 @@ class DataOptions:
                 "weights must be a key of the batch, an index into a tuple, or None, "
                 f"got {_checks.shown(self.weights)}."
             )
-        _checks.flag("per_process", self.per_process, error=DataError)
+        flags = (True, False)
+        _checks.choice("per_process", self.per_process, flags, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
         remainders = ("pad", "drop", "repeat")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)

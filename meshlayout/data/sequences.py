@@ -65,15 +65,14 @@ def pack_sequences(
         b'to be\x00' [1 1 1 1 1 0]
         b'ornot\x00' [1 1 2 2 2 0]
     """
-    flag = functools.partial(_checks.flag, error=DataError)
     count = functools.partial(_checks.count, error=DataError)
     recipe = {
         "mode": _checks.choice("mode", mode, ("chunk", "pack"), error=DataError),
         "length": count("length", length),
         "separator": separator,
         "remainder": remainder,
-        "targets": flag("targets", targets),
-        "document_ids": flag("document_ids", document_ids),
+        "targets": targets,
+        "document_ids": document_ids,
         "open_rows": count("open_rows", open_rows),
     }
     if separator is not None:

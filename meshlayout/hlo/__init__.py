@@ -11,4 +11,4 @@ from meshlayout.hlo.communication import (
     read_communication as read_communication,
 )
 from meshlayout.hlo.cost import Cost as Cost, read_cost as read_cost
-from meshlayout.hlo.leaves import leaf_name as leaf_name
+from meshlayout.hlo.origins import leaf_name as leaf_name

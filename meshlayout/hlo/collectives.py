@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshlayout.hlo.leaves import Leaves
-from meshlayout.hlo.origins import origin_of
+from meshlayout.hlo.origins import Origins
 from meshlayout.hlo.program import OP_NAME, Instruction, Program, arrays_of, nbytes
 from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
 from meshlayout.mesh import Mesh
@@ -47,9 +46,8 @@ class Collective:
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
     Attributes:
-        kind: Its kind, such as `"all_reduce"`.
-        axes: The mesh axes it goes along, in the mesh's order; None if the mesh is not
-            known.
+        kind: Such as `"all_reduce"`.
+        axes: The mesh axes it goes along; None if the mesh is not known.
         whole_axes: Whether each of its groups is all devices along these axes.
         num_devices: How many devices are in each group; 2 for a permutation.
         arrays: Its results on each device, such as `("f32[512, 10]",)`.
@@ -62,11 +60,9 @@ class Collective:
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
         module: The submodule it serves: the scopes of Linen and of `jax.named_scope`,
-            or the path of the weights that made its values, such as
-            `"blocks/0/attention/query"`; or empty.
-        source: The innermost line of code that is not a library's, such as
-            `"models/mlp.py:31"`, or empty; of a collective that the compiler combined
-            from several, the line of most, and how many others there are.
+            or the path of the weights that made its values; or empty.
+        source: The innermost line of the user's code, such as `"models/mlp.py:31"`, or
+            empty; of several that were combined, that of most, and how many others.
         leaves: The arguments of the program that it moves, such as
             `"layers/0/kernel"`; of a step, also the leaves of the state whose gradients
             or updates it moves. Activations have none.
@@ -90,68 +86,68 @@ class Collective:
 
 
 def read_collectives(
-    program: Program, mesh: Mesh | None, leaves: Leaves
+    program: Program, mesh: Mesh | None, origins: Origins
 ) -> Iterator[Collective]:
     """Yields the collectives of a program on a mesh, in the order of its text."""
     pieces: dict[tuple[str, ...], Collective] = {}
     started: set[tuple[str, ...]] = set()
-    for computation, instruction in program:
+    for instruction in program:
         if instruction.opcode not in _OPCODES:
             continue
-        collective = _collective(program, computation, instruction, mesh, leaves)
-        if not _PIECE.match(computation):
+        collective = _collective(program, instruction, mesh, origins)
+        if not _PIECE.match(instruction.computation):
             yield collective
             continue
         key = collective.kind, *map(instruction.attribute, (_CHANNEL, _CHAIN))
-        others = program.computations[computation].values()
+        others = program.computations[instruction.computation]
         if any(_STARTS in other.rest for other in others):
             started.add(key)
             yield collective
         # With no start in the text, what runs least is all of it.
-        pieces[key] = min(
-            pieces.get(key, collective), collective, key=lambda x: x.times
-        )
+        if key not in pieces or collective.times < pieces[key].times:
+            pieces[key] = collective
     yield from (piece for key, piece in pieces.items() if key not in started)
 
 
 # Names of the computations that an asynchronous collective is spread over on TPUs, and
 # what XLA writes there: the number of the chain of pieces, and its first piece.
 _PIECE = re.compile("async_collective|fused_computation")
-_CHANNEL = r"\bchannel_id=(\d+)"
-_CHAIN = r'\bchain_id="(\d+)"'
+_CHANNEL, _CHAIN = r"\bchannel_id=(\d+)", r'\bchain_id="(\d+)"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 # GPU programs start and end everything; this is where nothing runs in between.
 _IS_SYNCHRONOUS = '"is_sync":true'
 
 
 def _collective(
-    program: Program,
-    computation: str,
-    instruction: Instruction,
-    mesh: Mesh | None,
-    leaves: Leaves,
+    program: Program, instruction: Instruction, mesh: Mesh | None, origins: Origins
 ) -> Collective:
     kind, is_async = _OPCODES[instruction.opcode]
-    arrays = _results(instruction, kind, is_start=is_async)
+    arrays = arrays_of(instruction.type)
+    if is_async and kind != "all_reduce":
+        # A start's type holds its operands first, and perhaps context numbers last.
+        while len(arrays) > 2 and arrays[-1] == ("u32", ()):
+            arrays.pop()
+        arrays = arrays[len(arrays) // 2 :]
     groups = replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     size = sum(nbytes(*array) for array in arrays)
+    computation = instruction.computation
     is_scatter = computation.startswith("all-reduce-scatter")  # a fusion, on TPUs
-    site, outer = computation, instruction  # where its result is used
-    for caller, call in program.callers.get(computation, ())[:1]:
+    outer = instruction  # what has its result
+    for call in program.callers.get(computation, ())[:1]:
         if is_scatter or call.opcode == "async-start" or _PIECE.match(computation):
-            site, outer = caller, call
+            outer = call
             is_async = is_async or not is_scatter
     if is_scatter:
         kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
     axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
-    runs = program.runs(computation)
-    moved = leaves.moved(computation, instruction, site, outer)
-    scopes, source = origin_of(program, computation, instruction)
+    times, times_known, in_loop = program.runs(computation)
+    moved = origins.leaves(instruction, outer)
+    scopes, source = origins.scopes_and_source(instruction)
     if not source:
-        scopes, source = origin_of(program, site, outer)
+        scopes, source = origins.scopes_and_source(outer)
     # An NNX model has no scopes: the weights tell its layers apart.
-    module = "/".join(scopes) or leaves.parent(moved) or leaves.module(site, outer)
+    module = "/".join(scopes) or origins.parent(moved) or origins.module(outer)
     return Collective(
         kind=kind,
         axes=axes,
@@ -159,32 +155,16 @@ def _collective(
         num_devices=width,
         arrays=tuple(f"{x}[{', '.join(map(str, dims))}]" for x, dims in arrays),
         nbytes=size,
-        wire_bytes=runs.times * _wire_bytes(kind, size, groups),
-        times=runs.times,
-        times_known=runs.is_known,
-        in_loop=runs.in_loop,
+        wire_bytes=times * _wire_bytes(kind, size, groups),
+        times=times,
+        times_known=times_known,
+        in_loop=in_loop,
         is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
         module=module,
         source=source,
         leaves=tuple(moved),
     )
-
-
-def _results(
-    instruction: Instruction, kind: str, *, is_start: bool
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the dtypes and shapes of a collective's results.
-
-    The type of a `-start` operation holds its operands first, except for all-reduce,
-    and perhaps numbers of its context last.
-    """
-    arrays = arrays_of(instruction.type)
-    if not is_start or kind == "all_reduce":
-        return arrays
-    while len(arrays) > 2 and arrays[-1] == ("u32", ()):
-        arrays.pop()
-    return arrays[len(arrays) // 2 :]
 
 
 def _wire_bytes(kind: str, size: int, groups: list[list[int]]) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _render
 from meshlayout.errors import CommunicationError
 from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
-from meshlayout.hlo.leaves import Leaves
+from meshlayout.hlo.origins import Origins
 from meshlayout.hlo.program import Program
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -21,8 +21,7 @@ class Communication(Mapping[str, int]):
     """The collectives of a program; a mapping from kind to how many there are.
 
     In the counts each is counted once, in a loop or not; in the bytes, as often as it
-    runs. Text by `str` or `print`, a table in notebooks. Use `diff` to see what a
-    change of the layouts changes here, and `to_lock` to hold it in a test.
+    runs. Text by `str` or `print`, a table in notebooks.
 
     Attributes:
         collectives: Every one, in the program's order.
@@ -51,11 +50,7 @@ class Communication(Mapping[str, int]):
     def by(
         self, key: Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
     ) -> "dict[str, Communication]":
-        """Returns the collectives in groups, those that send most first.
-
-        Args:
-            key: The attribute that those of a group have in common.
-        """
+        """Returns groups with the same attribute, those that send most first."""
         groups: dict[str, list[Collective]] = {}
         for x in self.collectives:
             text = _axes_text(x) if key == "axes" else str(getattr(x, key))
@@ -77,14 +72,16 @@ class Communication(Mapping[str, int]):
     def __str__(self) -> str:
         if not self.collectives:
             return "The program has no collectives."
-        rows = _rows(self.collectives)
-        return _render.text_table(_HEADERS, rows, _ALIGN, self._notes())
+        return _render.text_table(
+            _HEADERS, _rows(self.collectives), _ALIGN, self._notes()
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = _rows(self.collectives)
-        return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
+        return _render.html_table(
+            _HEADERS, _rows(self.collectives), _ALIGN, notes=self._notes()
+        )
 
     def _total(self) -> str:
         count = len(self.collectives)
@@ -103,12 +100,10 @@ class Communication(Mapping[str, int]):
         return lines
 
     def diff(self, other: "Communication") -> "CommunicationDiff":
-        """Compares with another program, such as that of other layouts.
-
-        Returns:
-            What only the other one sends, and what only this one.
-        """
-        return CommunicationDiff(self, other)
+        """Compares with another program, such as that of other layouts."""
+        before, after = Counter(self.collectives), Counter(other.collectives)
+        added, removed = (after - before).elements(), (before - after).elements()
+        return CommunicationDiff(self, other, tuple(added), tuple(removed))
 
     def to_lock(self) -> str:
         """Returns the collectives as stable text, one line for those that are alike.
@@ -122,11 +117,7 @@ class Communication(Mapping[str, int]):
         return "\n".join([total, *lines]) + "\n"
 
     def check_lock(self, text: str) -> None:
-        """Raises CommunicationError, with the lines that differ, if there are any.
-
-        Args:
-            text: What `to_lock` returned when the program was last reviewed.
-        """
+        """Raises CommunicationError where it differs from an earlier `to_lock`."""
         fact = "the program does not send what is locked"
         _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
 
@@ -138,20 +129,14 @@ class CommunicationDiff:
     Attributes:
         before: What the first program sends.
         after: What the second one sends.
+        added: What only the second one sends, or more of.
+        removed: What only the first one sends, or more of.
     """
 
     before: Communication
     after: Communication
-
-    @property
-    def added(self) -> tuple[Collective, ...]:
-        """Collectives that only the second program has."""
-        return _without(self.after, self.before)
-
-    @property
-    def removed(self) -> tuple[Collective, ...]:
-        """Collectives that only the first program has."""
-        return _without(self.before, self.after)
+    added: tuple[Collective, ...]
+    removed: tuple[Collective, ...]
 
     @property
     def wire_bytes(self) -> int:
@@ -159,23 +144,15 @@ class CommunicationDiff:
         return self.after.wire_bytes - self.before.wire_bytes
 
     def __str__(self) -> str:
-        if not self.added and not self.removed:
+        rows = [["+", *row] for row in _rows(self.added)]
+        rows += [["-", *row] for row in _rows(self.removed)]
+        if not rows:
             return "Both programs send the same."
-        sides = (("+", self.added), ("-", self.removed))
-        rows = [[sign, *row] for sign, part in sides for row in _rows(part)]
         sent = (_render.bytes_text(x.wire_bytes) for x in (self.before, self.after))
         notes = [f"each device sends: {' -> '.join(sent)}"]
         return _render.text_table(["", *_HEADERS], rows, "l" + _ALIGN, notes)
 
     __repr__ = __str__
-
-
-_HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
-_ALIGN = "lllrrll"
-_UNKNOWN = (
-    "? marks loops of unknown length, counted as one iteration, and branches, counted "
-    "as taken"
-)
 
 
 def read_communication(
@@ -217,9 +194,17 @@ def read_communication(
         # The one that says most: a mesh of one device may be among them.
         mesh = max(whole, key=lambda x: sum(n > 1 for n in x.axis_sizes), default=None)
     parsed = Program(text)
-    leaves = Leaves(parsed, arguments or {}, results)
+    origins = Origins(parsed, arguments or {}, results)
     known = None if mesh is None else as_mesh(mesh)
-    return Communication(tuple(read_collectives(parsed, known, leaves)))
+    return Communication(tuple(read_collectives(parsed, known, origins)))
+
+
+_HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
+_ALIGN = "lllrrll"
+_UNKNOWN = (
+    "? marks loops of unknown length, counted as one iteration, and branches, counted "
+    "as taken"
+)
 
 
 def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
@@ -238,24 +223,33 @@ def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
     ]
 
 
-def _axes_text(collective: Collective) -> str:
-    if collective.axes is None:
-        return f"groups of {collective.num_devices}"
-    names = ", ".join(collective.axes) or "none"
-    return names if collective.whole_axes else f"{names} (in part)"
+def _lock_line(x: Collective) -> str:
+    """Returns a line that stays the same where source code moves."""
+    purpose = ", ".join(x.leaves) or x.module
+    return (
+        f"{x.kind} over {_axes_text(x)}: {', '.join(_counted(x.arrays))}, "
+        f"{x.wire_bytes} bytes sent, times {_times_text(x)}"
+        f"{', asynchronous' * x.is_async}{', for ' * bool(purpose)}{purpose}"
+    )
 
 
-def _times_text(collective: Collective) -> str:
-    return f"{collective.times}{'?' * (not collective.times_known)}"
+def _axes_text(x: Collective) -> str:
+    if x.axes is None:
+        return f"groups of {x.num_devices}"
+    return (", ".join(x.axes) or "none") + " (in part)" * (not x.whole_axes)
 
 
-def _purpose(collective: Collective) -> str:
+def _times_text(x: Collective) -> str:
+    return f"{x.times}{'?' * (not x.times_known)}"
+
+
+def _purpose(x: Collective) -> str:
     """Returns the leaves, or the submodule and the operation, that it serves."""
-    if collective.leaves:
-        return _listed(collective.leaves, 2)
-    *_, operation = collective.op_name.replace(")", "/").rpartition("/")
-    backward = " (backward)" * ("transpose(" in collective.op_name)
-    return f"{'/'.join(filter(None, (collective.module, operation)))}{backward}".strip()
+    if x.leaves:
+        return _listed(x.leaves, 2)
+    *_, operation = x.op_name.replace(")", "/").rpartition("/")
+    backward = " (backward)" * ("transpose(" in x.op_name)
+    return f"{'/'.join(filter(None, (x.module, operation)))}{backward}".strip()
 
 
 def _counted(arrays: Iterable[str]) -> list[str]:
@@ -266,26 +260,3 @@ def _counted(arrays: Iterable[str]) -> list[str]:
 def _listed(texts: Sequence[str], at_most: int) -> str:
     more = len(texts) - at_most
     return ", ".join(texts[:at_most]) + f", ... ({more} more)" * (more > 0)
-
-
-def _lock_line(collective: Collective) -> str:
-    """Returns a line that stays the same where source code moves."""
-    purpose = ", ".join(collective.leaves) or collective.module
-    return (
-        f"{collective.kind} over {_axes_text(collective)}: "
-        f"{', '.join(_counted(collective.arrays))}, "
-        f"{collective.wire_bytes} bytes sent, times {_times_text(collective)}"
-        f"{', asynchronous' * collective.is_async}{', for ' * bool(purpose)}{purpose}"
-    )
-
-
-def _without(sent: Communication, other: Communication) -> tuple[Collective, ...]:
-    """Returns the collectives that another program does not have, or fewer of."""
-    lines = [*map(_lock_line, sent.collectives)]
-    extra = Counter(lines) - Counter(map(_lock_line, other.collectives))
-    picked: list[Collective] = []
-    for collective, line in zip(sent.collectives, lines, strict=True):
-        if extra[line] > 0:
-            extra[line] -= 1
-            picked.append(collective)
-    return tuple(picked)

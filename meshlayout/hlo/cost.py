@@ -7,11 +7,10 @@ every platform, and knows how often its scans run.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
-from meshlayout import _jax, _render
+from meshlayout import _jax
 from meshlayout._annotations import Equation
 
 
@@ -31,19 +30,6 @@ class Cost:
     times_known: bool = True
     uncounted: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        notes = []
-        if self.uncounted:
-            notes.append(f"not counted: the FLOPs of {', '.join(self.uncounted)}")
-        if not self.times_known:
-            notes.append(
-                "loops of unknown length count as one iteration, branches as taken"
-            )
-        rows = [["FLOPs", f"{self.flops:,}"]]
-        return _render.text_table(["", "all devices"], rows, "lr", notes)
-
-    __repr__ = __str__
-
 
 def read_cost(program: jax.stages.Traced) -> Cost:
     """Counts the FLOPs of a traced program, on all devices together.
@@ -59,51 +45,50 @@ def read_cost(program: jax.stages.Traced) -> Cost:
         >>> read_cost(jax.jit(chain).trace(*arguments)).flops
         2621440
     """
-    return _cost_of(program.jaxpr.jaxpr)
+    return _total([_cost_of(eqn) for eqn in program.jaxpr.jaxpr.eqns])
 
 
-_KERNELS = ("pallas_call", "pure_callback", "io_callback", "ffi_call")
+def _total(costs: list[Cost]) -> Cost:
+    names = dict.fromkeys(name for cost in costs for name in cost.uncounted)
+    is_known = all(cost.times_known for cost in costs)
+    return Cost(sum(cost.flops for cost in costs), is_known, tuple(names))
 
 
-def _cost_of(jaxpr: Any) -> Cost:
-    costs = [_equation_cost(eqn) for eqn in jaxpr.eqns]
-    return Cost(
-        sum(cost.flops for cost in costs),
-        all(cost.times_known for cost in costs),
-        tuple(dict.fromkeys(name for cost in costs for name in cost.uncounted)),
-    )
-
-
-def _equation_cost(eqn: Equation) -> Cost:
+def _cost_of(eqn: Equation) -> Cost:
     name, params = eqn.primitive.name, eqn.params
-    if name in _KERNELS:
+    if name in ("pallas_call", "pure_callback", "io_callback", "ffi_call"):
         return Cost(0, uncounted=(name,))
-    if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-        shapes = [x.aval.shape for x in eqn.invars[:2]]
-        products = _products(params, *shapes)
+    products = _products(eqn)
+    if products:
         return Cost(2 * products * math.prod(eqn.outvars[0].aval.shape))
-    inner = [_cost_of(jaxpr) for jaxpr in _jax.inner_jaxprs(eqn)]
-    flops = [cost.flops for cost in inner]
+    bodies = [
+        _total([_cost_of(x) for x in jaxpr.eqns]) for jaxpr in _jax.inner_jaxprs(eqn)
+    ]
+    whole = _total(bodies)
+    if name == "cond":
+        most = max(body.flops for body in bodies)
+        return Cost(most, times_known=False, uncounted=whole.uncounted)
     times = params["length"] if name == "scan" else 1
     if name == "shard_map":  # the program of one device
         mesh = params["mesh"]
         manual = params.get("manual_axes", mesh.axis_names)
         times = math.prod(mesh.shape[axis] for axis in manual)
-    return Cost(
-        max(flops) if name == "cond" else times * sum(flops),
-        name not in ("while", "cond") and all(cost.times_known for cost in inner),
-        tuple(kernel for cost in inner for kernel in cost.uncounted),
-    )
+    is_known = whole.times_known and name != "while"
+    return Cost(times * whole.flops, is_known, whole.uncounted)
 
 
-def _products(params: Any, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Returns how many products make one number of the result."""
+def _products(eqn: Equation) -> int:
+    """Returns how many products make one number of the result; 0 for others."""
+    name, params = eqn.primitive.name, eqn.params
     numbers = params.get("dimension_numbers")
-    if "lhs_dilation" in params:
-        outputs = right[numbers.rhs_spec[0]]
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
         # Between the numbers of a dilated input, such as in gradients, are zeros.
-        return math.prod(right) // outputs // math.prod(params["lhs_dilation"])
-    if numbers is None:
+        holes = kernel[numbers.rhs_spec[0]] * math.prod(params["lhs_dilation"])
+        return math.prod(kernel) // holes
+    if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    elif name != "dot_general":
+        return 0
     (contracted, _), _ = numbers
-    return math.prod(left[dim] for dim in contracted)
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)

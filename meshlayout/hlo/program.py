@@ -1,4 +1,4 @@
-"""The text of a compiled program as computations, loops and source lines.
+"""The text of a compiled program as instructions, loops and source lines.
 
 XLA has no stable API for optimized programs, but prints them for every platform in one
 grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
@@ -10,17 +10,19 @@ constants, too. Any other loop is of unknown length.
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 
-class Instruction(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Instruction:
     """One instruction; its text after the opening parenthesis is the rest."""
 
-    name: str
+    computation: str
     type: str
     opcode: str
-    operands: tuple[str, ...]
+    operands: tuple["Instruction", ...]
     rest: str
 
     def attribute(self, pattern: str) -> str:
@@ -28,27 +30,22 @@ class Instruction(NamedTuple):
         match = re.search(pattern, self.rest)
         return match[1] if match else ""
 
-
-class Runs(NamedTuple):
-    """How often a computation runs in one run of the program, as in `Collective`."""
-
-    times: int
-    is_known: bool
-    in_loop: bool
+    def callee(self, role: str) -> str:
+        """Returns the name of the computation that it calls as a role, such as body."""
+        return self.attribute(rf"\b{role}=%([^\s,]+)")
 
 
 # The element of nested tuples that a value is, outermost first.
 Path: TypeAlias = tuple[str, ...]
 
 OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
-INDEX = r"\bindex=(\d+)"
 
 _HEAD = re.compile(r"(?:ENTRY )?%?([^\s(=]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _ATTRIBUTES = re.compile(r"\), [\w-]+=")
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _CALLED = re.compile(r"(\w+)=(\{%[^}]*\}|%[^\s,)}]+)")
-# Names of files and functions, locations and stack frames are tables after a heading.
+# Names of files, locations and stack frames are tables, each after a heading.
 _HEADING = re.compile(r"[A-Z]\w+$")
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 
@@ -57,17 +54,17 @@ class Program:
     """A compiled program, read from its text.
 
     Attributes:
-        computations: Instructions by name, by the name of their computation.
-        roots: The name of each computation's result.
-        callers: The instructions that call each computation, with their computations.
+        computations: The instructions of each computation, by its name.
+        roots: The result of each computation.
+        callers: The instructions that call each computation.
         num_devices: How many devices it runs on.
         entry: The name of the computation that is the whole program.
     """
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        self.roots: dict[str, str] = {}
-        self.callers: dict[str, list[tuple[str, Instruction]]] = {}
+        self.computations: dict[str, list[Instruction]] = {}
+        self.roots: dict[str, Instruction] = {}
+        self.callers: dict[str, list[Instruction]] = {}
         self.entry = ""
         self._tables: dict[tuple[str, int], str] = {}
         # The header is one line, which holds the types of all arguments.
@@ -75,36 +72,37 @@ class Program:
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
         self._parse(text)
-        for name, instruction in self:
-            for called in self.called(instruction):
-                self.callers.setdefault(called, []).append((name, instruction))
+        for instruction in self:
+            for name in self.called(instruction):
+                self.callers.setdefault(name, []).append(instruction)
         # A program is read once and thrown away, and the cache with it.
         self.runs = cache(self._runs)
 
     def _parse(self, text: str) -> None:
         computation = heading = ""
+        known: dict[str, Instruction] = {}
+        outside = Instruction("", "", "", (), "")
         for line in text.splitlines():
             if match := _INSTRUCTION.match(line):
                 root, name, kind, opcode, rest = match.groups()
-                operands = tuple(_NAME.findall(_ATTRIBUTES.split(rest, 1)[0]))
-                instruction = Instruction(name, kind, opcode, operands, rest)
-                self.computations[computation][name] = instruction
+                names = _NAME.findall(_ATTRIBUTES.split(rest, 1)[0])
+                operands = tuple(known.get(other, outside) for other in names)
+                known[name] = Instruction(computation, kind, opcode, operands, rest)
+                self.computations[computation].append(known[name])
                 if root:
-                    self.roots[computation] = name
+                    self.roots[computation] = known[name]
             elif match := _HEAD.match(line):
-                computation = match[1]
-                self.computations[computation] = {}
+                computation, known = match[1], {}
+                self.computations[computation] = []
                 self.entry = computation if line.startswith("ENTRY") else self.entry
             elif match := _ROW.match(line):
                 self._tables[heading, int(match[1])] = match[2] or match[3] or ""
             elif _HEADING.match(line):
                 heading = line
 
-    def __iter__(self) -> Iterator[tuple[str, Instruction]]:
-        """Yields every instruction, with the name of its computation."""
-        for name, instructions in self.computations.items():
-            for instruction in instructions.values():
-                yield name, instruction
+    def __iter__(self) -> Iterator[Instruction]:
+        for instructions in self.computations.values():
+            yield from instructions
 
     def called(self, instruction: Instruction) -> list[str]:
         """Returns the names of the computations that an instruction calls.
@@ -119,87 +117,45 @@ class Program:
             if name in self.computations
         ]
 
-    def maker(
-        self,
-        computation: str,
-        name: str,
-        path: Path = (),
-        moves: Collection[str] = ("copy", "bitcast"),
-    ) -> tuple[Instruction, Path]:
-        """Returns the instruction of a computation that made a value.
-
-        The value is the element `path` of `name`. It is followed through tuples, and
-        through opcodes that only move it. Also returns which element of the result it
-        is; an instruction without opcode is outside of the computation.
-        """
-        instructions = self.computations[computation]
-        while instruction := instructions.get(name):
-            _, _, opcode, operands, _ = instruction
-            if opcode == "get-tuple-element":
-                name, path = operands[0], (instruction.attribute(INDEX), *path)
-            elif path and (opcode == "tuple" or (opcode in moves and operands[1:])):
-                # Several all-gathers may be one, with a tuple of results.
-                name, path = operands[int(path[0])], path[1:]
-            elif opcode in moves:
-                name = operands[0]
-            else:
-                return instruction, path
-        return Instruction(name, "", "", (), ""), path
-
-    def _argument(self, computation: str, name: str, path: Path = ()) -> Path | None:
-        """Returns the path in the computation's argument that a value is, or None."""
-        maker, path = self.maker(computation, name, path)
-        return path if maker.opcode == "parameter" else None
-
-    def _integer(self, computation: str, name: str, path: Path = ()) -> int | None:
-        maker, _ = self.maker(computation, name, path)
-        text = maker.attribute(r"^(-?\d+)\)")
-        return int(text) if maker.opcode == "constant" and text else None
-
-    def carries(self, loop: Instruction, path: Path) -> bool:
-        """Returns whether a loop hands on an element of what it carries unchanged."""
-        body = _called_as("body", loop)
-        return self._argument(body, self.roots[body], path) == path
-
-    def _runs(self, computation: str) -> Runs:
+    def _runs(self, computation: str) -> tuple[int, bool, bool]:
+        """Returns how often it runs, whether that is known, and if it is in a loop."""
         calls = self.callers.get(computation, ())
         times, is_known, in_loop = 0 if calls else 1, True, False
-        for site, instruction in calls:
-            outer, turns = self.runs(site), 1
-            is_known = (
-                is_known and outer.is_known and instruction.opcode != "conditional"
-            )
-            if instruction.opcode == "while":
-                count = self._trip_count(site, instruction)
+        for call in calls:
+            outer_times, is_outer_known, is_outer_in_loop = self.runs(call.computation)
+            is_known = is_known and is_outer_known and call.opcode != "conditional"
+            in_loop = in_loop or is_outer_in_loop or call.opcode == "while"
+            turns = 1
+            if call.opcode == "while":
+                count = self._trip_count(call)
                 is_known = is_known and count is not None
-                is_condition = computation == _called_as("condition", instruction)
+                is_condition = computation == call.callee("condition")
                 turns = 1 if count is None else count + is_condition
-            times += outer.times * turns
-            in_loop = in_loop or outer.in_loop or instruction.opcode == "while"
-        return Runs(times, is_known, in_loop)
+            times += outer_times * turns
+        return times, is_known, in_loop
 
-    def _trip_count(self, computation: str, loop: Instruction) -> int | None:
+    def _trip_count(self, loop: Instruction) -> int | None:
         """Returns how often a loop's body runs; None if the text does not say."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if noted:
             return int(noted)
         # while (counter < stop) counter = counter + step
-        condition, body = _called_as("condition", loop), _called_as("body", loop)
-        test, _ = self.maker(condition, self.roots[condition])
-        is_less = test.attribute(r"\bdirection=(LT)\b")
-        counter = self._argument(condition, test.operands[0]) if is_less else None
-        if not counter:
+        test, _ = maker(self.roots[loop.callee("condition")])
+        if "direction=LT" not in test.rest:
             return None
-        update, _ = self.maker(body, self.roots[body], counter)
-        is_sum = update.opcode == "add"
-        if not is_sum or self._argument(body, update.operands[0]) != counter:
+        counter, stop = map(_value, test.operands)
+        if not isinstance(counter, tuple):
             return None
-        start = self._integer(computation, loop.operands[0], counter)
-        stop = self._integer(condition, test.operands[1])
-        step = self._integer(body, update.operands[1])
-        if start is None or stop is None or not step or step < 0:
-            return None
-        return max(0, -((start - stop) // step))
+        start = _value(loop.operands[0], counter)
+        update, _ = maker(self.roots[loop.callee("body")], counter)
+        match update.opcode, [*map(_value, update.operands)], start, stop:
+            case "add", [before, int(step)], int(), int() if before == counter:
+                return max(0, -((start - stop) // step)) if step > 0 else None
+        return None
+
+    def carries(self, loop: Instruction, path: Path) -> bool:
+        """Returns whether a loop hands on an element of what it carries unchanged."""
+        return _value(self.roots[loop.callee("body")], path) == path
 
     def lines(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """Yields the files and lines that made an instruction, the innermost first."""
@@ -219,20 +175,41 @@ class Program:
         return {key: int(value) for key, value in pairs}
 
 
-def _called_as(role: str, loop: Instruction) -> str:
-    return loop.attribute(rf"\b{role}=%([^\s,]+)")
+def maker(
+    value: Instruction, path: Path = (), moves: Collection[str] = ("copy", "bitcast")
+) -> tuple[Instruction, Path]:
+    """Returns the instruction that made an element of a value, in its computation.
+
+    It is followed through tuples, and through opcodes that only move it. Also returns
+    which element of the maker's result it is.
+    """
+    while True:
+        opcode, operands = value.opcode, value.operands
+        if opcode == "get-tuple-element":
+            value, path = operands[0], (value.attribute(r"\bindex=(\d+)"), *path)
+        elif path and (opcode == "tuple" or (opcode in moves and operands[1:])):
+            # Several all-gathers may be one, with a tuple of results.
+            value, path = operands[int(path[0])], path[1:]
+        elif opcode in moves:
+            value = operands[0]
+        else:
+            return value, path
+
+
+def _value(value: Instruction, path: Path = ()) -> int | Path | None:
+    """Returns the integer that a value is, or its path in the argument, or None."""
+    value, path = maker(value, path)
+    if value.opcode == "parameter":
+        return path
+    text = value.attribute(r"^(-?\d+)\)") if value.opcode == "constant" else ""
+    return int(text) if text else None
 
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
 def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the dtypes and shapes in the text of a type; dynamic sizes at their most.
-
-    Example:
-        >>> arrays_of("(f32[8,4]{1,0:T(8,128)}, pred[<=3])")
-        [('f32', (8, 4)), ('pred', (3,))]
-    """
+    """Returns dtypes and shapes in the text of a type; dynamic sizes at their most."""
     return [
         (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(type_text)
@@ -240,11 +217,6 @@ def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Returns the bytes of an array.
-
-    Example:
-        >>> nbytes("bf16", (8, 4)), nbytes("s4", (3,)), nbytes("f8e4m3fn", (5,))
-        (64, 2, 5)
-    """
+    """Returns the bytes of an array, such as 2 of `("s4", (3,))`."""
     bits = 8 if dtype == "pred" else int(*re.findall(r"\d+", dtype)[:1] or [0])
     return math.ceil(math.prod(shape) * bits / 8)

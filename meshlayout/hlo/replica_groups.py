@@ -28,12 +28,7 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     """Returns the groups of devices in an instruction's text, one row each.
 
-    They are places in the mesh; the pairs of a permutation are groups, too. Groups of a
-    program on all its devices at once may be written as `{}`.
-
-    Example:
-        >>> replica_groups("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", 8)
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    They are places in the mesh; the pairs of a permutation are groups, too.
     """
     if match := _LISTS.search(text):
         return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match[1])]
@@ -77,14 +72,6 @@ def mesh_axes(
 
     And whether each group is all the devices along them. Groups of devices that the
     mesh does not have go along no axes.
-
-    Example:
-        >>> from meshlayout import create_mesh
-        >>> mesh = create_mesh({"batch": 2, "model": 4})
-        >>> mesh_axes([[0, 4], [1, 5], [2, 6], [3, 7]], mesh)
-        (('batch',), True)
-        >>> mesh_axes([[0, 1], [2, 3], [4, 5], [6, 7]], mesh)
-        (('model',), False)
     """
     along: set[int] = set()
     widths: set[int] = set()

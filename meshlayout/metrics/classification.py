@@ -325,24 +325,12 @@ class Precision(_ClassShare):
 
 
 class Recall(_ClassShare):
-    """The fraction of positive labels that are predicted; arguments as `Precision`.
-
-    Example:
-        >>> recall = Recall(num_classes=2, average=None)
-        >>> recall.update(jnp.array([0, 1, 1]), jnp.array([0, 0, 1])).compute().tolist()
-        [0.5, 1.0]
-    """
+    """The fraction of positive labels that are predicted; arguments as `Precision`."""
 
     _shares = (0.0, 1.0)
 
 
 class F1(_ClassShare):
-    """The harmonic mean of precision and recall; arguments as `Precision`.
-
-    Example:
-        >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
-        >>> float(F1(threshold=0.5).update(scores, labels).compute())
-        0.5
-    """
+    """The harmonic mean of precision and recall; arguments as `Precision`."""
 
     _shares = (0.5, 0.5)  # the harmonic mean

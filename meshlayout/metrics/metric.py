@@ -183,8 +183,18 @@ class MeanMetric(Metric):
         return self.total / self.count
 
 
-class _ValueMetric(MeanMetric):
-    """Base of the metrics of one array of numbers."""
+class Mean(MeanMetric):
+    """The weighted mean of values: `total` divided by `count`.
+
+    Args:
+        values: The name of the values in a step's outputs or batch; the per-example
+            losses by default.
+
+    Example:
+        >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
+        >>> float(mean.compute()), float(mean.total), float(mean.count)
+        (1.5, 3.0, 2.0)
+    """
 
     values: str | int = "losses"
 
@@ -205,43 +215,19 @@ class _ValueMetric(MeanMetric):
         return self._mean_sums(inputs[0], weights)
 
 
-class Mean(_ValueMetric):
-    """The weighted mean of values: `total` divided by `count`.
-
-    Args:
-        values: The name of the values in a step's outputs or batch; the per-example
-            losses by default.
-
-    Example:
-        >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
-        >>> float(mean.compute()), float(mean.total), float(mean.count)
-        (1.5, 3.0, 2.0)
-    """
-
-
-class Sum(_ValueMetric):
-    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted.
-
-    Example:
-        >>> float(Sum("tokens").update(jnp.array([3, 4])).compute())
-        7.0
-    """
+class Sum(Mean):
+    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted."""
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
         return self.total
 
 
-class Last(_ValueMetric):
+class Last(Mean):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
     Use this for a number per step, such as a learning rate; arguments as `Mean`.
     Merging keeps the value of the other metric, which is taken to be the later one.
-
-    Example:
-        >>> rate = Last("learning_rate").update(0.1).update(0.01)
-        >>> round(float(rate.compute()), 3)
-        0.01
     """
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:

@@ -6,7 +6,6 @@ from meshlayout.parallel.composition import (
 )
 from meshlayout.parallel.data_parallelism import (
     FsdpRule as FsdpRule,
-    ZeroRule as ZeroRule,
     data_parallel as data_parallel,
     fsdp as fsdp,
     zero_rule as zero_rule,

@@ -14,7 +14,7 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.layout_map.optimizer_slots import OPT_STATE
-from meshlayout.layout_map.rules import OnUneven
+from meshlayout.layout_map.rules import OnUneven, Unused
 
 
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
@@ -33,8 +33,7 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
 
     Raises:
         LayoutMapError: If a part is not a layout map, has logical axes, or is on
-            another mesh; and, for a leaf that two parts shard over one axis, when the
-            map is resolved.
+            another mesh; if two parts shard one leaf over the same axis, on `resolve`.
 
     Example:
         >>> import numpy as np
@@ -68,24 +67,21 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         for pattern, rule in part.items()
         if pattern.lstrip("^").startswith(OPT_STATE)
     }
-    copies = tuple(part.copy() for part in parts)
-    for part in copies:
-        for pattern in slots.keys() & part.keys():
-            del part[pattern]
-    everything = Composition(copies)
+    everything = Composition(tuple(part.copy() for part in parts))
     rules = {
         pattern: Rule(everything, sends=_rule(part, pattern).sends, is_generated=True)
-        for part in copies
+        for part in parts
         for pattern in part
     }
-    unused = {part._options.unused for part in parts if part} or {"warn"}
-    strict = any(part._options.unmatched == "error" for part in parts)
+    modes = {part._options.unused for part in parts if part}
+    unused: Unused = "error" if "error" in modes else "warn"
+    unmatched = {part._options.unmatched for part in parts}
     return LayoutMap(
         first.mesh,
         rules | slots,
         default=everything,
-        unmatched="error" if strict else "replicate",
-        unused=next(mode for mode in ("error", "warn", "ignore") if mode in unused),
+        unmatched="error" if "error" in unmatched else "replicate",
+        unused="ignore" if modes == {"ignore"} else unused,
     )
 
 
@@ -97,7 +93,7 @@ class Composition:
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule | None:
         """Returns the layout of one array, and which parts decided."""
-        whole = Layout([None] * len(shape), self.parts[0].mesh)
+        whole = Layout.replicated(self.parts[0].mesh, len(shape))
         return self.extend(path, shape, dtype, whole)
 
     def extend(
@@ -105,7 +101,7 @@ class Composition:
     ) -> Rule | None:
         """Returns the layout of an array that has one; None if no part names it."""
         reasons: list[str] = []
-        policy: OnUneven | None = None
+        policies: set[OnUneven] = set()
         is_named = False
         for number, part in enumerate(self.parts, start=1):
             decision = part._resolver().opinion(path, shape, dtype, layout)
@@ -116,19 +112,16 @@ class Composition:
             new, why = decision.layout, decision.fallback or decision.note
             if not hasattr(rule.layout, "extend"):
                 pairs = zip(layout.specs, new.specs, strict=True)
-                entries = [
-                    (*axes_of(before), *axes_of(after)) for before, after in pairs
-                ]
+                entries = [(*axes_of(old), *axes_of(more)) for old, more in pairs]
                 kind = layout.memory_kind or new.memory_kind
                 new = Layout(entries, layout.mesh, memory_kind=kind)
-                if (rule.on_uneven or part._options.on_uneven) == "replicate":
-                    policy = "replicate"
+                policies.add(rule.on_uneven or part._options.on_uneven)
             if new.specs != layout.specs:
                 text = f"{new} by part {number}, {decision.rule or repr(rule.layout)}"
-                reasons.append(f"{text}: {why}" if why else text)
-            elif why:
-                reasons.append(why)
+                why = f"{text}: {why}" if why else text
+            reasons += [why] if why else []
             layout = new
+        policy: OnUneven | None = "replicate" if "replicate" in policies else None
         return Rule(layout, policy, "; ".join(reasons) or None) if is_named else None
 
 

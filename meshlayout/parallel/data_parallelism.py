@@ -1,8 +1,7 @@
 """`data_parallel`, `fsdp` and `zero_rule`: the batch is sharded, and what goes with it.
 
 With FSDP (ZeRO stage 3) the compiler gathers each weight where it is used and scatters
-its gradient, whichever dim is sharded; wherever moving activations instead is
-cheaper it does that, and this is where the dim decides. Measured on compiled programs
+its gradient, whichever dim is sharded, unless moving activations is cheaper. Measured
 (`benchmarks/fsdp_rules.py`): with the vocabulary of embedding and logits sharded, a
 transformer sends a fifth less than by the other dims. Other matrices are as cheap on
 their smaller dim as on the larger one, and cheaper for wide inputs and in bfloat16. An
@@ -23,19 +22,17 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import LayoutError, LayoutMapError, LayoutWarning, stack_level
+from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.forward import Call, Model, follow
+from meshlayout.parallel.program import Call, Model, follow
 
 
+# Each sharded array costs an all-gather in every step, whatever its size, and biases
+# and norms take next to no memory (`benchmarks/fsdp_rules.py` measures it).
 MIN_BYTES = 8192
-"""The default of `fsdp`: `benchmarks/fsdp_rules.py` measures it."""
-
 MIN_SIZE = 1024
-"""The default of `zero_rule`. Each sharded array costs an all-gather in every step,
-whatever its size, and biases and norms take next to no memory."""
 
 # Flax's dense layers hold a kernel of inputs x outputs. A matrix by another name with
 # more rows than columns may be a lookup table; one of few rows is known by its name.
@@ -50,11 +47,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
 
     Only batches are sharded, over the mesh's batch axes; a step sends the gradients
     once (XLA for CPUs sends those of a loop's weights in each round). Use this while
-    model, gradients and optimizer state fit each device. Arrays whose own Flax metadata
-    names axes of this mesh are sharded as that says.
-
-    Args:
-        mesh: The mesh.
+    model, gradients and optimizer state fit each device.
 
     Example:
         >>> import meshlayout as ml
@@ -70,21 +63,20 @@ def zero_rule(
     *,
     min_size: int = MIN_SIZE,
     memory_kind: str | None = None,
-) -> "ZeroRule":
+) -> "FsdpRule":
     """Returns a rule that shards arrays further, on the largest dim that divides.
 
     Use this for the optimizer's state, as `layouts | {"^opt_state/": zero_rule(mesh)}`
-    under any map: a slot keeps the layout that it takes from its parameter and is
-    sharded over the batch's axes besides, the parameters stay as they are, and the
-    update is computed in shards, too (Rajbhandari et al., "ZeRO", 2020, stage 1).
-    Small arrays, and those that do not divide, keep their layout; `explain` says so.
+    under any map (Rajbhandari et al., "ZeRO", 2020, stage 1): a slot keeps the layout
+    of its parameter and is sharded over the batch's axes besides; the update is
+    computed in shards, too. Arrays that are small or do not divide keep their layout.
 
     Args:
         mesh: The mesh.
-        axes: The axes to shard over; by default all that shard the mesh's batches. None
-            of them, `()`, if only `memory_kind` matters.
+        axes: By default all that shard the mesh's batches; `()` for none of them, if
+            only `memory_kind` matters.
         min_size: Arrays of fewer elements are not sharded.
-        memory_kind: In which of the devices' memories the arrays are, such as
+        memory_kind: The devices' memory that holds the arrays, such as
             `"pinned_host"`: a train step copies optimizer state to the device for the
             update, and back. None for the parameter's own.
 
@@ -94,27 +86,30 @@ def zero_rule(
             or the devices have no such memory.
 
     Example:
-        >>> import optax
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel$": (None, "model")})
         >>> layouts |= {"^opt_state/": zero_rule(mesh)}
-        >>> params = {"kernel": jax.ShapeDtypeStruct((784, 128), "float32")}
-        >>> opt_state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, params)
-        >>> state = {"params": params, "opt_state": opt_state}
-        >>> print(layouts.resolve(state).to_lock())
-        # layouts on Mesh(batch=2, model=4)
-        kernel: f32[784, 128] [unsharded, model]
-        opt_state/0/trace/kernel: f32[784, 128] [batch, model]
-        <BLANKLINE>
+        >>> kernel = jax.ShapeDtypeStruct((784, 128), "float32")
+        >>> state = {
+        ...     "params": {"kernel": kernel},
+        ...     "opt_state": {"mu": {"kernel": kernel}},
+        ... }
+        >>> layouts.resolve(state)["opt_state/mu/kernel"].layout
+        Layout([batch, model], Mesh(batch=2, model=4))
     """
     mesh = as_mesh(mesh)
     names = () if axes == () else _axes(mesh, "zero_rule", axes, batch_axes(mesh))
-    context = _checks.Context(where="zero_rule", error=LayoutMapError)
-    min_size = _checks.count("min_size", min_size, at_least=0, **context)
+    where = _checks.Context(where="zero_rule", error=LayoutMapError)
+    min_size = _checks.count("min_size", min_size, at_least=0, **where)
     if memory_kind is not None:
-        _check_memory(memory_kind, mesh)
-    return ZeroRule(names, mesh, min_size, memory_kind)
+        is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
+        sharding = Layout([], mesh, memory_kind=memory_kind).sharding
+        # Described GPUs do not list their memories, and JAX then leaves out the kind.
+        if is_old or sharding.memory_kind != memory_kind:
+            move = f"move arrays to {memory_kind!r} in programs for {mesh!r}"
+            raise LayoutMapError(f"zero_rule: JAX cannot {move}.")
+    return FsdpRule(names, mesh, 0, min_size, memory_kind, by_size=True)
 
 
 def fsdp(
@@ -131,8 +126,7 @@ def fsdp(
     Every array of `min_bytes` or more is sharded on one dim, which its shape decides;
     its optimizer state and moving average follow. Use this when the model does not fit
     each device whole. Rules for single arrays go on top: `fsdp(mesh) | {"head/kernel":
-    [...]}`. Arrays whose own Flax metadata names axes of this mesh are sharded as that
-    says.
+    [...]}`; Flax metadata that names axes of this mesh counts for its array.
 
     With a model, its forward program is traced as by `tensor_parallel`: what rows are
     looked up in is sharded by rows, however small, and a loop over layers whose carry
@@ -141,7 +135,6 @@ def fsdp(
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
     "fsdp": -1}, dcn="replica")` sends nothing but gradients over the slow network.
-    Batches are always sharded over all batch axes, here both.
 
     Args:
         mesh: The mesh.
@@ -153,14 +146,13 @@ def fsdp(
         call: As for `tensor_parallel`.
 
     Raises:
+        MeshError: If the mesh has no such axis.
         LayoutMapError: If the mesh has no axis for it, `min_bytes` is not a count, or
             the model cannot be called so.
-        MeshError: If the mesh has no such axis.
 
     Warns:
         LayoutWarning: If a loop reads sharded parameters and carries an activation that
-            nothing constrains: XLA may shard it like the weights' features, and then
-            moves every activation.
+            nothing constrains: XLA may shard it like the weights' features.
 
     Example:
         >>> import meshlayout as ml
@@ -174,88 +166,62 @@ def fsdp(
     mesh = as_mesh(mesh)
     natural = ("fsdp",) if "fsdp" in mesh else batch_axes(mesh)
     names = _axes(mesh, "fsdp", axes, natural)
-    context = _checks.Context(where="fsdp", error=LayoutMapError)
-    min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **context)
+    where = _checks.Context(where="fsdp", error=LayoutMapError)
+    min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **where)
     if model_or_build is None and example_inputs is None and call is None:
-        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes=min_bytes))
+        return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
+    read_in_loops = (
+        (shape, param.path)
+        for shape, read in flow.loops
+        for index, param in enumerate(params)
+        if read >> index & 1 and param.nbytes >= min_bytes
+    )
+    for shape, path in itertools.islice(read_in_loops, 1):
+        rows = batch_axes(mesh) or names
+        line = (
+            f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
+            f"of shape {shape}, which nothing constrains: XLA may shard that like the "
+            "weights and move every activation. Write x = ml.constrain(x, 'carry') as "
+            "the first line of the loop's body, and give the step layouts=ml.LayoutMap("
+            f"mesh, {{'carry': ({rows[0] if len(rows) == 1 else rows!r}, ...)}})."
+        )
+        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
-    for shape, read in flow.loops:
-        is_read = (bool(read >> index & 1) for index in range(len(params)))
-        loop_params = itertools.compress(params, is_read)
-        path = next((x.path for x in loop_params if x.nbytes >= min_bytes), None)
-        if path is not None:
-            rows = batch_axes(mesh) or names
-            entry = rows[0] if len(rows) == 1 else rows
-            line = (
-                f"fsdp: a loop reads {path!r}, which is sharded, and carries an "
-                f"activation of shape {shape}, which nothing constrains: XLA may "
-                "shard that like the weights and move every activation. Write x = "
-                "ml.constrain(x, 'carry') as the first line of the loop's body, and "
-                "give the step layouts=ml.LayoutMap(mesh, "
-                f"{{'carry': ({entry!r}, ...)}})."
-            )
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-            break
-    rule = FsdpRule(names, mesh, min_bytes=min_bytes, tables=tables)
-    return LayoutMap(mesh, default=rule)
+    return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes, tables=tables))
 
 
 def _axes(
     mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Returns the axes that a user gave, or the natural ones of the mesh."""
-    if axes is None and not natural:
-        msg = (
-            f"{where}: {mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}. "
-            f"Give the axes to shard over, as {where}(mesh, "
-            f"axes={mesh.axis_names[0]!r})."
-        )
-        raise LayoutMapError(msg)
     names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
     is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
+    if axes is None and not natural:
+        fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
+        fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
+        raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
     if not is_names or len({*names}) < len(names):
-        msg = (
-            f"{where}: axes must be a mesh axis name or several different ones, got "
-            f"{_checks.shown(axes)}."
-        )
+        what = "a mesh axis name or several different ones"
+        msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."
         raise LayoutMapError(msg)
     mesh.axis_size(names)
     return tuple(names)
 
 
-def _check_memory(kind: Any, mesh: Mesh) -> None:
-    try:
-        sharding = Layout([], mesh, memory_kind=kind).sharding
-    except LayoutError as error:
-        raise LayoutMapError(f"zero_rule: {error}") from None
-    is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
-    if is_old or sharding.memory_kind != kind:
-        # Described GPUs do not list their memories, and JAX then leaves out the kind.
-        msg = (
-            f"zero_rule: JAX cannot move arrays to {kind!r} in programs for the "
-            f"devices of {mesh!r}. Leave out memory_kind; on real GPUs and TPUs, and "
-            "on described TPUs, it works."
-        )
-        raise LayoutMapError(msg)
-
-
 @dataclass(frozen=True)
-class ZeroRule:
-    """The rule of `zero_rule`: shards arrays over more axes, on the largest dim.
+class FsdpRule:
+    """The rule of `fsdp` and `zero_rule`: shards arrays over more axes, on one dim."""
 
-    Attributes:
-        axes: The mesh axes to shard over, major first; those that shard an array
-            already are left out.
-        mesh: The mesh.
-        min_size: Arrays of fewer elements are not sharded further.
-        memory_kind: The memory of the arrays, or None for what they have.
-    """
-
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
+    min_bytes: int = 0  # on a device
     min_size: int = field(default=0, repr=False)
     memory_kind: str | None = field(default=None, repr=False)
+    # The largest dim comes first; else that which moves the least.
+    by_size: bool = field(default=False, repr=False)
+    # The paths of what rows are looked up in; None if no program was traced.
+    tables: tuple[str, ...] | None = field(default=None, repr=False)
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of an array that nothing else shards."""
@@ -271,54 +237,32 @@ class ZeroRule:
         free = tuple(axis for axis in self.axes if axis not in used)
         if not shape or self.mesh.axis_size(free) == 1:
             return Rule(layout)
-        shards = self.mesh.axis_size(used)
+        size, shards = math.prod(shape), self.mesh.axis_size(used)
         dims = self._dims(path, shape, layout)
-        reason = self._refusal(shape, dtype, shards)
-        for dim in dims if not reason else ():
-            entries = list(layout.specs)
-            entries[dim] = (*axes_of(entries[dim]), *free)
-            sharded = layout.with_specs(entries)
-            if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
-                return Rule(sharded)
         over = f"over {', '.join(map(repr, free))}"
+        reason = f"no dim divides {over}"
         if len(dims) < len(shape):
-            reason = reason or (
-                f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}; "
-                "sharded by another, a lookup table shards every activation"
-            )
+            reason = f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}"
+            reason += "; sharded by another, a lookup table shards every activation"
+        if size < self.min_size:
+            reason = f"{size} elements, fewer than min_size={self.min_size}"
+        elif size * _jax.itemsize(dtype) < self.min_bytes * shards:
+            reason = f"smaller than min_bytes={self.min_bytes}"
+        else:
+            for dim in dims:
+                entries = list(layout.specs)
+                entries[dim] = (*axes_of(entries[dim]), *free)
+                sharded = layout.with_specs(entries)
+                if dim not in [misfit.dim for misfit in sharded.misfits(shape)]:
+                    return Rule(sharded)
         state = "not sharded further" if shards > 1 else "whole"
-        return Rule(layout, note=f"{state}: {reason or f'no dim divides {over}'}")
+        return Rule(layout, note=f"{state}: {reason}")
 
     def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
         """Returns the dims that may be sharded, in order of preference."""
-        return sorted(range(len(shape)), key=lambda dim: -shape[dim])
-
-    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
-        """Returns why an array that is sharded so often is not sharded further."""
-        size = math.prod(shape)
-        few = f"{size} elements, fewer than min_size={self.min_size}"
-        return few if size < self.min_size else ""
-
-
-@dataclass(frozen=True)
-class FsdpRule(ZeroRule):
-    """The rule of `fsdp`: on the dim that moves the least.
-
-    Attributes:
-        min_bytes: Arrays of fewer bytes on a device stay whole.
-        tables: The paths of what rows are looked up in; None if no program was traced.
-    """
-
-    min_bytes: int = 0
-    tables: tuple[str, ...] | None = field(default=None, repr=False)
-
-    def _refusal(self, shape: tuple[int, ...], dtype: DType, shards: int) -> str:
-        nbytes = math.prod(shape) * _jax.itemsize(dtype)
-        few = f"smaller than min_bytes={self.min_bytes}"
-        return few if nbytes < self.min_bytes * shards else ""
-
-    def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
-        dims = super()._dims(path, shape, layout)
+        dims: Sequence[int] = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+        if self.by_size:
+            return dims
         if len(shape) == 2:
             dims = self._matrix_dims(path, *shape)
         # A dim that is sharded already is the last choice: it gets smaller still.
@@ -330,10 +274,7 @@ class FsdpRule(ZeroRule):
         if self.tables is not None:
             is_table = any(f"/{path}".endswith(f"/{table}") for table in self.tables)
             is_kernel = not is_table
-        if is_table:
+        if is_table or (rows > columns and not is_kernel):
             return (0,)
-        if columns >= _VOCABULARY * rows:
-            return (1, 0)
-        if is_kernel:
-            return (1, 0) if rows >= columns else (0, 1)
-        return (0,) if rows > columns else (0, 1)
+        by_columns = columns >= _VOCABULARY * rows or (is_kernel and rows >= columns)
+        return (1, 0) if by_columns else (0, 1)

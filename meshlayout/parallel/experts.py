@@ -10,8 +10,8 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import OF_INPUTS, leaves_of
-from meshlayout.parallel.forward import Call, Model, follow
 from meshlayout.parallel.operations import STACKED
+from meshlayout.parallel.program import Call, Model, follow
 
 
 def expert_parallel(
@@ -56,25 +56,21 @@ def expert_parallel(
     mesh = as_mesh(mesh)
     num_shards = mesh.axis_size((axis,))
     params, flow = follow(model_or_build, example_inputs, call, "expert_parallel")
-    weighted = {
-        leaf
-        for contraction in flow.contractions
-        if contraction.weights
-        for leaf in leaves_of(contraction.factors)
-    }
-    stacks = {*leaves_of(flow.experts)} - weighted
+    summed = (each.factors for each in flow.contractions if each.weights)
+    stacks = {*leaves_of(flow.experts)}.difference(*map(leaves_of, summed))
     experts = {leaf for leaf in stacks if leaf.refusal() not in (OF_INPUTS, STACKED)}
     rules: dict[str, Rule] = {}
     for param in params:
         entries: list[str | None] = [None] * len(param.array.dims)
         note = None
         # In the last dim, as of a router, they are results for each expert.
-        majors = [leaves_of(factors)[:1] for factors in param.array.dims[:-1]]
-        for dim in [d for d, major in enumerate(majors) if experts & {*major}][:1]:
-            size = majors[dim][0].size
-            note = f"whole; {size} experts do not divide into {num_shards} shards"
-            if size % num_shards == 0:
-                entries[dim], note = axis, f"{size} experts in dim {dim}"
+        for dim, factors in enumerate(param.array.dims[:-1]):
+            leaves = leaves_of(factors)
+            if note is None and leaves and leaves[0] in experts:
+                size = leaves[0].size
+                note = f"whole; {size} experts do not divide into {num_shards} shards"
+                if size % num_shards == 0:
+                    entries[dim], note = axis, f"{size} experts in dim {dim}"
         rules[param.path] = Rule(Layout(entries, mesh), note=note)
     if not any(rule.note for rule in rules.values()):
         msg = (

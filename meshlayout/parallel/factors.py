@@ -24,17 +24,15 @@ OF_INPUTS = "it is a dim of the example inputs"
 _MISALIGNED = "reshapes split it in two ways that do not line up"
 
 
+@dataclass(slots=True, eq=False)
 class Factor:
     """One factor of a dim; the same one in every array in which it is linked."""
 
-    __slots__ = ("_below", "_block", "_link", "_parts", "size")
-
-    def __init__(self, size: int, block: str = "", below: str = "") -> None:
-        self.size = size
-        self._block = block
-        self._below = below
-        self._link: Factor | None = None
-        self._parts: tuple[Factor, Factor] | None = None
+    size: int
+    _block: str = ""  # why it cannot be sharded
+    _below: str = ""  # why not, unless the factors above it are sharded as well
+    _link: "Factor | None" = None
+    _parts: "tuple[Factor, Factor] | None" = None
 
     @property
     def root(self) -> "Factor":
@@ -56,11 +54,6 @@ class Factor:
         """Returns why it cannot be sharded, or not even with the factors above it."""
         root = self.root
         return root._block or ("" if with_those_above else root._below)
-
-    def block(self, reason: str) -> None:
-        """Records why this factor cannot be sharded; the first reason counts."""
-        for leaf in self.leaves:
-            leaf._block = leaf._block or reason
 
     def put_below(self, size: int) -> None:
         """Records that it lies below a factor of some size in one dim."""
@@ -91,7 +84,9 @@ class Value:
     params: int = 0  # what parameters it depends on, as bits
     of_inputs: bool = False  # whether it depends on the example inputs
     history: int = 0  # the contractions that it depends on, as bits
-    origin: "Value | None" = field(default=None, repr=False)  # before a cast
+    source: object = field(
+        default_factory=object
+    )  # what it has in common with its casts
 
     @property
     def size(self) -> int:
@@ -103,18 +98,12 @@ class Value:
         """The parameters that it was made from, if from these alone, as bits."""
         return 0 if self.of_inputs else self.params
 
-    @property
-    def source(self) -> "Value":
-        """What it was cast from, or itself."""
-        return self.origin or self
-
 
 def made_of(
     args: Iterable[Value],
     shape: tuple[int, ...],
     dims: Dims,
     history: int = 0,
-    origin: Value | None = None,
 ) -> Value:
     """Returns a value that depends on what some arrays do, and on contractions."""
     params, of_inputs = 0, False
@@ -122,7 +111,7 @@ def made_of(
         params |= arg.params
         of_inputs |= arg.of_inputs
         history |= arg.history
-    return Value(shape, dims, params, of_inputs, history, origin)
+    return Value(shape, dims, params, of_inputs, history)
 
 
 def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:
@@ -139,23 +128,15 @@ def leaves_of(dim: Iterable[Factor]) -> list[Factor]:
 
 
 def block(dims: Iterable[Dim], reason: str) -> None:
-    """Records for all factors of some dims why they cannot be sharded."""
-    for factor in itertools.chain.from_iterable(dims):
-        factor.block(reason)
+    """Records why the factors of some dims cannot be sharded; the first one counts."""
+    for leaf in leaves_of(itertools.chain.from_iterable(dims)):
+        leaf._block = leaf._block or reason
 
 
 def link(first: Dim, second: Dim) -> None:
     """Makes two dims of the same size have the same factors.
 
     Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be sharded.
-
-    Example:
-        >>> heads, features = fresh_dims((4, 16)), fresh_dims((64,))
-        >>> link(heads[0] + heads[1], features[0])
-        >>> [leaf.size for leaf in leaves_of(features[0])]
-        [4, 16]
-        >>> heads[0][0].root is leaves_of(features[0])[0]
-        True
     """
     # The major factor is last, to be popped.
     left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]

@@ -8,6 +8,7 @@ factors to shard is decided afterwards, when all links are known.
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,13 +77,13 @@ class Flow:
         self, dims: Iterable[Dim], operands: Sequence[Value], size: int
     ) -> None:
         """Notes a sum over dims of products of some arrays."""
-        factors = tuple(factor for dim in dims for factor in dim)
+        factors = tuple(itertools.chain.from_iterable(dims))
         weights = union(operand.weights for operand in operands)
         self.multiplied |= weights
         if not factors:
             return
         others = [operand for operand in operands if not operand.weights] or operands
-        source = max(others, key=lambda array: array.size).source
+        source = max(others, key=lambda array: array.size)
         bit = self.new_bits = 1 << len(self.contractions)
         before = union(operand.history for operand in operands)
         nbytes = self._nbytes(size)
@@ -94,17 +95,17 @@ class Flow:
         self, of: Value, dims: Iterable[Dim], other: int, weights: int = 0
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
-        if of.params:
-            self.gradient_sums += [
-                GradientSum(factor, of.source, self._nbytes(of.size), other, weights)
-                for dim in dims
-                for factor in dim
-            ]
+        nbytes = self._nbytes(of.size)
+        self.gradient_sums += [
+            GradientSum(factor, of, nbytes, other, weights)
+            for factor in itertools.chain.from_iterable(dims)
+            if of.params
+        ]
 
     def reduce(self, dims: Iterable[Dim], size: int) -> None:
         """Notes that a reduction to an array of some size ends dims."""
-        nbytes = self._nbytes(size)
-        self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
+        factors = itertools.chain.from_iterable(dims)
+        self.reductions += [(factor, self._nbytes(size)) for factor in factors]
 
     def look_up(self, table: Value, dims: Iterable[Dim], size: int) -> None:
         """Notes that an array of some size is looked up along dims of a table."""

@@ -73,10 +73,6 @@ def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     return [tuple(dims)] * len(shapes)
 
 
-def _bitcast(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
-    return [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(flow, eqn, x)
-
-
 def _transposed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     return [tuple(x.dims[dim] for dim in eqn.params["permutation"])]
 
@@ -120,13 +116,8 @@ def _reduced(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     return [left] * len(shapes)
 
 
-def _scattered(
-    flow: Flow,
-    eqn: Equation,
-    x: Value,
-    indices: Value,
-    updates: Value,
-) -> list[Dims]:
+def _scattered(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
+    x, indices, updates = args
     numbers, how = eqn.params["dimension_numbers"], "a scatter writes parts of it"
     shared = numbers.operand_batching_dims
     for dim, other in zip(shared, numbers.scatter_indices_batching_dims, strict=True):
@@ -162,47 +153,36 @@ def _unstacked(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
 
 def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     """Serves what leaves most dims in their place, and works along the others."""
-    name, x = eqn.primitive.name, args[0]
+    name, params, x = eqn.primitive.name, eqn.params, args[0]
     shapes, rank = out_shapes(eqn), len(x.shape)
     operands = [arg for arg in args if arg.shape and len(arg.shape) == rank]
-    worked = {dim % rank for dim in _worked_along(eqn.params)} if rank else set()
-    if name == "top_k":
-        worked.add(eqn.params.get("axis", rank - 1) % rank)
+    dims = {params[key] for key in ("dimension", "axis") if key in params}
+    dims |= {*params.get("dimensions", ())}
+    if name == "top_k":  # along the last dim in older versions of JAX
+        dims.add(params.get("axis", rank - 1))
+    window = enumerate(params.get("window_dimensions", ()))
+    padding = enumerate(params.get("padding_config", ()))
+    dims |= {dim for dim, size in window if size != 1}
+    dims |= {dim for dim, pads in padding if any(pads)}
     for shape in (*(arg.shape for arg in operands), *shapes):
-        worked |= {dim for dim in range(rank) if x.shape[dim] != shape[dim]}
+        dims |= {dim for dim in range(rank) if x.shape[dim] != shape[dim]}
+    worked = {dim % rank for dim in dims}
     reason = f"{name} {_VERBS.get(name, 'works along it')}"
     if name == "dynamic_slice" and flow.depth:
         reason = STACKED  # as layers are, which a loop takes out by their number
     for arg in operands:
         block([arg.dims[dim] for dim in worked], reason)
-        for dim in set(range(rank)) - worked:
+        for dim in {*range(rank)} - worked:
             link(x.dims[dim], arg.dims[dim])
-    fresh = [fresh_dims(shape, reason) for shape in shapes]
     return [
-        tuple(new[dim] if dim in worked else x.dims[dim] for dim in range(rank))
-        for new in fresh
+        tuple(new if d in worked else x.dims[d] for d, new in enumerate(fresh))
+        for fresh in (fresh_dims(shape, reason) for shape in shapes)
     ]
 
 
-def _worked_along(params: dict[str, Any]) -> set[int]:
-    """Returns the dims along which an operation works even if their sizes stay."""
-    worked: set[int] = set()
-    for name in ("dimension", "dimensions", "axis"):
-        dims = params.get(name, ())
-        worked |= {*dims} if isinstance(dims, (tuple, list)) else {dims}
-    for name, usual in _USUAL.items():
-        values = params.get(name) or ()
-        worked |= {dim for dim, value in enumerate(values) if value != usual}
-    return worked
-
-
-_USUAL = {"padding_config": (0, 0, 0), "strides": 1, "window_dimensions": 1}
 _TAKES = "takes parts of it"
-_VERBS = {
-    "dynamic_slice": _TAKES,
-    "slice": _TAKES,
-    "split": f"{_TAKES}; with its columns in the order of heads it could be sharded",
-}
+_ORDER = f"{_TAKES}; with its columns in the order of heads it could be sharded"
+_VERBS = {"dynamic_slice": _TAKES, "slice": _TAKES, "split": _ORDER}
 
 
 # Products and look-ups: where parameters meet activations.
@@ -210,11 +190,9 @@ _VERBS = {
 
 def _matmul(flow: Flow, eqn: Equation, lhs: Value, rhs: Value, *_: Any) -> list[Dims]:
     """Products of matrices, also of rows with a matrix for their group."""
-    groups: Sequence[int] = ()
+    numbers, groups = eqn.params.get("dimension_numbers"), ()
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    contracted, batch = (
-        ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-    )
+    contracted, batch = numbers or ragged.dot_dimension_numbers
     if ragged:
         groups = ragged.rhs_group_dimensions
         block([rhs.dims[dim] for dim in groups], "rows are grouped by it")
@@ -286,6 +264,7 @@ def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
     rows = iter(indices.dims[:-1])
     windows = (d for d in range(len(sizes)) if d not in {*collapsed, *shared})
     looked_up = [x.dims[dim] for dim in sorted(collapsed)]
+    how = "slices take parts of it"
     result: list[Dim] = []
     for index in range(len(shape)):
         if index not in numbers.offset_dims:
@@ -294,13 +273,12 @@ def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
         dim = next(windows)
         if sizes[dim] == x.shape[dim]:
             result.append(x.dims[dim])
-        elif sizes[dim] == 1:  # a look-up like any other
+            continue
+        result += fresh_dims((sizes[dim],), how)
+        if sizes[dim] == 1:  # a look-up like any other
             looked_up.append(x.dims[dim])
-            result.append(())
         else:
-            how = "slices take parts of it"
             block([x.dims[dim]], how)
-            result += fresh_dims((sizes[dim],), how)
     if not indices.of_inputs:  # as positions are: each example reads the same rows
         block(looked_up, "it is looked up at fixed places")
     flow.look_up(x, looked_up, math.prod(shape))
@@ -320,7 +298,9 @@ _KINDS: dict[Handler, str] = {
         sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh
         threefry2x32 xor zeta
     """,
-    _bitcast: "bitcast_convert_type",
+    lambda flow, eqn, x: (
+        [x.dims] if x.shape == out_shapes(eqn)[0] else unknown(flow, eqn, x)
+    ): "bitcast_convert_type",
     lambda flow, eqn, *args: [arg.dims for arg in args]: """
         device_put layout_constraint optimization_barrier
     """,

@@ -1,20 +1,33 @@
-"""The walk over a jaxpr, from its arguments to its results, inner jaxprs in place.
+"""The traced forward program of a model, and what becomes of its parameters in it.
 
-Each operation gives its results the factors that it ties to those of its operands, and
-what they depend on. What a loop carries depends value by value, not each on all: else a
-counter would make activations of the weights that it picks.
+A model is an NNX module, a Linen module, or any pytree of arrays with the function that
+calls it; arrays or their shapes, or a function that builds one of these. It is traced
+as its user calls it, abstractly: nothing is computed or put on a device.
+
+Then its jaxpr is walked once from the arguments to the results, inner jaxprs in place.
+What a loop carries depends value by value, not each on all: else a counter would make
+activations of the weights that it picks.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
 from jax.extend.core import Literal
 
-from meshlayout import _jax
-from meshlayout._annotations import Equation
+from meshlayout import _checks, _jax, _jaxprs, _paths, _render
+from meshlayout._annotations import Batch, Equation, Leaf, PyTree
+from meshlayout.errors import LayoutMapError
+from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.mesh import Mesh
 from meshlayout.parallel.factors import (
+    OF_INPUTS,
     Value,
     block,
     fresh_dims,
@@ -23,12 +36,148 @@ from meshlayout.parallel.factors import (
 )
 from meshlayout.parallel.flow import Flow, union
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
+from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
 
-_CASTS = ("convert_element_type", "copy", "reduce_precision")
+Model: TypeAlias = PyTree
+"""An NNX or Linen module, or a pytree of parameters; arrays may be abstract."""
+
+Call: TypeAlias = Callable[..., PyTree]
+"""`(model, *inputs) -> anything`, as a user calls a model."""
 
 
-def walk(flow: Flow, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """An array of a model."""
+
+    path: str
+    nbytes: int
+    array: Value  # its shape, and the factors of its dims
+
+
+def follow(
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
+    call: Call | None,
+    where: str,
+    mesh: Mesh | None = None,
+) -> tuple[list[Parameter], Flow]:
+    """Traces a model's forward program, and follows its parameters through it.
+
+    The arguments are those of `tensor_parallel`; `where` is the public function, and
+    the mesh is texts if constraints that the model asks for by name matter.
+    """
+    context = _checks.Context(where=where, error=LayoutMapError)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    hint = "Give arrays, or jax.ShapeDtypeStruct(shape, dtype)."
+    _checks.has_arrays("example_inputs", inputs, **{**context, "hint": hint})
+    if call is not None:
+        names = (f"input_{index}" for index in range(len(inputs)))
+        _checks.function("call", call, "model", *names, **context)
+    with eager_sharding_off(), _jax.no_mesh():
+        model = _built(model_or_build, where)
+        arrays = filter(is_array, jax.tree.leaves(inputs))
+        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
+        tracing = _checks.noted(f"while {where} traces the model for inputs of {texts}")
+        with named, _jaxprs.short_sharding_errors, tracing:
+            tree, run = _as_function(model, inputs, call, where)
+            shapes, rebuild = _split_arrays((tree, *inputs))
+
+            def forward(values: list[Leaf]) -> list[Leaf]:
+                result = run(*rebuild(values))
+                return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
+
+            closed = jax.make_jaxpr(forward)(shapes)
+    flow = Flow()
+    params: list[Parameter] = []
+    paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+    for index, (path, x) in enumerate(zip(paths, shapes, strict=False)):
+        # Keys and counts are not learned: what is made of them alone is no weight.
+        is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
+        is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
+        array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
+        params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
+    batch = [
+        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
+        for x in shapes[len(params) :]
+    ]
+    _walk(flow, closed.jaxpr, [*(param.array for param in params), *batch])
+    return params, flow
+
+
+def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
+    """Returns the model, which a function may build."""
+    if isinstance(model_or_build, nn.Module) or _paths.holds_modules(model_or_build):
+        return model_or_build
+    hint = (
+        "Give a module, a pytree of parameters with call=, or a function that builds "
+        "one, such as lambda: Model(rngs=nnx.Rngs(0))."
+    )
+    context = _checks.Context(where=where, error=LayoutMapError, hint=hint)
+    if not callable(model_or_build):
+        _checks.has_arrays("model_or_build", model_or_build, **context)
+        return model_or_build
+    _checks.function("model_or_build", model_or_build, **context)
+    with _checks.noted(f"while {where} builds the model"):
+        traced = trace(model_or_build)
+    _checks.has_arrays("what model_or_build returned", traced.node, **context)
+    return traced.rebuild(traced.leaves)
+
+
+def _as_function(
+    model: Model, inputs: tuple[Batch, ...], call: Call | None, where: str
+) -> tuple[PyTree, Call]:
+    """Returns a model's arrays, and its call as a function of these and the inputs."""
+    if isinstance(model, nn.Module):
+        arrays, rebuild = _split_arrays(inputs)
+        variables = jax.eval_shape(
+            lambda arrays: model.init(jax.random.key(0), *rebuild(arrays), method=call),
+            arrays,
+        )
+        keys = {"params": jax.random.key(0)}  # Linen draws all others from it
+        options: Any = {"method": call, "rngs": keys, "mutable": True}
+        return variables, lambda *args: model.apply(*args, **options)
+    if call is None and (not callable(model) or isinstance(model, type)):
+        msg = (
+            f"{where}: {_checks.shown(model)} does not say how it is called. Give "
+            "call=, a function of the model and the inputs, such as call=module.apply."
+        )
+        raise LayoutMapError(msg)
+    if not _paths.holds_modules(model):
+        return model, call or model
+    graphdef, state = nnx.split(model)
+
+    def merged(state: PyTree, *inputs: Batch) -> PyTree:
+        module = nnx.merge(graphdef, state)
+        result = call(module, *inputs) if call else module(*inputs)
+        return result, nnx.state(module)
+
+    return state, merged
+
+
+def _split_arrays(tree: PyTree) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTree]]:
+    """Returns the shapes of a tree's arrays, and how other ones take their places.
+
+    What is not an array, such as `train=False`, stays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, _jax.canonical_dtype(leaf.dtype))
+        for leaf in filter(is_array, leaves)
+    ]
+
+    def rebuild(arrays: list[Leaf]) -> PyTree:
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
+
+    return shapes, rebuild
+
+
+# The walk.
+
+
+def _walk(flow: Flow, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
     """Walks a jaxpr from its arguments, notes in a flow, and returns its results."""
     values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
     values |= {constant: _constant(constant) for constant in jaxpr.constvars}
@@ -48,9 +197,6 @@ def _constant(var: Any) -> Value:
     return Value(shape, fresh_dims(shape))
 
 
-# These take whole values and return whole values.
-
-
 def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     flow.new_bits = 0
@@ -58,15 +204,17 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
     # A slice of a weight is a weight, whatever says where it begins.
     sources = args[:1] if name == "dynamic_slice" else args
-    origin = args[0].source if name in _CASTS else None
-    return [
-        made_of(sources, shape, each, flow.new_bits, origin)
+    results = [
+        made_of(sources, shape, each, flow.new_bits)
         for shape, each in zip(out_shapes(eqn), dims, strict=True)
     ]
+    if name in ("convert_element_type", "copy", "reduce_precision"):
+        return [replace(results[0], source=args[0].source)]
+    return results
 
 
 def _called(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
-    return walk(flow, _jax.inner_jaxprs(eqn)[0], args)
+    return _walk(flow, _jax.inner_jaxprs(eqn)[0], args)
 
 
 def _scan(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -87,10 +235,11 @@ def _scan(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
 
 def _while(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    cond, body = (getattr(x, "jaxpr", x) for x in (cond, body))  # as they are in 0.12
     consts, carry = args[first : first + second], args[first + second :]
-    walk(flow, _jaxpr(eqn.params["cond_jaxpr"]), (*args[:first], *carry))
-    # How often is not known here.
-    return _looped(flow, _jaxpr(eqn.params["body_jaxpr"]), consts, carry, [], 1)
+    _walk(flow, cond, (*args[:first], *carry))
+    return _looped(flow, body, consts, carry, [], 1)  # how often is not known here
 
 
 def _looped(
@@ -103,13 +252,14 @@ def _looped(
 ) -> list[Value]:
     """Walks the body of a loop, when it is known what each carried value depends on."""
     uses = [_jax.operands_of(body, index) for index in range(len(carry))]
+    dependence = operator.attrgetter("params", "of_inputs", "history")
     while True:
         args = [*consts, *carry, *slices]
         after = [
             made_of([x, *itertools.compress(args, used)], x.shape, x.dims)
             for x, used in zip(carry, uses, strict=True)
         ]
-        if list(map(_dependence, after)) == list(map(_dependence, carry)):
+        if list(map(dependence, after)) == list(map(dependence, carry)):
             break
         carry = after
     read = union(arg.weights for arg in args)
@@ -125,22 +275,14 @@ def _looped(
         if jnp.issubdtype(var.aval.dtype, jnp.inexact)
     ]
     with flow.repeated(length):
-        results = walk(flow, body, args)
+        results = _walk(flow, body, args)
     for x, result in zip(carry, results, strict=False):
         link_all(x.dims, result.dims)
     return results
 
 
-def _dependence(x: Value) -> tuple[int, bool, int]:
-    return x.params, x.of_inputs, x.history
-
-
-def _jaxpr(closed: Any) -> Any:
-    return getattr(closed, "jaxpr", closed)  # they are not closed in jax 0.12
-
-
 def _conditional(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
-    branches = [walk(flow, inner, args[1:]) for inner in _jax.inner_jaxprs(eqn)]
+    branches = [_walk(flow, inner, args[1:]) for inner in _jax.inner_jaxprs(eqn)]
     results: list[Value] = []
     for x, *others in zip(*branches, strict=True):
         for other in others:

@@ -25,8 +25,8 @@ from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import OF_INPUTS, Factor, Value, leaves_of
 from meshlayout.parallel.flow import Contraction, Flow, GradientSum, union
-from meshlayout.parallel.forward import Call, Model, Parameter, follow
 from meshlayout.parallel.operations import STACKED, WINDOW
+from meshlayout.parallel.program import Call, Model, Parameter, follow
 
 
 def tensor_parallel(
@@ -44,10 +44,8 @@ def tensor_parallel(
     sharded in pairs, the first by columns and the second by rows, attention by heads,
     and embeddings by the vocabulary, so that a transformer block sends one all-reduce
     for its attention and one for its MLP, and as many backward. What has no such pair
-    stays whole: `explain` shows the reason for each matrix.
-
-    Use this where a model's matrices are too large for one device, or its batch too
-    small to shard further. The batch is sharded over the other axes.
+    stays whole: `explain` shows the reason for each matrix. Use this where a model's
+    matrices are too large for one device, or its batch too small to shard further.
 
     Args:
         mesh: The mesh.
@@ -56,10 +54,9 @@ def tensor_parallel(
             the arrays may be `jax.ShapeDtypeStruct`.
         example_inputs: What the model is called with: a tuple of arguments, or the
             only one. Of arrays only the shapes count; other values are passed on.
-        axis: The mesh axis to shard over.
+        axis: The mesh axis to shard over; the others shard the batch.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
-            None. A loss function will do. For a pytree `call(params, *inputs)`, for
-            Linen variables `module.apply`.
+            None. A loss function will do; for Linen variables `module.apply`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -80,22 +77,21 @@ def tensor_parallel(
         'rows; an all-reduce adds up the products'
     """
     mesh = as_mesh(mesh)
-    where = "tensor_parallel"
     num_shards = mesh.axis_size((axis,))
     if axis in BATCH_AXES:
         msg = (
-            f"{where}: axis {axis!r} shards the rows of batches, and matrices sharded "
-            "over it would gather all of them. Give an axis of another name, as of "
-            'create_mesh({"batch": 2, "model": 4}).'
+            f"tensor_parallel: axis {axis!r} shards the rows of batches, and matrices "
+            "sharded over it would gather all of them. Give an axis of another name, "
+            'as of create_mesh({"batch": 2, "model": 4}).'
         )
         raise LayoutMapError(msg)
-    params, flow = follow(model_or_build, example_inputs, call, where)
-    choices = zip(params, _choices(params, flow, num_shards), strict=True)
-    specs: dict[str, Layout | Rule] = {}
-    for param, (dim, note, sends) in choices:
+    params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
+    rules: dict[str, Rule] = {}
+    choices = _choices(params, flow, num_shards)
+    for param, (dim, note, sends) in zip(params, choices, strict=True):
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
-        specs[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
-    return LayoutMap(mesh, rules_for(specs))
+        rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
+    return LayoutMap(mesh, rules_for(rules))
 
 
 @dataclass(eq=False)
@@ -144,6 +140,8 @@ _GROUPED = (
 
 # The dim along which a parameter is sharded, why or why not, and what it sends.
 _Choice: TypeAlias = tuple[int | None, str, int | None]
+# Which candidates each excludes, and why.
+_Rivals: TypeAlias = dict[Factor, dict[Factor, str]]
 
 
 def _choices(
@@ -161,11 +159,15 @@ def _choices(
         chosen.update(dict.fromkeys(candidate.dims, candidate))
     for index, param in enumerate(params):
         is_factor = bool(flow.multiplied >> index & 1)
-        if index in chosen:
-            dim, note, sends = _sharded(chosen[index], index, is_factor=is_factor)
+        dim, note, sends = None, "", None
+        if index not in chosen:
+            # A vector that follows a matrix needs no reason.
+            note = _whole(param.array, candidates, 1 if is_factor else 2)
         else:
-            dim, note = None, _whole(param.array, candidates, is_factor=is_factor)
-            sends = None
+            dim = chosen[index].dims[index]
+            if is_factor:
+                note = _sharded(chosen[index], index)
+                sends = chosen[index].sent().get(index)
         for group in (group for bits, group in flow.grouped if bits >> index & 1):
             majors = [leaves_of(factors)[:1] for factors in param.array.dims]
             major = leaves_of(group)[:1]
@@ -189,7 +191,7 @@ def _chosen(
     sent = {factor: sum(each.sent().values()) for factor, each in free.items()}
     mean = sum(sent.values()) / max(1, sum(nbytes.values())) or 1
     worth: dict[Factor, float] = {}
-    experts = leaves_of(flow.experts)
+    experts = {*leaves_of(flow.experts)}
     for factor, candidate in free.items():
         ratio = sent[factor] / nbytes[factor] / mean
         if ratio > _NOT_WORTH_FROM:
@@ -203,10 +205,8 @@ def _chosen(
             candidates[rival].refusal = candidates[rival].refusal or reason
 
 
-def _whole(
-    array: Value, candidates: dict[Factor, Candidate], *, is_factor: bool
-) -> str:
-    """Says why a parameter stays whole; vectors that follow a matrix have no reason."""
+def _whole(array: Value, candidates: dict[Factor, Candidate], least: int) -> str:
+    """Says why a parameter stays whole, if there are so many reasons at least."""
     reasons: list[str] = []
     for dim, factors in enumerate(array.dims):
         leaves = leaves_of(factors)
@@ -215,50 +215,30 @@ def _whole(
             sizes = " x ".join(str(leaf.size) for leaf in leaves)
             parts = f" ({sizes})" if len(leaves) > 1 else ""
             reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {refusal}")
-    if len(reasons) < (1 if is_factor else 2):
+    if len(reasons) < least:
         return ""
     own = [text for text in reasons if not text.endswith(_STREAM)]
     return f"whole; {'; '.join(own or reasons)}"
 
 
-def _sharded(candidate: Candidate, index: int, *, is_factor: bool) -> _Choice:
+def _sharded(candidate: Candidate, index: int) -> str:
     """Says what a parameter is in the set that is sharded."""
-    dim = candidate.dims[index]
-    if not is_factor:  # a vector that follows a matrix
-        return dim, "", None
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
-    above = f", {candidate.above} x {candidate.factor.size} together"
-    heads = above if candidate.above > 1 else ""
+    pair = f", {candidate.above} x {candidate.factor.size} together"
+    heads = pair if candidate.above > 1 else ""
     if any(each.operand.weights for each in sums):
-        note = "looked up in parts; an all-reduce joins what the devices find"
-    elif sums:
-        note = f"rows{heads}; an all-reduce adds up the products"
-    else:
-        note = f"columns{heads}; the results stay sharded"
-    return dim, note, candidate.sent().get(index)
+        return "looked up in parts; an all-reduce joins what the devices find"
+    if sums:
+        return f"rows{heads}; an all-reduce adds up the products"
+    return f"columns{heads}; the results stay sharded"
 
 
-def _heaviest(
-    worth: dict[Factor, float], rivals: dict[Factor, dict[Factor, str]]
-) -> list[Factor]:
+def _heaviest(worth: dict[Factor, float], rivals: _Rivals) -> list[Factor]:
     """Returns candidates that do not exclude each other, of the largest worth.
 
     Exact for some that are tied together, as the layers of a deep MLP are in a chain;
     while there are more, the most valuable comes first.
     """
-
-    def best(tied: list[Factor]) -> tuple[float, list[Factor]]:
-        if not tied:
-            return 0.0, []
-        first, *others = tied
-        apart = [factor for factor in others if factor not in rivals[first]]
-        weight, factors = best(apart)
-        taken = weight + worth[first], [first, *factors]
-        if len(apart) == len(others):
-            return taken
-        left = best(others)
-        return taken if taken[0] >= left[0] else left
-
     left = dict(worth)
     chosen: list[Factor] = []
     while left:
@@ -270,7 +250,10 @@ def _heaviest(
                 todo += rivals[factor].keys() & left.keys()
         tied = [factor for factor in left if factor in group]
         if len(tied) <= _MOST_COMBINED:
-            chosen += best(tied)[1]
+            sets: list[list[Factor]] = [[]]
+            for factor in tied:
+                sets += [[*x, factor] for x in sets if not rivals[factor].keys() & {*x}]
+            chosen += max(sets, key=lambda factors: sum(worth[f] for f in factors))
         else:
             chosen.append(max(tied, key=worth.__getitem__))
             tied = [chosen[-1], *rivals[chosen[-1]]]
@@ -304,7 +287,7 @@ def _candidates(
             candidates[leaf].contractions.append(each)
     for each in flow.gradient_sums:
         for leaf in set(each.factor.leaves) & candidates.keys():
-            candidates[leaf].gradient_sums[each.of] = each
+            candidates[leaf].gradient_sums[each.of.source] = each
     for factor, nbytes in flow.reductions:
         for leaf in set(factor.leaves) & candidates.keys():
             candidates[leaf].reduced += nbytes
@@ -342,18 +325,15 @@ def _is_stream(contractions: Sequence[Contraction]) -> bool:
     # The same weights again are a loop that was written out.
     if not any(each.before & every & ~bits[each.weights] for each in contractions):
         return False
-    operands = {id(each.operand): each.operand.size for each in contractions}
+    operands = {each.operand.source: each.operand.size for each in contractions}
     return sum(each.size for each in contractions) > sum(operands.values())
 
 
-def _rivals(
-    candidates: dict[Factor, Candidate], flow: Flow
-) -> dict[Factor, dict[Factor, str]]:
+def _rivals(candidates: dict[Factor, Candidate], flow: Flow) -> _Rivals:
     """Returns which candidates exclude each other, and why."""
     by_param: dict[int, set[Factor]] = defaultdict(set)
-    for factor, candidate in candidates.items():
-        for index in candidate.dims:
-            by_param[index].add(factor)
+    for factor, index in ((f, i) for f, each in candidates.items() for i in each.dims):
+        by_param[index].add(factor)
     groups = [(group, _OTHER_DIM) for group in by_param.values()]
     for dims in flow.together:
         majors = [leaves_of(dim)[0] for dim in dims if dim]
@@ -367,7 +347,7 @@ def _rivals(
         tables = [each for each in flow.contractions if each.bit & bits]
         factors = {leaf for each in tables for leaf in leaves_of(each.factors)}
         groups.append((factors & candidates.keys(), _ADDED))
-    rivals: dict[Factor, dict[Factor, str]] = defaultdict(dict)
+    rivals: _Rivals = defaultdict(dict)
     for group, reason in groups:
         for factor in group:
             rivals[factor] |= dict.fromkeys(group - {factor}, reason)

@@ -1,26 +1,25 @@
 """`create`: describe a state, lay it out, make it; never larger than its shards.
 
-A builder runs once, abstractly, whatever it returns. Leaves that it computes become
-results of the trace; leaves that exist already (arrays from outside, Python numbers,
-functions) are kept. Flax's own sharding by metadata is off in the meantime, since the
-layout map decides.
+A builder runs once, abstractly, whatever it returns. Arrays become results of the
+trace; other leaves (Python numbers, functions) are kept. Flax's own sharding by
+metadata is off in the meantime, since the layout map decides.
 """
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import jax
-from flax import errors as flax_errors, linen as nn, nnx
-from jax.core import Tracer
+from flax import errors as flax_errors, nnx
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax, _jaxprs, _paths, _render
+from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.arrays import copy_to_mesh
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -47,23 +46,19 @@ else:  # flax 0.11
     eager_sharding_off = contextlib.nullcontext
 
 
-class ComputedArray(jax.ShapeDtypeStruct):
-    """The shape and dtype of an array that the builder computes."""
-
-
 @dataclass(frozen=True)
 class TracedBuild:
     """A traced builder: its operations, and the tree that it makes."""
 
-    jaxpr: Any  # its results are the leaves that the builder computes
-    leaves: list[Leaf]  # of the tree; a ComputedArray for what the builder computes
+    jaxpr: Any  # its results are the arrays of the tree
+    leaves: list[Leaf]  # of the tree, with a `ShapeDtypeStruct` for every array
     treedef: Any  # of the tree; for NNX modules, of their state
     graphdef: Any  # the structure of the modules, if there are any
     shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
-        """The tree to lay out, with a `ShapeDtypeStruct` for every computed array."""
+        """The tree to lay out."""
         with eager_sharding_off():
             return self.treedef.unflatten(self.leaves)
 
@@ -89,7 +84,7 @@ class StateDescription(Generic[T]):
     layouts: PyTree
     resolutions: tuple[Resolution, ...]
     _traced: TracedBuild = field(repr=False, compare=False)
-    _placed: list[Leaf] = field(repr=False, compare=False)  # the leaves of `abstract`
+    _leaves: list[Leaf] = field(repr=False, compare=False)  # of `abstract`
     _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
@@ -101,30 +96,17 @@ class StateDescription(Generic[T]):
         if _jax.is_tracing():
             msg = (
                 "create makes arrays on devices, and was called inside a function that "
-                "JAX transforms (jit, eval_shape, vmap, or another create's builder). "
-                "Call it outside; describe(build, layouts).abstract has the shapes "
-                "alone."
+                "JAX transforms, or in another create's builder. Call it outside; "
+                "describe(build, layouts).abstract has the shapes alone."
             )
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
             compare(lambda: self._facts(inputs))
-        traced = self._traced
-        targets = [
-            Layout.of(placed)
-            for leaf, placed in zip(traced.leaves, self._placed, strict=True)
-            if isinstance(leaf, ComputedArray)
-        ]
-        results = iter(run_on_shards(traced.jaxpr, inputs, targets, self._mesh))
-        leaves: list[Leaf] = []
-        for leaf, placed in zip(traced.leaves, self._placed, strict=True):
-            if isinstance(leaf, ComputedArray):
-                leaves.append(next(results))
-            elif placed is not leaf:
-                # A copy, so that donating the state does not delete the user's array.
-                leaves.append(copy_to_mesh(leaf, Layout.of(placed)))
-            else:
-                leaves.append(leaf)
-        return traced.rebuild(leaves)
+        is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
+        targets = [*map(Layout.of, itertools.compress(self._leaves, is_array))]
+        results = iter(run_on_shards(self._traced.jaxpr, inputs, targets, self._mesh))
+        pairs = zip(self._leaves, is_array, strict=True)
+        return self._traced.rebuild([next(results) if x else leaf for leaf, x in pairs])
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
         """Returns what must be the same on all processes that make the state."""
@@ -134,13 +116,8 @@ class StateDescription(Generic[T]):
         facts: dict[str, Leaf] = {f"input {i}": x for i, x in enumerate(inputs)}
         facts |= {f"constant {i}": value for i, value in enumerate(constants)}
         paths = _paths.leaf_names(self._traced.node)
-        leaves = zip(self._traced.leaves, self._placed, strict=True)
-        for path, (leaf, placed) in zip(paths, leaves, strict=True):
-            if placed is not leaf:
-                facts[path] = placed
-                if not isinstance(leaf, ComputedArray):
-                    facts[f"the array for {path}"] = leaf
-        return program_facts(facts, str(jaxpr.jaxpr), {})
+        facts |= dict(zip(paths, self._leaves, strict=True))
+        return program_facts(facts, str(jaxpr.jaxpr))
 
 
 def describe(
@@ -148,8 +125,8 @@ def describe(
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this to look at shapes and layouts, or to give `Checkpointer.restore` the state
-    to restore into. Arguments and errors: as for `create`.
+    Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
+    errors: as for `create`.
 
     Example:
         >>> import meshlayout as ml
@@ -165,30 +142,25 @@ def describe(
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
-    Use this for models, Linen variables and any other tree; `TrainState.create` makes
-    a model together with its optimizer.
-
-    Under any layouts, the values are those of calling `build()` without a mesh, to the
-    bit. No device ever holds the whole of an array that its layout shards, except for
-    operations that need whole operands to give the same bits, such as the QR of an
-    orthogonal initializer.
+    `TrainState.create` makes a model together with its optimizer. The values are those
+    of calling `build()` without a mesh, to the bit. No device ever holds the whole of
+    an array that its layout shards, except for operations that need whole operands to
+    give the same bits, such as the QR of an orthogonal initializer.
 
     Args:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
         layouts: The layouts, by path. Without, every device holds everything, on the
-            default mesh or on one of all devices with the axis `batch`, as data
-            parallelism has it.
+            default mesh or on one of all devices with the axis `batch`.
 
     Raises:
-        StateError: If the builder cannot be traced, as when it draws from an
-            `nnx.Rngs` made outside of it, or returns nothing.
+        StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
+            returns nothing.
         LayoutMapError: If the rules disagree or do not fit.
 
     Example:
         >>> import meshlayout as ml
-        >>> from flax import nnx
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
         >>> model = ml.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layouts)
@@ -196,12 +168,9 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         (8, 4)
     """
     description = describe_state(build, layouts, "create")
-    built: Any = description.abstract
-    is_leaf = jax.tree_util.all_leaves([built]) and not isinstance(built, nnx.Pytree)
-    if built is None or (is_leaf and not has_layout(built)):
-        _checks.has_arrays(
-            "what the builder returned", built, where="create", error=StateError
-        )
+    if description.abstract is None:
+        msg = "create: the builder returned None. Does it end without `return`?"
+        raise StateError(msg)
     return description.create()
 
 
@@ -221,6 +190,12 @@ def describe_state(
     return place(trace(build), layouts)
 
 
+def check_builder(build: object, where: str) -> None:
+    """Raises StateError unless this can be called without arguments."""
+    hint = "Give a function that builds the state, such as lambda: Model(...)."
+    _checks.function("build", build, where=where, error=StateError, hint=hint)
+
+
 def place(
     traced: TracedBuild,
     layouts: LayoutMap,
@@ -234,20 +209,11 @@ def place(
     leaves: list[Leaf] = []
     for leaf in traced.leaves:
         layout = next(remaining) if has_layout(leaf) else None
-        if layout is not None and is_array(leaf):
-            # A NumPy array of 64 bits will have 32 on the device.
-            is_computed = isinstance(leaf, ComputedArray)
-            dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
-            leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)
+        if layout is not None and isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = leaf.update(sharding=layout.sharding)
         leaves.append(leaf)
-    return StateDescription(
-        traced.rebuild(leaves),
-        resolved.layouts,
-        resolved.resolutions,
-        traced,
-        leaves,
-        layouts.mesh,
-    )
+    facts = (resolved.layouts, resolved.resolutions, traced, leaves, layouts.mesh)
+    return StateDescription(traced.rebuild(leaves), *facts)
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
@@ -266,17 +232,26 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
-        leaves.extend(
-            ComputedArray(leaf.shape, leaf.dtype) if isinstance(leaf, Tracer) else leaf
-            for leaf in built
-        )
-        return [leaf for leaf in built if isinstance(leaf, Tracer)]
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in built):
+            msg = "the builder returned shapes without values, as jax.eval_shape does."
+            raise StateError(msg)
+        are_arrays = [is_array(x) and _jax.is_array_dtype(x.dtype) for x in built]
+        pairs = zip(built, are_arrays, strict=True)
+        leaves.extend(_ARRAY if flag else leaf for leaf, flag in pairs)
+        return [*itertools.compress(built, are_arrays)]
 
     try:
-        with eager_sharding_off(), _jaxprs.short_sharding_errors:
+        with contextlib.ExitStack() as stack:
+            # On Explicit axes, the types of values would have shardings.
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                stack.enter_context(_jax.no_mesh())
+            # Without jit, its operations would not be fused, and have other bits.
+            stack.enter_context(jax.disable_jit(disable=False))
+            stack.enter_context(eager_sharding_off())
+            stack.enter_context(_jaxprs.short_sharding_errors)
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-            jaxpr = _jaxprs.without_sharding_types(jax.make_jaxpr(flat)(*shapes))
+            jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
@@ -284,42 +259,12 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
         )
         raise StateError(msg) from error
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        msg = (
-            "the builder reads the value of an array it computed, as float(x), "
-            "np.asarray(x) or 'if x > 0' do, and there is no value while it is traced. "
-            "Compute such values with NumPy, or outside of the builder."
-        )
-        raise StateError(msg) from error
-    traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
-    for path, leaf in zip(_paths.leaf_names(traced.node), leaves, strict=True):
-        if type(leaf) is jax.ShapeDtypeStruct:
-            msg = (
-                f"{path or 'the result'} "
-                f"{_render.array_text(leaf.dtype, leaf.shape)}: the builder returned a "
-                "shape without values, as jax.eval_shape does. Return the array itself."
-            )
-            raise StateError(msg)
-    return traced
+    shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)
+    leaves = [next(shapes) if leaf is _ARRAY else leaf for leaf in leaves]
+    return TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
 
 
-def check_builder(build: object, where: str) -> None:
-    """Raises StateError unless this is a builder, and not a model that exists."""
-    example = "create(lambda: Model(...), layouts)"
-    if where.startswith("TrainState"):
-        example = "TrainState.create(lambda: Model(...), optimizer, layouts)"
-    if isinstance(build, (nnx.Pytree, nn.Module)):
-        msg = (
-            f"{where} takes a function that builds the state, got "
-            f"{_checks.shown(build)} that is built already. Write {example}."
-        )
-        raise StateError(msg)
-    hint = f"Write {example}."
-    _checks.function("build", build, where=where, error=StateError, hint=hint)
+_ARRAY = object()  # stands for an array among the leaves
 
 
 def has_layout(value: object) -> bool:

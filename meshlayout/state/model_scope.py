@@ -4,8 +4,7 @@ While a scope is open, constructing an NNX module or calling Linen's `init` goes
 `create`. A module that constructs its own parts does so inside its creation. A module
 that is passed to another one later (the layers of an `nnx.Sequential`) is created
 first, under a path that is not final: its arrays are sharded as finely as they divide,
-and get their layouts when the parent is made. An `nnx.Optimizer` is made for a complete
-model. Inside jit and other transformations there are no arrays to lay out, and
+and get their layouts when the parent is made. Inside jit and other transformations,
 everything is constructed as without a scope.
 """
 
@@ -39,12 +38,8 @@ from meshlayout.state.operations import finest_layout
 def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     """Creates models with these layouts.
 
-    Use this to create models of unchanged code: inside, NNX modules and the variables
-    of Linen's `init` are created sharded, and `constrain` follows the map. `create` is
-    the explicit form.
-
-    Args:
-        layouts: The layout map.
+    Inside, NNX modules and the variables of Linen's `init` are created sharded, by
+    unchanged code, and `constrain` follows the map. `create` is the explicit form.
 
     Raises:
         StateError: If a module draws from an `nnx.Rngs` that is not among its
@@ -181,8 +176,8 @@ class _Scope:
     def _lenient(self, node: PyTree) -> Resolved:
         """Resolves leaves that have a rule; shards the others as finely as possible.
 
-        The path may not be final, so a leaf that matches no rule yet must not be
-        replicated: it may be too large for one device.
+        The path may not be final, and what matches no rule yet may be too large for one
+        device.
         """
         # The module is entry 0 of what was built, and the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
@@ -212,9 +207,10 @@ def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) ->
     moved = []
     for leaf in flat.leaves:
         layout = next(remaining) if has_layout(leaf.value) else None
-        is_array = layout is not None and isinstance(leaf.value, jax.Array)
-        value = _jax.put(leaf.value, layout.sharding) if is_array else leaf.value
-        moved.append(value)
+        if layout is not None and isinstance(leaf.value, jax.Array):
+            moved.append(_jax.put(leaf.value, layout.sharding))
+        else:
+            moved.append(leaf.value)
     with eager_sharding_off():
         nnx.update(node, flat.unflatten(moved))
 

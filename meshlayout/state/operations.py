@@ -1,15 +1,11 @@
 """Runs a traced builder one operation at a time, on shards.
 
 Compiling a whole builder into one program would change the last bits of the state: the
-compiler fuses and reorders across operations. JAX without jit runs one compiled program
-per operation, and so does this module, so that the values are the same to the bit. But
-every value is sharded as what is made of it will be, chosen backwards from the results,
-and freed after its last use. Equal operations share one program: all of them together
-compile in a third of the CPU time of one large program.
-
-Operations whose result depends on the order of a sum or on the blocking of a matrix
-product (QR in an orthogonal initializer, say) run on replicated operands, because
-sharded ones would give other bits.
+compiler fuses and reorders across operations. So operations run one by one, as in JAX
+without jit, but every value is sharded as what is made of it will be, chosen backwards
+from the results, and freed after its last use. All these programs together compile in a
+third of the CPU time of one large program. Operations whose result depends on the order
+of a sum (QR in an orthogonal initializer, say) run on replicated operands.
 """
 
 import functools
@@ -24,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _jax, _jaxprs
-from meshlayout._annotations import Equation
+from meshlayout._annotations import DType, Equation
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -53,27 +49,29 @@ def run_on_shards(
             for index in copies[-1:]:
                 results[index] = _jax.put(value, targets[index].sharding)
 
+    # Copies: results must not share memory with the caller's arrays.
     variables = (*inner.invars, *inner.constvars)
-    for var, value in zip(variables, (*inputs, *jaxpr.consts), strict=True):
-        if var in plan:
-            # A copy: results must not share memory with the caller's arrays. Some
-            # constants are of a class of JAX 0.7's own.
-            value = value if isinstance(value, jax.Array) else np.asarray(value)
-            values[var] = copy_to_mesh(value, Layout.of(plan[var], np.ndim(value)))
+    given = dict(zip(variables, (*inputs, *jaxpr.consts), strict=True))
+    used = {var for eqn, _ in schedule for var in _variables(eqn)}
+    for var in [var for var in given if var in used]:
+        layout = Layout.of(plan[var], len(var.aval.shape))
+        values[var] = copy_to_mesh(_array(given.pop(var)), layout)
+    for index, (out, target) in enumerate(zip(inner.outvars, targets, strict=True)):
+        if isinstance(out, Literal):
+            results[index] = copy_to_mesh(_array(out.val, out.aval.dtype), target)
+        elif out in given:
+            results[index] = copy_to_mesh(_array(given[out]), target)
     # Neither the user's `disable_jit` nor a mesh that is set may change the programs.
     with jax.disable_jit(disable=False), _jax.no_mesh():
         for eqn, last_used in schedule:
             is_safe = _keeps_bits_on_shards(eqn)
             # Literals are operands as well, as without jit: the compiler would fold a
             # constant into the program, which can change the bits of the result.
-            operands = [
-                _jax.put(_literal(var), whole)
-                if isinstance(var, Literal)
-                else values[var]
-                if is_safe
-                else _jax.put(values[var], whole)
-                for var in eqn.invars
-            ]
+            operands: list[Any] = []
+            for var in eqn.invars:
+                is_literal = isinstance(var, Literal)
+                x = _array(var.val, var.aval.dtype) if is_literal else values[var]
+                operands.append(x if is_safe and not is_literal else _jax.put(x, whole))
             shardings = tuple(plan[out] for out in eqn.outvars)
             params = tuple(sorted(eqn.params.items()))
             key = (eqn.primitive, params, eqn.ctx, shardings)
@@ -81,18 +79,13 @@ def run_on_shards(
             values.update(zip(eqn.outvars, made, strict=True))
             del operands, made
             finish(last_used)
-    finish([*values])  # inputs that are results themselves
-    for index, out in enumerate(inner.outvars):
-        if isinstance(out, Literal):
-            results[index] = copy_to_mesh(_literal(out), targets[index])
     return results
 
 
 def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
     """Returns a layout that shards an array as finely as its shape allows.
 
-    Axes that no dim can take are left out. The search is greedy: large axes go first,
-    each to the largest dim that it divides.
+    Large axes go first, each to the largest dim that it divides, if there is any.
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     sizes = list(shape)
@@ -110,12 +103,12 @@ def _plan(
 ) -> tuple[dict[Any, NamedSharding], list[tuple[Equation, list[Any]]]]:
     """Chooses the shardings of all values, backwards from the results.
 
-    Returns the shardings of the values that the results need; and the operations that
-    make them, each with the values that no later operation uses.
+    Returns them for what the results need; and the operations that make it, each with
+    the values that no later operation uses.
     """
     plan: dict[Any, NamedSharding] = {}
 
-    def choose(var: Any, specs: Sequence[Any]) -> None:
+    def choose(var: Any, specs: Any) -> None:
         # JAX does not shard empty arrays, or fails.
         spec = PartitionSpec(*specs) if math.prod(var.aval.shape) else PartitionSpec()
         plan[var] = NamedSharding(mesh.jax_mesh, spec)
@@ -132,9 +125,11 @@ def _plan(
     for eqn in reversed(jaxpr.eqns):
         if plan.keys().isdisjoint(eqn.outvars):
             continue
-        operands = [var for var in eqn.invars if not isinstance(var, Literal)]
-        schedule.append((eqn, [*{*eqn.outvars, *operands} - used]))
-        used.update(eqn.outvars, operands)
+        operands = _variables(eqn)
+        # In an order that is the same on all processes.
+        variables = dict.fromkeys((*eqn.outvars, *operands))
+        schedule.append((eqn, [var for var in variables if var not in used]))
+        used.update(variables)
         before = None
         for out in eqn.outvars:
             shape = out.aval.shape
@@ -195,11 +190,7 @@ def _program(
     *,
     is_safe: bool,
 ) -> Any:
-    """Returns an operation under jit; equal ones share it, and compile once.
-
-    Initializers repeat the same few operations for every layer of a kind, so a state of
-    hundreds of leaves needs a few dozen programs.
-    """
+    """Returns an operation under jit; equal ones share it, and compile once."""
 
     def apply(*operands: jax.Array) -> list[jax.Array]:
         if primitive.name == "sharding_constraint":  # the layout map decides
@@ -214,10 +205,13 @@ def _program(
     return jax.jit(apply, out_shardings=list(shardings))
 
 
-def _literal(var: Any) -> ArrayLike:
-    if isinstance(var.val, jax.Array):
-        return var.val
-    return np.asarray(var.val, dtype=var.aval.dtype)
+def _variables(eqn: Equation) -> list[Any]:
+    return [var for var in eqn.invars if not isinstance(var, Literal)]
+
+
+def _array(value: ArrayLike, dtype: DType | None = None) -> ArrayLike:
+    # Also of a class that JAX 0.7 has for constants.
+    return value if isinstance(value, jax.Array) else np.asarray(value, dtype)
 
 
 # Operations that compute the same bits for each element, however the array is sharded:

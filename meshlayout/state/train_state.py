@@ -1,13 +1,12 @@
 """`TrainState`: everything that a training step carries forward.
 
-The arrays are plain nested dicts, split off the model once when the state is created:
-`nnx.jit`, which takes modules, traverses them again at every call. The model's
-structure and the optimizer travel along as static code. `state.model` puts a module
-together when a user asks for one.
+The arrays are plain nested dicts, split off the model once: `nnx.jit`, which takes
+modules, traverses them again at every call. The model's structure and the optimizer
+travel along as static code. `optimizer_by_path` is for some of the parameters.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import jax
@@ -68,10 +67,9 @@ class ModelCode:
 class TrainState(Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
-    Make one with `TrainState.create`. It is a frozen dataclass whose array fields are
-    plain nested dicts (an Optax state for `opt_state`), so that `jax.tree`, `jax.jit`
-    and `jax.grad` take it and its parts directly. To a type checker it is generic over
-    its model: `TrainState[MLP]`.
+    Make one with `TrainState.create`. Its array fields are plain nested dicts (an Optax
+    state for `opt_state`), so that `jax.tree`, `jax.jit` and `jax.grad` take them
+    directly. To a type checker it is generic over its model: `TrainState[MLP]`.
 
     Attributes:
         params: The trainable parameters.
@@ -104,20 +102,18 @@ class TrainState(Generic[T]):
     ) -> "TrainState[Model]":
         """Creates a sharded state: parameters by the map, optimizer slots like them.
 
-        Use this to start training. Nothing is ever materialized unsharded, and the
-        values are those of building on one device, to the bit.
+        Nothing is ever materialized unsharded, and the values are those of building on
+        one device, to the bit.
 
         Args:
             build: Makes the NNX module; or Linen's variables, together with `module`.
             optimizer: An Optax transformation, or `optax.MultiSteps`.
-            layouts: The layouts of the parameters. Without, as for `ml.create`: every
-                device holds all of them.
+            layouts: The layouts of the parameters; without, as for `ml.create`.
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
         Raises:
-            StateError: If the builder returns anything else or a model without
-                parameters, or cannot be traced.
+            StateError: If the builder returns anything else, or cannot be traced.
             LayoutMapError: If the rules disagree or do not fit.
 
         Example:
@@ -146,8 +142,8 @@ class TrainState(Generic[T]):
     ) -> "StateDescription[TrainState[Model]]":
         """Describes the state that `create` would make, without making it.
 
-        Use this for shapes, layouts and memory, or to give `Checkpointer.restore` the
-        state to restore into. Arguments and errors: as for `create`.
+        Use this for shapes, layouts and memory, or for `Checkpointer.restore`.
+        Arguments and errors: as for `create`.
         """
         check_builder(build, _WHERE)
         tx, is_eager, seed = _transformation(optimizer), eager_sharding(), 0
@@ -179,14 +175,13 @@ class TrainState(Generic[T]):
     def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
-        Use this to call the model outside of a step. Each access makes a new one around
-        the same arrays. A Linen module is bound with its other collections mutable;
-        read them back with `model_state_of`.
+        Each access makes a new one around the same arrays. A Linen module is bound with
+        its other collections mutable; read them back with `model_state_of`.
 
         Raises:
             StateError: If a step has donated this state's memory.
         """
-        if self._is_used_up():
+        if self._num_steps() is None:
             msg = (
                 "a step has used up this state: it reused its memory. Continue with "
                 "the state that the step returned, or pass the step a copy: "
@@ -200,33 +195,24 @@ class TrainState(Generic[T]):
         with eager_sharding_off():
             return nnx.merge(code.graphdef, self.params, self.model_state)
 
-    def _is_used_up(self) -> bool:
-        # A step donates all arrays or none, so the first one shows it.
-        leaf = next(iter(jax.tree.leaves(self.params)), None)
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        return is_array and leaf.is_deleted()
+    def _num_steps(self) -> int | str | None:
+        """Returns the step; `"?"` if it is abstract, None if a step has donated it."""
+        step = self.step
+        if isinstance(step, (Tracer, jax.ShapeDtypeStruct)):
+            return "?"
+        # A step donates all arrays or none.
+        is_deleted = isinstance(step, jax.Array) and step.is_deleted()
+        return None if is_deleted else int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns the arrays of a model that are not parameters, for `model_state`.
 
-        Use this in your own step to keep batch statistics and RNG counts.
-
-        Args:
-            model: The model from `state.model`, after it was called.
-
-        Raises:
-            StateError: If it is not such a model.
+        Use this in your own step to keep batch statistics and RNG counts of the model
+        from `state.model`, after it was called.
         """
-        is_linen = self.program.graphdef is None
-        if is_linen and isinstance(model, nn.Module):
+        if isinstance(model, nn.Module):
             return {name: x for name, x in model.variables.items() if name != "params"}
-        if not is_linen and isinstance(model, nnx.Module):
-            return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-        msg = (
-            "model_state_of takes the model that state.model returned, got "
-            f"{_checks.shown(model)}."
-        )
-        raise StateError(msg)
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     @property
     def tx(self) -> optax.GradientTransformation:
@@ -240,9 +226,7 @@ class TrainState(Generic[T]):
     def apply_gradients(
         self, grads: PyTree, *, model: nnx.Module | nn.Module | None = None
     ) -> Self:
-        """Returns the state after one update.
-
-        Use this in your own step, under `compile_step`; `make_train_step` does it all.
+        """Returns the state after one update, for your own step.
 
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
@@ -307,19 +291,12 @@ class TrainState(Generic[T]):
             rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
             return "TrainState of layouts", ["path", "layout"], rows
         rows = []
-        for path, value, _ in leaves:
-            is_placed = _jax.sharding_of(value) is not None
-            array = str(value)
-            if hasattr(value, "dtype"):
-                array = _render.array_text(value.dtype, value.shape)
-            rows.append([path, array, str(Layout.of(value)) if is_placed else "?"])
+        for path, x, _ in leaves:
+            is_array, is_placed = hasattr(x, "dtype"), _jax.sharding_of(x) is not None
+            array = _render.array_text(x.dtype, x.shape) if is_array else str(x)
+            rows.append([path, array, str(Layout.of(x)) if is_placed else "?"])
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
-        # Inside jit the step is a tracer, and after a step that donated it deleted.
-        is_known = isinstance(self.step, jax.Array) and not isinstance(
-            self.step, Tracer
-        )
-        step = int(self.step) if is_known and not self._is_used_up() else "?"
-        head = f"TrainState(step={step}, {num_params:,} parameters)"
+        head = f"TrainState(step={self._num_steps()}, {num_params:,} parameters)"
         return head, ["path", "array", "layout"], rows
 
     def __repr__(self) -> str:
@@ -331,29 +308,80 @@ class TrainState(Generic[T]):
         return _render.html_table(columns, rows, caption=head)
 
 
-def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
-    """Returns a built model's parameters and other arrays as dicts, and its code."""
-    kind = "None" if built is None else f"a {type(built).__name__}"
-    if module is not None:
-        if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
-            msg = (
-                f"{_WHERE}: module= is for Linen: a Linen module, with a builder that "
-                "returns what module.init(key, sample) returns. Got "
-                f"{_checks.shown(module)}, and a builder that returns {kind}."
-            )
-            raise StateError(msg)
-        # Steps work on plain arrays; the boxes are put back to resolve layouts.
-        plain, boxed = dict(meta.unbox(built)), built.get("params")
-        params = plain.pop("params", None)
-        return params, plain, ModelCode(None, module, jax.tree.structure(boxed), tx)
-    if not isinstance(built, nnx.Module):
-        hint = " A function that ends without `return` gives None." * (built is None)
+def optimizer_by_path(
+    optimizers: Mapping[str, optax.GradientTransformation | None],
+) -> optax.GradientTransformation:
+    """Returns `optax.multi_transform` with patterns of paths instead of labels.
+
+    Use this to freeze a part of the model, or for learning rates of their own.
+
+    Args:
+        optimizers: Optimizers by pattern, searched for in the paths; the first match
+            wins. None freezes the parameters, and keeps no state for them.
+
+    Raises:
+        StateError: If an entry is wrong; and at initialization, if a parameter matches
+            no pattern.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = optimizer_by_path({"head": optax.sgd(1.0), "": None})
+        >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+        >>> updates, _ = tx.update(params, tx.init(params), params)
+        >>> updates["head"].tolist(), updates["body"].tolist()
+        ([-1.0, -1.0], [0.0, 0.0])
+    """
+    is_mapping = isinstance(optimizers, Mapping) and len(optimizers) > 0
+    kinds = (optax.GradientTransformation, type(None))
+    if not is_mapping or not all(isinstance(tx, kinds) for tx in optimizers.values()):
         msg = (
-            f"{_WHERE}: the builder returned {kind}, and must return an NNX "
-            f"module, or Linen's variables together with module=.{hint} For any other "
-            "pytree use create(build, layouts)."
+            "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
+            f"got {_checks.shown(optimizers)}."
         )
         raise StateError(msg)
+    context = {"where": "optimizer_by_path", "error": StateError}
+    patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
+
+    # Labeled by index: labels become keys in the optimizer's state, where the `/` of a
+    # pattern would separate the keys of a path.
+    def label(path: str) -> str:
+        for index, pattern in enumerate(patterns):
+            if pattern.search(path):
+                return str(index)
+        msg = (
+            f"no pattern of the optimizer matches the parameter {path!r}. Add a last "
+            'pattern for the rest: "": optax.adam(1e-3), or "": None to freeze it.'
+        )
+        raise StateError(msg)
+
+    def labels(params: PyTree) -> PyTree:
+        flat = _paths.flatten(params)
+        return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
+
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(optimizers.values())
+    }
+    return optax.multi_transform(parts, labels)
+
+
+def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
+    """Returns a built model's parameters and other arrays as dicts, and its code."""
+    is_linen = isinstance(module, nn.Module) and isinstance(built, Mapping)
+    if not (is_linen or (module is None and isinstance(built, nnx.Module))):
+        hint = " A function that ends without `return` gives None." * (built is None)
+        msg = (
+            f"{_WHERE}: the builder must return an NNX module; or, with module= the "
+            "Linen module, what module.init(key, sample) returns. Got "
+            f"{_checks.type_text(built)} and module={_checks.shown(module)}.{hint} "
+            "For any other pytree use create(build, layouts)."
+        )
+        raise StateError(msg)
+    if is_linen:
+        # Steps work on plain arrays; the boxes are put back to resolve layouts.
+        variables: Any = built
+        plain, boxed = dict(meta.unbox(variables)), variables.get("params")
+        params = plain.pop("params", None)
+        return params, plain, ModelCode(None, module, jax.tree.structure(boxed), tx)
     # Into plain dicts: flattening an nnx.State takes JAX several times as long, and
     # every call of a step flattens its state.
     graphdef, *states = nnx.split(built, nnx.Param, ...)

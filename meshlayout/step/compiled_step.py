@@ -21,7 +21,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout._tracebacks import show_user_frames
-from meshlayout.cluster.programs import new_program, program_facts
+from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
@@ -342,7 +342,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Returns what processes compare of a program."""
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
         named = {f"constant {index}": value for index, value in constants}
-        return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr), {})
+        return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""

@@ -11,7 +11,6 @@ import jax
 
 from meshlayout import losses
 from meshlayout._annotations import Batch
-from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -25,7 +24,6 @@ from meshlayout.step.objective import (
     make_loss,
     merged,
     metrics_of_batch,
-    total_weight,
 )
 from meshlayout.step.state_step import StateStep
 
@@ -114,12 +112,11 @@ class EvalStep(StateStep):
         def measure(state: TrainState, batch: Batch) -> Metrics:
             _, denominator = loss.denominators(batch)
             parts, (_, values, outputs) = loss.parts(
-                *(state, state.params, state.model_state),
-                *(batch, state.rng, denominator),
+                state, batch, state.rng, denominator
             )
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
-            weight = total_weight(loss.weights_of(batch), num_examples(batch))
+            weight = loss.total_weight(batch)
             measured = loss.measured(values, outputs, batch)
             return metrics_of_batch(parts, {}, weight, measured)
 
@@ -192,7 +189,7 @@ class PredictStep(StateStep):
         def predict_step(state: TrainState, batch: Batch) -> Any:
             return call_model(
                 lambda model: function(model, batch),
-                *(policy, state, state.params, state.model_state, state.rng),
+                *(policy, state, state.rng),
                 train=False,
             ).result
 

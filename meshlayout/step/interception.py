@@ -20,7 +20,7 @@ import jax
 from flax import linen as nn, nnx
 
 from meshlayout import _checks, _paths
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StepError
 
@@ -215,21 +215,23 @@ class Rematting:
         return functools.partial(self._recomputed, call) if is_chosen else call.proceed
 
     def _recomputed(self, call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
-        # An NNX object is a pytree as well. Flattened here, it would be a copy, whose
-        # random streams do not advance those of the caller. Everything else (flags,
-        # None) is no argument of what is traced.
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
-        each = dict(enumerate(leaves))
-        objects = {i: x for i, x in each.items() if _paths.is_nnx_object(x)}
-        arrays = {
-            i: x
-            for i, x in each.items()
-            # An nnx.Rngs has any attribute, also a shape and a dtype.
-            if i not in objects and hasattr(x, "dtype") and hasattr(x, "shape")
-        }
+        is_nnx = isinstance(call.module, nnx.Module)
 
-        def inner(module: Any, objects: dict[int, Any], arrays: dict[int, Any]) -> Any:
-            args, kwargs = treedef.unflatten({**each, **objects, **arrays}.values())
+        def is_traced(leaf: Leaf) -> bool:
+            # Not flags and None. An NNX object (with any attribute, as nnx.Rngs) is
+            # not flattened: it would be a copy, whose random streams advance alone.
+            # Linen's remat would; to it such an object is a constant, which Flax lets
+            # nobody change inside.
+            if _paths.is_nnx_object(leaf):
+                return is_nnx
+            return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+        traced = {i: leaf for i, leaf in enumerate(leaves) if is_traced(leaf)}
+
+        def inner(module: Module, traced: dict[int, Any]) -> Any:
+            every = {**dict(enumerate(leaves)), **traced}
+            args, kwargs = treedef.unflatten(every.values())
             # The module inside is a copy, whose call is intercepted again.
             self._is_inside = True
             try:
@@ -237,18 +239,8 @@ class Rematting:
             finally:
                 self._is_inside = False
 
-        def pure(module: Any, state: Any, arrays: dict[int, Any]) -> Any:
-            inside = nnx.merge(graphdef, state)
-            return inner(module, inside, arrays), nnx.state(inside)
-
-        if isinstance(call.module, nnx.Module):
-            return nnx.remat(inner, policy=self._policy)(call.module, objects, arrays)
-        # Linen's remat does not know NNX objects.
-        graphdef, state = nnx.split(objects)
-        remat: Any = nn.remat(pure, policy=self._policy)
-        result, after = remat(call.module, state, arrays)
-        nnx.update(objects, after)
-        return result
+        remat: Any = nnx.remat if is_nnx else nn.remat
+        return remat(inner, policy=self._policy)(call.module, traced)
 
 
 def _block_paths(params: PyTree) -> set[str]:

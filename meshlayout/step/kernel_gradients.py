@@ -48,9 +48,11 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
     def check() -> None:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
-        split = arrays[: len(params)], arrays[len(params) :]
         for eqn in gradients if meshes else ():
-            _check(eqn, eqns, *split, meshes[0].shape)
+            step = eqns, arrays[: len(params)], arrays[len(params) :]
+            blamed = _blamed(eqn, *step, meshes[0].shape)
+            if blamed:
+                raise StepError(_refusal(eqn, blamed, meshes[0].shape))
 
     def tell(index: int, sharding: Any) -> None:
         shardings[index] = sharding
@@ -80,30 +82,17 @@ def _array(shape: tuple[int, ...], sharding: Any) -> _Sharded:
     return _Sharded(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
 
 
-def _check(
-    eqn: Equation,
-    eqns: Sequence[Equation],
-    params: Sequence[_Sharded],
-    batch: Sequence[_Sharded],
-    sizes: Mapping[str, int],
-) -> None:
-    """Raises StepError if this gradient of a kernel would be multiplied."""
-    mesh, kernel = eqn.invars[0].aval.sharding.mesh, eqn.outvars[0].aval
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    manual = {axis for axis, kind in types if kind == AxisType.Manual}
-    every = _Axes(axis for axis, size in sizes.items() if size > 1) - manual
-    blamed = _blamed(eqn, eqns, params, batch, every, sizes)
-    if blamed:
-        rows = tuple(axis for axis in sizes if axis in every)
-        msg = (
-            "XLA would multiply the gradient of a convolution's kernel "
-            f"{_render.array_text(kernel.dtype, kernel.shape)}: it adds up equal sums "
-            f"of the devices along the mesh axes {', '.join(map(repr, sorted(blamed)))}"
-            ". Two layouts are right, of images that are whole in space: their rows "
-            f"over all axes, {rows}; or the channels of kernels and images over the "
-            "axes without rows."
-        )
-        raise StepError(msg)
+def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
+    kernel = eqn.outvars[0].aval
+    rows = tuple(axis for axis, size in sizes.items() if size > 1)
+    return (
+        "XLA would multiply the gradient of a convolution's kernel "
+        f"{_render.array_text(kernel.dtype, kernel.shape)}: it adds up equal sums of "
+        f"the devices along the mesh axes {', '.join(map(repr, sorted(blamed)))}. Two "
+        "layouts are right, of images that are whole in space: their rows over all "
+        f"axes, {rows}; or the channels of kernels and images over the axes without "
+        "rows."
+    )
 
 
 def _blamed(
@@ -111,11 +100,14 @@ def _blamed(
     eqns: Sequence[Equation],
     params: Sequence[_Sharded],
     batch: Sequence[_Sharded],
-    every: _Axes,
     sizes: Mapping[str, int],
 ) -> _Axes:
     """Returns the mesh axes along which XLA would add up equal sums."""
     images, kernel = eqn.invars[0].aval, eqn.outvars[0].aval
+    mesh = images.sharding.mesh
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = {axis for axis, kind in types if kind == AxisType.Manual}
+    every = _Axes(axis for axis, size in sizes.items() if size > 1) - manual
     rank, numbers = kernel.ndim, eqn.params["dimension_numbers"]
     (channel_dim, row_dim, *_), out_dim = numbers.lhs_spec, numbers.out_spec[1]
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, eqns)}

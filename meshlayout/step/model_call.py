@@ -14,8 +14,7 @@ from flax import linen as nn, nnx
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
-from meshlayout.losses import ModelLoss
-from meshlayout.losses.penalties import COLLECTION, quiet_sow
+from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
 from meshlayout.state.precision import PrecisionPolicy, cast
 from meshlayout.step.interception import (
@@ -51,8 +50,6 @@ def call_model(
     function: Callable[[Any], Any],
     policy: PrecisionPolicy,
     state: TrainState,
-    params: PyTree,
-    model_state: PyTree,
     key: jax.Array,
     interceptors: Interceptors = (),
     *,
@@ -69,26 +66,26 @@ def call_model(
 
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
-            others = {k: v for k, v in model_state.items() if k not in _PASSING}
+            others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
             return state.program.module.bind(
                 {"params": params, **others},
                 rngs={"params": key} if train else {},
                 mutable=[*others, *_PASSING],
             )
-        model = state.replace(params=params, model_state=model_state).model
+        model = state.replace(params=params).model
         (model.train if train else model.eval)()
         return model
 
     def call() -> ModelOutputs:
-        model, handlers = bound_model(params), interceptors
+        model, handlers = bound_model(state.params), interceptors
         with quiet_sow():
             if policy != PrecisionPolicy():
                 casting_layers = _layers_with_dtype(model, function)
-                model = bound_model(_cast_params(params, policy, casting_layers))
+                model = bound_model(_cast_params(state.params, policy, casting_layers))
                 handlers = (_casting(policy, model), *interceptors)
             with intercepting(model, handlers):
                 result = function(model)
-        return ModelOutputs(result, *_collected(model, model_state))
+        return ModelOutputs(result, *_collected(model, state.model_state))
 
     return _with_pmap_axes(call)
 

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, weights_of
 from meshlayout.errors import LossError, MetricError, StepError
-from meshlayout.losses.reduction import check_denominator, weighted
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
@@ -72,7 +71,14 @@ class Loss:
         """Returns a batch's weights, or None; NaN for negative ones."""
         # An error cannot be raised on the device; a loss of NaN is noticed.
         weights = weights_of(batch, self.weights)
-        return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
+        if weights is None:
+            return None
+        return jnp.where(weights >= 0, weights, jnp.nan).astype("float32")
+
+    def total_weight(self, batch: Batch) -> jax.Array:
+        """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
+        weights = self.weights_of(batch)
+        return jnp.float32(num_examples(batch)) if weights is None else weights.sum()
 
     def denominators(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns the number of losses, and by what their weighted sum is divided."""
@@ -85,8 +91,6 @@ class Loss:
     def parts(
         self,
         state: TrainState,
-        params: PyTree,
-        model_state: PyTree,
         batch: Batch,
         key: jax.Array,
         denominator: jax.Array,
@@ -104,7 +108,7 @@ class Loss:
             raise StepError(msg)
         interceptors: list[Interceptor] = []
         if self.remat != "none":
-            interceptors.append(Rematting(self.remat, params))
+            interceptors.append(Rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
@@ -116,16 +120,11 @@ class Loss:
             return self.loss_fn(model, batch, **extras)
 
         result, recorded, after = call_model(
-            function,
-            *(self.policy, state, params, model_state, key, interceptors),
-            train=self.train,
+            function, self.policy, state, key, interceptors, train=self.train
         )
         values, outputs = _losses_and_outputs(self.loss_fn, result)
         for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
-            msg = (
-                f"the model records a loss as {name!r}, which is also the name of "
-                "another number in the step's metrics. Record it under another name."
-            )
+            msg = f"the model records a loss as {name!r}, as the step: rename it."
             raise LossError(msg)
 
         def part(what: str, value: jax.Array) -> jax.Array:
@@ -177,7 +176,6 @@ def _losses_and_outputs(
 def _weighted_rows(
     what: str, value: jax.Array, weights: jax.Array | None, rows: int
 ) -> jax.Array:
-    """Returns losses of examples times their weights."""
     shape = jnp.shape(value)
     if not shape:
         msg = (
@@ -193,7 +191,7 @@ def _weighted_rows(
         )
         raise LossError(msg)
     try:
-        return weighted(losses.per_example(value, weights), weights)
+        return losses.weighted(losses.per_example(value, weights), weights)
     except LossError as error:
         raise LossError(f"{what} losses that do not fit: {error}") from None
 
@@ -240,13 +238,6 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
     return jax.tree.map(settled, metrics)
 
 
-def total_weight(batch_weights: jax.Array | None, num_examples: int) -> jax.Array:
-    """Returns the weight of a batch's examples; 0 for a batch of padding alone."""
-    if batch_weights is None:
-        return jnp.float32(num_examples)
-    return jnp.asarray(batch_weights).astype("float32").sum()
-
-
 # Options.
 
 
@@ -271,7 +262,8 @@ def make_loss(
 ) -> Loss:
     """Returns what the options of `where`, `make_train_step` or its like, mean."""
     check_function("loss_fn", where, loss_fn)
-    check_denominator(denominator)
+    choices = get_args(losses.Denominator)
+    _checks.choice("denominator", denominator, choices, error=LossError)
     check_remat(remat)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (

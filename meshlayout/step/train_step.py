@@ -1,6 +1,6 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-`_one_step` is all of it, from top to bottom; `objective`, `gradients` and `update` are
+`_one_step` is all of it, from top to bottom; `objective` and `update` are
 its parts.
 """
 
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf
-from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -22,22 +21,22 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.gradients import Microbatches, gradients_of, select
 from meshlayout.step.interception import Remat
-from meshlayout.step.objective import (
-    Loss,
-    make_loss,
-    merged,
-    metrics_of_batch,
-    total_weight,
-)
+from meshlayout.step.objective import Loss, make_loss, merged, metrics_of_batch
 from meshlayout.step.state_step import (
     StateStep,
     check_batch,
     place_batch,
     row_sharding,
 )
-from meshlayout.step.update import OnNonfinite, Update, in_device_memory
+from meshlayout.step.update import (
+    Microbatches,
+    OnNonfinite,
+    Update,
+    gradients_of,
+    in_device_memory,
+    select,
+)
 
 
 @user_call
@@ -164,7 +163,7 @@ def _one_step(
     gradients = gradients_of(loss, state, batch, key, scale, microbatches)
     new, notes = update.apply(state, gradients)
     measured = gradients.measured
-    weight = total_weight(loss.weights_of(batch), num_examples(batch))
+    weight = loss.total_weight(batch)
     if "skipped" in notes:  # a step that was skipped is not measured either
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)

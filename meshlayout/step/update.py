@@ -1,34 +1,257 @@
-"""From gradients to the next state: clipping, optimizer, averages, skipped steps.
+"""One update of a state: the gradients of a global batch, and what they change.
+
+Microbatches are a plain scan, whose carry is `grads + grad(loss)(...)`. Under Auto axes
+that means the same on every mesh, whatever the loss function does with the rows: the
+compiler is the partitioner. It would add up the devices' gradients in every
+microbatch, but XLA's compilers for TPU and GPU recognize a carry that is only added to
+(while-loop-all-reduce-code-motion) and move the all-reduce out of the loop. So nothing
+may read the carry, or the sum of a microbatch's losses, inside the loop: losses leave
+it one per example, and are added up after it. Running replicas by hand in shard_map
+was tried: losses in which examples meet then depend on the mesh. `test_tpu_programs`
+counts the all-reduces.
 
 A step that is not finite is known only when it has run, and waiting for it would stall
 the host. So the program itself keeps the old state where asked to.
 """
 
+import math
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout import _jax, _paths
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._batches import num_examples, without_nan_padding
+from meshlayout.errors import StepError
+from meshlayout.layout_map.optimizer_slots import find_slots
+from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.gradients import Gradients, select
+from meshlayout.step.objective import Loss
 
 
 OnNonfinite: TypeAlias = Literal["skip", "ignore"]
 
-# Names in `TrainState.extra`, and what is there at first.
+# Names in `TrainState.extra`.
 EMA, SKIPPED, LOSS_SCALE = "ema", "skipped", "loss_scale"
-_COUNT = np.int32(0)
-_SCALE = DynamicScale(
-    fin_steps=np.int32(0),  # pyright: ignore[reportArgumentType]
-    scale=np.float32(2**15),  # pyright: ignore[reportArgumentType]
-    minimum_scale=1.0,
-)
+
+
+# Gradients.
+
+
+class Gradients(NamedTuple):
+    """The gradients of one global batch, and what else was computed with them."""
+
+    grads: PyTree
+    parts: dict[str, jax.Array]  # of the objective; their sum is the loss
+    model_state: PyTree  # the model's other arrays, after
+    measured: Metrics  # the user's
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How a global batch is cut."""
+
+    count: int
+    rows: NamedSharding | None = None  # how rows are sharded; None if on no axis
+    params: tuple[Any, ...] = ()  # the parameters' shardings
+    slots: tuple[Any, ...] = ()  # those of the optimizer's state
+
+
+def gradients_of(
+    loss: Loss,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    scale: jax.Array | None,
+    microbatches: Microbatches,
+) -> Gradients:
+    """Returns the gradients of a global batch, times a scale of the loss, if any."""
+    params, before, weights = state.params, state.model_state, loss.weights_of(batch)
+    for leaf in _paths.flatten(params).leaves:
+        if not _is_float(leaf.value):
+            msg = f"the parameter {leaf.path} is no float: make it no nnx.Param."
+            raise StepError(msg)
+    # The sum of the weights takes the devices a round of communication. The gradients
+    # need not wait for it if they are divided by the number of losses, and corrected.
+    provisional, denominator = loss.denominators(batch)
+    batch = without_nan_padding(batch, weights)
+    fraction = 1 / microbatches.count
+
+    def total(parts: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        value: Any = sum(part.sum() for part in parts.values())
+        # JAX would sort the keys of a plain dict; metrics keep the parts' order.
+        return value if scale is None else value * scale, OrderedDict(parts)
+
+    def backward(model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        def objective(params: PyTree) -> tuple[jax.Array, Any]:
+            moved = state.replace(params=params, model_state=model_state)
+            parts, rest = loss.parts(moved, batch, key, provisional, fraction)
+            value, parts = total(parts)
+            return value, (parts, *rest)
+
+        grads, aux = jax.grad(objective, has_aux=True)(params)
+        parts, after, values, outputs = aux
+        return grads, (parts, after, loss.measured(values, outputs, batch))
+
+    if microbatches.count == 1:
+        grads, (parts, after, measured) = backward(before, batch, key)
+    else:
+        grads, (parts, after, measured) = _scanned(
+            backward, state, batch, key, weights, microbatches
+        )
+    parts = {name: part.sum() for name, part in parts.items()}
+    if weights is not None:
+        # A batch of padding alone teaches nothing.
+        after = select((weights != 0).any(), after, before)
+        factor = provisional / denominator
+        grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        parts = {name: part * factor for name, part in parts.items()}
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+    if loss.regularizers:
+        slopes, penalties = jax.grad(
+            lambda params: total(loss.penalties(params)), has_aux=True
+        )(params)
+        grads = jax.tree.map(jnp.add, grads, slopes)
+        parts |= penalties
+    return Gradients(grads, parts, after, measured)
+
+
+def _scanned(
+    backward: Callable[..., Any],
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    weights: jax.Array | None,
+    microbatches: Microbatches,
+) -> Any:
+    """Returns what `backward` does, added up over microbatches.
+
+    Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
+    rows, and no row moves.
+    """
+    _check_rows(num_examples(batch), microbatches)
+    leaves, treedef = jax.tree.flatten(batch)
+    rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
+    has_examples = None
+    if weights is not None:
+        # Here, once: in the loop it would be a round of communication in each.
+        split = _split(weights, microbatches)
+        has_examples = (split != 0).any(axis=tuple(range(1, split.ndim)))
+
+    def part(model_state: PyTree, rows: list[jax.Array], index: jax.Array) -> Any:
+        arrays = iter(rows)
+        batch = [next(arrays) if jnp.ndim(leaf) else leaf for leaf in leaves]
+        part_key = jax.random.fold_in(key, index)
+        return backward(model_state, treedef.unflatten(batch), part_key)
+
+    # Traced once, for the shapes of the metrics and for the loop.
+    first = state.model_state, [leaf[0] for leaf in rows], jnp.int32(0)
+    jaxpr, shapes = jax.make_jaxpr(part, return_shape=True)(*first)
+    traced = jaxpr_as_fun(jaxpr)
+
+    def add(carry: Any, xs: Any) -> tuple[Any, Any]:
+        sums, before, metrics = carry
+        rows, index, has_examples = xs
+        results = traced(*jax.tree.leaves((before, rows, index)))
+        grads, (parts, after, measured) = jax.tree.structure(shapes).unflatten(results)
+        if has_examples is not None:
+            # Padding draws random numbers and is counted, but nothing is learned.
+            after = jax.tree.map(
+                lambda a, b: select(has_examples, a, b) if _is_float(b) else a,
+                *(after, before),
+            )
+        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
+        return (sums, after, metrics.merge(measured)), parts
+
+    # Many small gradients would vanish in a sum in bfloat16.
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")),
+        state.params,
+    )
+    (sums, after, metrics), parts = jax.lax.scan(
+        add,
+        (zeros, state.model_state, shapes[1][2].empty()),
+        (rows, jnp.arange(microbatches.count), has_examples),
+    )
+    sums = _like_updates(sums, state.opt_state, microbatches)
+    return sums, (parts, after, metrics)
+
+
+def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -> Any:
+    """Shards sums of gradients as parameters first, and then as their updates.
+
+    Otherwise the compiler would scatter them in the loop, or not at all, if the
+    optimizer's state is sharded further than the parameters.
+    """
+    params, slots = _paths.flatten(sums), _paths.flatten(opt_state).leaves
+    arrays, updates = [leaf.value for leaf in params.leaves], [*microbatches.params]
+    places = find_slots(slots, params.leaves)
+    for place, slot, sharding in zip(places, slots, microbatches.slots, strict=True):
+        if place is not None and slot.value.shape == arrays[place.param].shape:
+            updates[place.param] = sharding
+    placed = map(_constrained, arrays, microbatches.params)
+    return params.unflatten([*map(_constrained, placed, updates)])
+
+
+def _check_rows(rows: int, microbatches: Microbatches) -> None:
+    """Raises StepError unless a batch divides into microbatches of all shards."""
+    count, shards = microbatches.count, 1
+    if microbatches.rows is not None:
+        mesh, (entry,) = microbatches.rows.mesh, microbatches.rows.spec
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+    step = count * shards
+    if rows % step:
+        msg = (
+            f"a global batch of {rows} examples does not divide into {count} "
+            f"microbatches over {shards} shards. Take a multiple of {step}."
+        )
+        raise StepError(msg)
+
+
+def _split(leaf: jax.Array, microbatches: Microbatches) -> jax.Array:
+    """Splits rows into (microbatches, rows of one), of every shard's rows a share each.
+
+    Not into (count, rows) at once: a microbatch would be the rows of few devices.
+    """
+    count, rows = microbatches.count, microbatches.rows
+    split = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
+    split = jnp.moveaxis(split, 1, 0)
+    if rows is None:
+        return split
+    is_explicit = AxisType.Explicit in rows.mesh.axis_types
+    others = None if is_explicit else PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(others, *rows.spec, *[others] * (split.ndim - 2))
+    return _jax.constrain(split, NamedSharding(rows.mesh, spec))
+
+
+def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
+    if not isinstance(sharding, NamedSharding):
+        return x
+    return _jax.constrain(x, NamedSharding(sharding.mesh, sharding.spec))
+
+
+def _is_float(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
+    """Returns one of two trees; leaves that are the same object stay unchanged."""
+    return jax.tree.map(
+        lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
+    )
+
+
+# What they change.
 
 
 @dataclass(frozen=True)
@@ -46,9 +269,10 @@ class Update:
         if self.ema is not None:
             starts[EMA] = state.params
         if self._may_skip:
-            starts[SKIPPED] = _COUNT
+            starts[SKIPPED] = np.int32(0)
         if self.has_loss_scale:
-            starts[LOSS_SCALE] = _SCALE
+            scalars: Any = {"fin_steps": np.int32(0), "scale": np.float32(2**15)}
+            starts[LOSS_SCALE] = DynamicScale(minimum_scale=1.0, **scalars)
         missing = {name: x for name, x in starts.items() if name not in state.extra}
         if not missing:
             return state

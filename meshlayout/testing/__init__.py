@@ -11,9 +11,9 @@ from meshlayout.testing.expectations import (
     VerificationError as VerificationError,
     assert_layout as assert_layout,
 )
-from meshlayout.testing.one_device import one_device_mesh as one_device_mesh
 from meshlayout.testing.verification import (
     Difference as Difference,
     Verification as Verification,
+    one_device_mesh as one_device_mesh,
     verify as verify,
 )

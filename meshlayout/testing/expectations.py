@@ -39,13 +39,11 @@ def leaf_text(x: Leaf) -> str:
 def assert_layout(x: PyTree, expected: Any) -> None:
     """Raises VerificationError unless arrays have the expected layouts.
 
-    Use this in a test of a layout map or of the results of a step. Layouts are compared
-    by their effect: every device must hold the same piece, whatever the names of the
-    axes; axes of size 1 make no difference.
+    Layouts are compared by their effect: every device must hold the same piece,
+    whatever the names of the axes; axes of size 1 make no difference.
 
     Args:
-        x: An array, an abstract array with a sharding, or a tree of these: a module, a
-            `TrainState`, any pytree.
+        x: An array, an abstract array with a sharding, or a tree of these.
         expected: A `Layout`, `NamedSharding`, `PartitionSpec` or tuple of entries for
             all arrays. Entries are for the mesh of each array; `...` stands for any
             number of unsharded dims, and `MATCH` for anything in that dim. Or a
@@ -76,10 +74,9 @@ def assert_layout(x: PyTree, expected: Any) -> None:
         raise VerificationError(msg)
     problems = [text for leaf in leaves if (text := _problem(leaf, layouts[leaf.path]))]
     if problems:
-        text = "\n".join(problems[:_MAX_SHOWN])
-        if len(problems) > _MAX_SHOWN:
-            text += f"\n... and {len(problems) - _MAX_SHOWN} more."
-        raise VerificationError(text)
+        others = len(problems) - _MAX_SHOWN
+        rest = [f"... and {others} more."] * (others > 0)
+        raise VerificationError("\n".join([*problems[:_MAX_SHOWN], *rest]))
 
 
 def _problem(leaf: _paths.Leaf, expected: Any) -> str:
@@ -99,16 +96,15 @@ def _problem(leaf: _paths.Leaf, expected: Any) -> str:
 
 def _as_layout(expected: Any, actual: Layout) -> Layout:
     """Returns what the user expects as a layout; entries are on the array's mesh."""
-    if isinstance(expected, (Layout, NamedSharding)):
-        return Layout.of(expected, actual.rank)
-    if not isinstance(expected, (tuple, list, PartitionSpec)):
-        msg = (
-            "expected a Layout, a NamedSharding, a PartitionSpec, a tuple of entries "
-            f"or a LayoutMap, got {expected!r} of type {type(expected).__name__}."
-        )
-        raise LayoutError(msg)
     if isinstance(expected, PartitionSpec):  # it may leave out unsharded dims
         expected = NamedSharding(actual.mesh.jax_mesh, expected)
+    if isinstance(expected, (Layout, NamedSharding)):
         return Layout.of(expected, actual.rank)
-    layout = Layout(expected, actual.mesh, memory_kind=actual.memory_kind)
-    return layout.with_rank(actual.rank)
+    if isinstance(expected, (tuple, list)):
+        layout = Layout(expected, actual.mesh, memory_kind=actual.memory_kind)
+        return layout.with_rank(actual.rank)
+    msg = (
+        "expected a Layout, a NamedSharding, a PartitionSpec, a tuple of entries "
+        f"or a LayoutMap, got {expected!r} of type {type(expected).__name__}."
+    )
+    raise LayoutError(msg)

@@ -1,7 +1,10 @@
 """`verify`: the same step on a mesh and on one device, compared leaf by leaf."""
 
+import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout.arrays import to_numpy
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.arrays import copy_to_mesh, to_numpy
+from meshlayout.errors import MeshError, RecompileWarning
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep, PredictStep
 from meshlayout.step.state_step import StateStep
 from meshlayout.testing.expectations import VerificationError, leaf_text
-from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one_device
 
 
 # A difference may be this many times the effect of one rounding error per input. One
@@ -27,15 +32,17 @@ from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one
 # by up to eleven times what another run shows.
 _FACTOR = 12
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+_NOTE = (
+    "verify runs the step on one device, too. A mesh that the step names itself cannot "
+    "be replaced: take it from jax.sharding.get_abstract_mesh() inside the step."
+)
 
-_HEADERS = ["leaf", "array", "largest difference", "allowed"]
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 _CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a missing sum over shards, a random key made from a device index. "
-    "Rounding was measured and is allowed for; if this is rounding nevertheless, allow "
-    "more with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index. If this "
+    "is rounding, allow more with rtol= or atol=."
 )
 
 
@@ -62,9 +69,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`: a step has the same results on a mesh and on one device.
-
-    Print it, or display it in a notebook.
+    """The result of `verify`; print it for a table of the leaves.
 
     Attributes:
         mesh: The mesh.
@@ -78,26 +83,19 @@ class Verification:
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        return f"{self._title()}\n{_render.text_table(_HEADERS, self._rows(), 'llrr')}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = self._rows()
-        return _render.html_table(_HEADERS, rows, "llrr", caption=self._title())
-
-    def _title(self) -> str:
         leaves, steps = len(self.differences), self.num_steps
-        return (
+        title = (
             f"{leaves} {'leaf' if leaves == 1 else 'leaves'} agree on {self.mesh!r} "
             f"and on one device, after {steps} step{'s' if steps > 1 else ''}."
         )
-
-    def _rows(self) -> list[list[str]]:
-        return [
+        rows = [
             [leaf.path, leaf.array, f"{leaf.largest:.2g}", f"{leaf.allowed:.2g}"]
             for leaf in self.differences
         ]
+        head = ["leaf", "array", "largest difference", "allowed"]
+        return f"{title}\n{_render.text_table(head, rows, 'llrr')}"
+
+    __repr__ = __str__
 
 
 def verify(
@@ -112,44 +110,32 @@ def verify(
 ) -> Verification:
     """Checks that a step has the same results on a mesh as on one device.
 
-    Use this in a test of a model or of a step, before training it on many devices. The
-    step runs on the mesh from a copy of `state`, which is not used up, and from another
-    copy on the first device of that mesh. There the mesh of `jax.set_mesh` is
-    `one_device_mesh(mesh)`, and `constrain` has no effect.
+    The step runs on the mesh from a copy of `state`, and from another copy on the first
+    device of that mesh, where the mesh of `jax.set_mesh` is `one_device_mesh(mesh)` and
+    `constrain` has no effect. All results are compared, metrics by their names. A step
+    that is wrong on one device, too, agrees with itself.
 
-    All leaves of the new state and of the step's other results are compared, or the
-    metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN. Floats
-    may differ by the rounding of sums in another order, relative to the largest value
-    of the leaf, and by 12 times what rounding does to the change of the leaf, which is
-    measured: the step runs on the one device once more, from a state and a batch that
-    are off by one rounding error of the dtype it computes in. So a gradient that is
-    zero except for rounding (such as that of a convolution's bias before BatchNorm) is
-    no false alarm, whatever the optimizer makes of it.
-
-    A step that is wrong on one device, too, agrees with itself. If your own step takes
-    a number, such as a size, from a mesh that it names itself, the number is the same
-    in both runs: take it from `jax.sharding.get_abstract_mesh()` inside the step.
+    Integers and PRNG keys must be equal; NaN is equal to NaN. Floats may differ by the
+    rounding of sums in another order, relative to the largest value of the leaf, and by
+    12 times what rounding does to the change of the leaf. That is measured: the step
+    runs on the one device once more, from a state and a batch that are off by one
+    rounding error of the dtype it computes in.
 
     Args:
         step: A step of this library, or another callable with `lower`; a plain
-            function `(state, batch, ...) -> (state, aux)` is compiled first.
+            function `(state, batch, ...) -> (state, aux)` is compiled first. It takes
+            its mesh, if it needs one, from `jax.sharding.get_abstract_mesh()`.
         state: A state on a mesh of several devices.
-        batch: The global batch for all steps; or an iterator over batches, such as
-            `iter([first, second])`, one for each step.
+        batch: The global batch, for all steps.
         *args: Further arguments of the step.
-        rtol: Relative tolerance. By default 128 times the rounding error of sums plus
-            4 times that of the leaf's dtype: 1.6e-5 for float32, 3.1e-2 for bfloat16.
-        atol: Absolute tolerance. By default an eighth of the rounding error of sums
-            (1.5e-8), and the measured effect of rounding.
+        rtol: Relative tolerance; by default 1.6e-5 for float32, 3.1e-2 for bfloat16.
+        atol: Absolute tolerance; by default 1.5e-8 and the measured effect of rounding.
         num_steps: The number of steps, each from the state of the previous one.
         **kwargs: Further arguments of the step, by name.
 
-    Returns:
-        The largest difference of every leaf.
-
     Raises:
-        VerificationError: If a leaf differs (`aux/loss` is named before others), the
-            step does not run on one device, or there is nothing to compare.
+        VerificationError: If a leaf differs (`aux/loss` is named before others), or
+            there is nothing to compare.
 
     Example:
         >>> import meshlayout as ml
@@ -157,61 +143,64 @@ def verify(
         >>> def step(state, batch):
         ...     return state + batch.mean(), {"loss": batch.mean()}
         >>> state = ml.arrays.zeros(8, mesh.layout("model"))
-        >>> print(
-        ...     verify(
-        ...         step, state, ml.arrays.ones(4, mesh.layout("batch")), num_steps=2
-        ...     )
-        ... )
-        2 leaves agree on Mesh(batch=2, model=4) and on one device, after 2 steps.
+        >>> print(verify(step, state, ml.arrays.ones(4, mesh.layout("batch"))))
+        2 leaves agree on Mesh(batch=2, model=4) and on one device, after 1 step.
         leaf      array         largest difference  allowed
         ────────  ────────────  ──────────────────  ───────
         state     f32[8@model]                   0  1.6e-05
         aux/loss  f32[]                          0  1.6e-05
     """
-    where: Any = {"where": "verify", "error": VerificationError}
-    num_steps = _checks.count("num_steps", num_steps, **where)
+    context: Any = {"where": "verify", "error": VerificationError}
+    num_steps = _checks.count("num_steps", num_steps, **context)
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
-            _checks.number(name, value, at_least=0, **where)
-    batches = _batches(batch, num_steps)
-    mesh = _mesh_of((state, batches, args, kwargs))
+            _checks.number(name, value, at_least=0, **context)
+    mesh = _mesh_of((state, batch, args, kwargs))
     one = one_device_mesh(mesh)
-    step_on_one = _for_one_device(step)
-    args_on_one, kwargs_on_one = to_one_device((args, kwargs), one)
-
-    def run_on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, np.ndarray]]:
-        try:
-            with alone(one):
-                result = step_on_one(state, batch, *args_on_one, **kwargs_on_one)
-                state, aux = _state_and_aux(step, result, state)
-                return state, _values(state, aux)
-        except VerificationError:
-            raise
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0].rstrip(".")
-            msg = (
-                f"the step runs on {mesh!r}, and not on one device: {first}. A mesh "
-                "that the step names itself cannot be replaced: take it from "
-                "jax.sharding.get_abstract_mesh() inside the step."
-            )
-            raise VerificationError(msg) from error
-
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    lowered = step.lower(state, batches[0], *args, **kwargs)
-    rng, eps = np.random.default_rng(0), _rounding_error(lowered.as_text())
-    whole = to_one_device(state, one)
-    moved = _with_errors(whole, rng, eps)
-    starts = _values(whole, None), _values(moved, None)
-    state, worst = copied(state), {}
-    for number, batch in enumerate(batches, 1):
-        result = step(state, batch, *args, **kwargs)
-        state, aux = _state_and_aux(step, result, state)
-        batch_on_one = to_one_device(batch, one)
-        whole, expected = run_on_one(whole, batch_on_one)
-        moved, noisy = run_on_one(moved, _with_errors(batch_on_one, rng, eps))
-        leaves = _leaves(state, aux)
+    step_on_one: Any = step
+    if isinstance(step, StateStep):
+        step_on_one = step.without_layouts()
+    elif isinstance(step, CompiledStep):
+        step_on_one = jax.jit(step.function, static_argnames=step.static_argnames)
+    args_on_one, kwargs_on_one = _to_one_device((args, kwargs), one)
+
+    def results(result: Any, state: PyTree) -> tuple[PyTree, dict[str, Leaf]]:
+        is_aux = isinstance(step, (EvalStep, PredictStep))
+        state, aux = (state, result) if is_aux else result
+        return state, _leaves(state, aux)
+
+    def on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, np.ndarray]]:
+        with _checks.noted(_NOTE), _alone(one):
+            result = step_on_one(state, batch, *args_on_one, **kwargs_on_one)
+            state, leaves = results(result, state)
+            return state, _on_host(leaves)
+
+    program = step.lower(state, batch, *args, **kwargs).as_text()
+    dtypes = {*re.findall(r"[x<](f16|bf16|f32)>", program)} or {"f32"}
+    eps = max(float(jnp.finfo(_DTYPES[name]).eps) for name in dtypes)
+    rng = np.random.default_rng(0)
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        """Moves floats by a rounding error, up or down."""
+        is_float = jnp.issubdtype(values.dtype, jnp.floating)
+        wide = values.astype(np.float64) if is_float else values
+        # Masks, counts and labels are integers stored as floats, and must stay so.
+        if not is_float or np.all(wide == np.round(wide)):
+            return values
+        error = max(eps, float(jnp.finfo(values.dtype).eps))
+        wide = wide * (1 + error * rng.choice([-1.0, 1.0], wide.shape))
+        return wide.astype(values.dtype)
+
+    whole, moved = _to_one_device(state, one), _to_one_device(state, one, rounded)
+    starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
+    state, worst = jax.tree.map(_copied, state), {}
+    for number in range(1, num_steps + 1):
+        state, leaves = results(step(state, batch, *args, **kwargs), state)
+        whole, expected = on_one(whole, _to_one_device(batch, one))
+        moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
         if leaves.keys() != expected.keys():
             names = ", ".join(sorted(map(repr, leaves.keys() ^ expected.keys())))
             msg = (
@@ -219,20 +208,35 @@ def verify(
                 "one device. Its results must not depend on the number of devices."
             )
             raise VerificationError(msg)
-        noise = _noise(expected, noisy, *starts)
-        found = []
+        differences = []
         for path, leaf in leaves.items():
-            allowed = _allowed(expected[path], noise[path], rtol, atol)
-            found.append(_compared(path, number, leaf, expected[path], allowed))
-        if any(difference.text for difference in found):
-            raise VerificationError(_message(mesh, found))
-        for difference in found:
-            before = worst.setdefault(difference.path, difference)
-            worst[difference.path] = max(before, difference, key=lambda x: x.largest)
+            values = expected[path]
+            with np.errstate(invalid="ignore"):  # infinity minus infinity
+                noise = _wide(noisy[path]) - _wide(values)
+                if path in starts[0]:
+                    # A parameter's own error is larger than that of its update.
+                    noise -= _wide(starts[1][path]) - _wide(starts[0][path])
+                allowed = _allowed(values, _largest(noise), rtol, atol)
+                differences.append(_compared(path, number, leaf, values, allowed))
+        if any(difference.text for difference in differences):
+            raise VerificationError(_message(mesh, differences))
+        for leaf in differences:
+            before = worst.setdefault(leaf.path, leaf)
+            worst[leaf.path] = max(before, leaf, key=lambda x: x.largest)
     return Verification(mesh, num_steps, tuple(worst.values()))
 
 
-# Values and how far they may be apart.
+def _mesh_of(arguments: PyTree) -> Mesh:
+    """Returns the mesh of a step's arguments that has several devices."""
+    for leaf in jax.tree.leaves(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+            return as_mesh(sharding.mesh)
+    msg = (
+        "the state is on no mesh of several devices, and so there is nothing to "
+        "compare with one device. virtual_devices(8) makes eight on any machine."
+    )
+    raise VerificationError(msg)
 
 
 def _leaves(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
@@ -245,10 +249,8 @@ def _leaves(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
     }
 
 
-def _values(state: PyTree, aux: PyTree) -> dict[str, np.ndarray]:
-    """Returns the leaves of a step's results on the host."""
-    leaves = _leaves(state, aux).items()
-    return {path: np.asarray(to_numpy(leaf)) for path, leaf in leaves}
+def _on_host(leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
+    return {path: np.asarray(to_numpy(leaf)) for path, leaf in leaves.items()}
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
@@ -260,24 +262,6 @@ def _wide(values: np.ndarray) -> np.ndarray:
 def _largest(values: np.ndarray) -> float:
     """Returns the largest finite magnitude of an array."""
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-
-
-def _noise(
-    expected: Mapping[str, np.ndarray],
-    noisy: Mapping[str, np.ndarray],
-    start: Mapping[str, np.ndarray],
-    noisy_start: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """Returns what rounding does to the change of each leaf."""
-    noise = {}
-    for path, values in expected.items():
-        with np.errstate(invalid="ignore"):  # infinity minus infinity
-            effect = _wide(noisy[path]) - _wide(values)
-            if path in start:
-                # A parameter's own error is not that of its update, which is smaller.
-                effect -= _wide(noisy_start[path]) - _wide(start[path])
-        noise[path] = _largest(effect)
-    return noise
 
 
 def _allowed(
@@ -304,8 +288,7 @@ def _compared(
     if kinds[0] != kinds[1]:
         text = f": it is {kinds[0]} on the mesh and {kinds[1]} on one device."
         return Difference(path, array, step, np.inf, 0.0, text)
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        distances = np.abs(_wide(values) - _wide(expected))
+    distances = np.abs(_wide(values) - _wide(expected))
     both_nan = (values != values) & (expected != expected)
     # NaN on one side alone, and integers so large that floats do not tell them apart.
     distances = np.where(distances > 0, distances, np.inf)
@@ -323,96 +306,89 @@ def _compared(
     return Difference(path, array, step, largest, allowed, text)
 
 
-def _with_errors(tree: PyTree, rng: np.random.Generator, eps: float) -> PyTree:
-    """Returns a tree with every float off by a rounding error, up or down."""
-
-    def with_errors(leaf: Leaf) -> Leaf:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            return leaf
-        values = np.asarray(leaf).astype(np.float64)
-        # Masks, counts and labels are integers stored as floats, and must stay so.
-        if not np.any(values != np.round(values)):
-            return leaf
-        error = max(eps, float(jnp.finfo(dtype).eps))
-        moved = values * (1 + error * rng.choice([-1.0, 1.0], values.shape))
-        moved = moved.astype(dtype)
-        is_placed = isinstance(leaf, jax.Array)
-        return jax.device_put(moved, leaf.sharding) if is_placed else moved
-
-    return jax.tree.map(with_errors, copied(tree))
-
-
-def _rounding_error(program: str) -> float:
-    """Returns the largest rounding error of the dtypes in a program's text."""
-    found = set(re.findall(r"[x<](f16|bf16|f32)>", program)) or {"f32"}
-    return max(float(jnp.finfo(_DTYPES[name]).eps) for name in found)
-
-
-# Steps.
-
-
-def _for_one_device(step: Any) -> Any:
-    """Returns a step that follows no layout map of its own."""
-    if isinstance(step, StateStep):
-        return step.without_layouts()
-    if isinstance(step, CompiledStep):
-        static = step.static_argnames
-        return jax.jit(step.function, static_argnames=static)
-    return step if hasattr(step, "lower") else jax.jit(step)
-
-
-def _state_and_aux(step: Any, result: Any, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns a step's result as the state and the rest."""
-    if isinstance(step, (EvalStep, PredictStep)):
-        return state, result
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    msg = (
-        f"the step returned {_checks.type_text(result)}; a step returns a pair, "
-        "(state, aux)."
-    )
-    raise VerificationError(msg)
-
-
-def _batches(batch: Batch, num_steps: int) -> list[Batch]:
-    """Returns the batch of every step."""
-    if not isinstance(batch, Iterator):
-        return [batch] * num_steps
-    batches = [item for item, _ in zip(batch, range(num_steps), strict=False)]
-    if len(batches) < num_steps:
-        msg = (
-            f"the batches ended after {len(batches)} of num_steps={num_steps}. Give "
-            "more batches, or run fewer steps."
-        )
-        raise VerificationError(msg)
-    return batches
-
-
-def _mesh_of(arguments: PyTree) -> Mesh:
-    """Returns the mesh of a step's arguments that has several devices."""
-    leaves = [leaf.value for leaf in _paths.flatten(arguments).leaves]
-    for sharding in (getattr(leaf, "sharding", None) for leaf in leaves):
-        if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-            return as_mesh(sharding.mesh)
-    msg = (
-        "the state is on no mesh of several devices, and so there is nothing to "
-        "compare with one device. virtual_devices(8) makes eight on any machine."
-    )
-    raise VerificationError(msg)
-
-
-def _message(mesh: Mesh, found: list[Difference]) -> str:
-    different = [leaf for leaf in found if leaf.text]
+def _message(mesh: Mesh, differences: list[Difference]) -> str:
     # The loss is nearest to the cause: parameters differ because it does.
-    different.sort(key=lambda leaf: leaf.path != "aux/loss")
-    first, *others = different
+    wrong = [leaf for leaf in differences if leaf.text]
+    first, *others = sorted(wrong, key=lambda leaf: leaf.path != "aux/loss")
     paths = [leaf.path for leaf in others[:5]]
     if len(others) > 5:
         paths.append(f"... ({len(others) - 5} more)")
     also = f": also {', '.join(paths)}" if paths else ""
     return (
         f"step {first.step}: {first.path} {first.array} differs between {mesh!r} and "
-        f"one device{first.text}\nLeaves that differ: {len(different)} of "
-        f"{len(found)}{also}.\n{_CAUSES}"
+        f"one device{first.text}\nLeaves that differ: {len(wrong)} of "
+        f"{len(differences)}{also}.\n{_CAUSES}"
     )
+
+
+def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
+    """Returns a mesh with the same axes, all of size 1, on its first device.
+
+    On several processes, it is each process's own first device.
+
+    Raises:
+        MeshError: If this process has no devices in the mesh.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
+        Mesh(batch=1, model=1)
+    """
+    mesh = as_mesh(mesh)
+    if not mesh.local_devices:
+        msg = (
+            f"one_device_mesh: process {jax.process_index()} has no devices in "
+            f"{mesh!r}. Call this on the processes of the mesh."
+        )
+        raise MeshError(msg)
+    sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
+    return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
+
+
+# One map per mesh: under another map JAX compiles everything again.
+_map_without_rules = functools.lru_cache(maxsize=8)(LayoutMap)
+
+
+@contextlib.contextmanager
+def _alone(mesh: Mesh) -> Iterator[None]:
+    """Makes a mesh of one device the mesh in force, and leaves layout maps no rules."""
+    outer = _jax.concrete_mesh()
+    with contextlib.ExitStack() as stack:
+        if outer is not None:
+            stack.enter_context(jax.set_mesh(one_device_mesh(outer).jax_mesh))
+        # Without a rule, `constrain` leaves every value where it is.
+        stack.enter_context(activate(_map_without_rules(mesh)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RecompileWarning)
+        yield
+
+
+def _to_one_device(
+    tree: PyTree, mesh: Mesh, change: Callable[[Any], Any] = lambda values: values
+) -> Any:
+    """Copies the arrays of a tree to a mesh of one device, with changed values."""
+
+    def move(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, np.ndarray):
+            return change(leaf)
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        values, layout = change(to_numpy(leaf)), Layout([...], mesh)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(leaf))
+        if isinstance(leaf.sharding, NamedSharding):
+            now = Layout.of(leaf)
+            layout = Layout(now.specs, mesh, memory_kind=now.memory_kind)
+        # The program depends on it, whether an array is weakly typed.
+        is_weak = jax.typeof(leaf).weak_type
+        with _jax.without_set_mesh():
+            return _jax.with_weak_type(copy_to_mesh(values, layout), weak_type=is_weak)
+
+    return jax.tree.map(move, tree)
+
+
+def _copied(leaf: Leaf) -> Leaf:
+    """Copies an array, on its own devices."""
+    if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
+        return _jax.put(leaf, leaf.sharding, may_alias=False)
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf

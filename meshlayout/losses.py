@@ -1,26 +1,39 @@
-"""Losses of examples: their weights, their sums, and the denominators of these.
+"""Losses over real examples, regularizers, and losses that models record.
 
 A loss stays one number per example until the weights are known, since padding must not
 count. A mean of microbatches' or replicas' means would weight their examples
 differently if some are padded, so sums are added up and divided once.
-`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings.
-Under a strategy, the replica context says how many replicas there are and which rows
-are padding.
+`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings:
+under a strategy, the replica context says how many replicas there are and which rows
+are padding. Regularizers and recorded scalars do not belong to that denominator: they
+do not depend on the number of examples, and are added unchanged.
 """
 
+import contextlib
 import math
-from typing import Literal, TypeAlias
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import PyTree
 from meshlayout.collectives import get_replica_context
 from meshlayout.errors import LossError
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"]
+
+Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
+"""A penalty on parameters: a function that returns a scalar."""
+
+# Linen's collection for recorded losses.
+COLLECTION = "losses"
 
 
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
@@ -31,8 +44,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
     Args:
         losses: Losses of shape (batch, ...).
-        weights: Weights of shape (batch,) or of a longer leading part of the losses'
-            shape (one per token, say); None for (batch,).
+        weights: Weights of the shape of the losses' first dims; None for (batch,).
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -77,24 +89,16 @@ def denominator_of(
         weights: The weights of the whole batch, or None for ones.
         num_examples: The number of losses: examples, or tokens if each has a weight.
 
-    Raises:
-        LossError: If `denominator` is neither of these.
-
     Example:
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
         2.0
     """
-    check_denominator(denominator)
+    choices = get_args(Denominator)
+    _checks.choice("denominator", denominator, choices, error=LossError)
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
     total = real_array("weights", weights, "losses").astype("float32").sum()
     return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
-
-
-def check_denominator(denominator: object) -> None:
-    """Raises LossError unless this is a denominator."""
-    choices = ("real", "global_batch_size")
-    _checks.choice("denominator", denominator, choices, error=LossError)
 
 
 def compute_average_loss(
@@ -132,33 +136,29 @@ def compute_average_loss(
     where = "compute_average_loss"
     losses = real_array("per_example_loss", per_example_loss, where)
     if losses.ndim == 0:
-        msg = (
-            "compute_average_loss takes one loss per example, (batch,), got a "
-            "scalar. Do not average in the loss function; optax's losses do not."
-        )
+        msg = f"{where} takes one loss per example, (batch,), got a scalar."
         raise LossError(msg)
     weights, size = sample_weight, global_batch_size
     if weights is not None:
         weights = _fitting_weights(weights, losses)
     context = get_replica_context()
-    mask = None if context is None else context.mask
-    if mask is not None and len(mask) == len(losses):
-        context.mask_was_read = True
-        size = context.num_examples if size is None else size
-        # A user's weights may be NaN for padding.
-        factors = mask if weights is None else weights
-        weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
-    # A part of the batch, say, of a function that has looked at the mask itself.
-    elif mask is not None and (
-        weights is None or size is None or not context.mask_was_read
-    ):
-        msg = (
-            f"{where}: the losses have {len(losses)} rows and this replica's batch "
-            f"{len(mask)}, of which some may be padding. Give one loss per row; or, "
-            "for a part of the batch, both global_batch_size and sample_weight, with 0 "
-            "where get_replica_context().example_mask is 0."
-        )
-        raise LossError(msg)
+    if context is not None and context.mask is not None:
+        mask = context.mask
+        if len(mask) == len(losses):
+            context.mask_was_read = True
+            size = context.num_examples if size is None else size
+            # A user's weights may be NaN for padding.
+            factors = mask if weights is None else weights
+            weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+        # Else a part of the batch, of a function that has looked at the mask itself.
+        elif weights is None or size is None or not context.mask_was_read:
+            msg = (
+                f"{where}: the losses have {len(losses)} rows and this replica's batch "
+                f"{len(mask)}, some of which may be padding. Give one loss per row; or "
+                "for a part of the batch, both global_batch_size and sample_weight, "
+                "with 0 where get_replica_context().example_mask is 0."
+            )
+            raise LossError(msg)
     if size is None:
         size = len(losses) * _num_replicas()
     size = real_array("global_batch_size", size, where).astype("float32")
@@ -232,3 +232,102 @@ def _num_replicas() -> int:
         )
         raise LossError(msg)
     return math.prod(sizes.values())
+
+
+# Losses that a loss function does not return: on parameters, and from inside models.
+
+
+def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
+    """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
+
+    Use this in `make_train_step(..., regularizers={"l2": l2(1e-5)})`, which takes any
+    function from parameters to a scalar. It is part of the loss, and so of the gradient
+    that the optimizer scales; `optax.adamw` decays weights instead.
+
+    Args:
+        strength: The factor, not negative.
+        where: Which parameters: a regular expression, searched for in their paths.
+
+    Raises:
+        LossError: If an argument is wrong; when called, if no parameter's path matches.
+
+    Example:
+        >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
+        2.0
+    """
+    return _penalty("l2", strength, where, jnp.square)
+
+
+def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
+    """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`."""
+    return _penalty("l1", strength, where, jnp.abs)
+
+
+def _penalty(
+    name: str,
+    strength: float,
+    where: str | re.Pattern[str],
+    function: Callable[[jax.Array], jax.Array],
+) -> Regularizer:
+    context: Any = {"where": name, "error": LossError}
+    strength = _checks.number("strength", strength, at_least=0, **context)
+    pattern = _checks.pattern("where", where, **context)
+
+    def penalty(params: PyTree) -> jax.Array:
+        leaves = _paths.flatten(params).leaves
+        chosen = [leaf.value for leaf in leaves if pattern.search(leaf.path)]
+        if not chosen:  # a typing error would switch regularization off
+            paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
+            msg = (
+                f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
+                f"{paths}{', ...' if len(leaves) > 4 else ''}."
+            )
+            raise LossError(msg)
+        # Summed in float32, as bfloat16 stops counting at 256.
+        sums = [function(jnp.asarray(x).astype("float32")).sum() for x in chosen]
+        return jnp.float32(strength) * jnp.stack(sums).sum()
+
+    return penalty
+
+
+# A type of its own, so that a step can tell losses from what a user sows for debugging.
+class ModelLoss(nnx.Intermediate[Any]):
+    """A loss that an NNX module has recorded; train and eval steps add it."""
+
+
+def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
+    """Records a loss inside a module; train and eval steps add it to the total.
+
+    Use this for losses of activations, such as load balancing of experts. Recording
+    under the same name again adds another loss.
+
+    Args:
+        module: The NNX or Linen module, usually `self`.
+        name: Its name; the metrics show it under the module's path.
+        loss: One loss per example, (batch,) or (batch, ...), averaged like the losses
+            of the loss function; or a scalar, which is added unchanged, and refused for
+            a batch with weights.
+
+    Raises:
+        LossError: If `loss` is not an array.
+
+    Example:
+        >>> class Active(nnx.Module):
+        ...     def __call__(self, x):
+        ...         record(self, "activity", 0.01 * jnp.square(x))
+        ...         return x
+    """
+    loss = real_array("loss", loss, "record")
+    if isinstance(module, nn.Module):
+        module.sow(COLLECTION, name, loss)
+        return
+    with quiet_sow():
+        module.sow(ModelLoss, name, loss)
+
+
+@contextlib.contextmanager
+def quiet_sow() -> Iterator[None]:
+    """Silences Flax's warning that sown values should be captured; the step does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+        yield
