@@ -149,10 +149,9 @@ def make_predict_step(
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
         >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}))
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = ml.TrainState.create(build, optax.sgd(0.1), layouts)
         >>> predict_step = make_predict_step(lambda model, x: model(x))
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)

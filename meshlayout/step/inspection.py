@@ -132,7 +132,7 @@ class StepInspection:
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
         """
         compiled: Any = self.lower(*args, **kwargs).compile()
-        state = _state_of(compiled)
+        state = compiled.args_info[0][0]
         leaves = _paths.flatten(state).leaves
         paths = [leaf.path.removeprefix("params/") for leaf in leaves]
         entries = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -155,7 +155,7 @@ class StepInspection:
         shardings = treedef.flatten_up_to(compiled.input_shardings)
         pairs = list(zip(infos, shardings, strict=True))
         # A program takes a state's arrays in the order of its fields.
-        state = _state_of(compiled)
+        state = compiled.args_info[0][0]
         is_state = isinstance(state, TrainState)
         fields = [state.params, state.opt_state] if is_state else [(), ()]
         params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
@@ -173,12 +173,6 @@ class StepInspection:
             temporary_bytes=analysis.temp_size_in_bytes,
             code_bytes=analysis.generated_code_size_in_bytes,
         )
-
-
-def _state_of(compiled: Any) -> Any:
-    """Returns the first argument of a program, with its shapes in place of arrays."""
-    args, _ = compiled.args_info
-    return args[0]
 
 
 def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:

@@ -64,10 +64,8 @@ class StateStep(StepInspection):
         on_recompile: OnRecompile,
     ) -> None:
         self._function, self.weights = function, weights
-        self._options: dict[str, Any] = {
-            "layouts": layouts,
-            "on_recompile": on_recompile,
-        }
+        options = {"layouts": layouts, "on_recompile": on_recompile}
+        self._options: dict[str, Any] = options
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.
@@ -162,12 +160,9 @@ class StateStep(StepInspection):
             return None
         out: Any = traced.out_info
         measured = out[1] if isinstance(out, tuple) else out
-        sharding = _jax.sharding_of(state.step)
+        sharding: Any = _jax.sharding_of(state.step)
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                measured,
-            )
+            return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
         empty = measured.empty()
         if sharding is None:  # inside another jit
             return empty

@@ -1,7 +1,6 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-`_one_step` is all of it, from top to bottom; `objective` and `update` are
-its parts.
+`_one_step` is all of it, from top to bottom; `objective` and `update` are its parts.
 """
 
 import functools
@@ -76,17 +75,14 @@ def make_train_step(
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or an index of a tuple. A batch without an entry there
             has none. One whose weights are all 0 has no loss and gradients of 0, and
-            is still a step: `step` counts it, and momentum and weight decay move the
-            parameters. Leave such batches out of your own loop, as `Trainer` does.
+            is still a step, by which momentum and weight decay move the parameters.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; or `"global_batch_size"`, padding included.
         accumulate: The number of microbatches in a global batch, whose gradients are
             added. Microbatch i of k holds the rows i, i + k, i + 2k, ... of the global
-            batch, so the same on every mesh, and so are random draws. Losses are
-            divided by the whole batch's denominator. Operations that mix examples see
-            one microbatch at a time: batch statistics move the running averages k
-            times; scalars that the loss function returns or the model records are
-            averaged over the microbatches.
+            batch, so the same on every mesh, and so are random draws. Operations that
+            mix examples see one microbatch at a time: batch statistics move the running
+            averages k times, and scalar losses are averaged over the microbatches.
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`,
             or `"skip"`, leave the state as it was and count it in `state.extra`.
@@ -98,8 +94,8 @@ def make_train_step(
             `jax.checkpoint_policies` for the blocks.
         steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
             or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all. It saves host time, which small steps wait for;
-            but XLA compiles the body of a loop less well on CPUs: try it.
+            metrics are those of all. It saves host time, but XLA compiles the body of a
+            loop less well on CPUs: try it.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
