@@ -100,37 +100,6 @@ def key_name(key: Any) -> str:
     return _path((key,))
 
 
-def shared_paths(tree: PyTree) -> dict[str, str]:
-    """Returns the other paths of variables that NNX modules share.
-
-    `flatten` names a shared variable once, by the first of its paths. Here it is, by
-    each other path: `{"out/kernel": "embed/embedding"}`.
-    """
-    first: dict[int, str] = {}
-    others: dict[str, str] = {}
-
-    def visit(node: PyTree, path: str, above: tuple[int, ...]) -> None:
-        if isinstance(node, nnx.Variable):
-            if first.setdefault(id(node), path) != path:
-                others[path] = first[id(node)]
-            return
-        if isinstance(node, Mapping):
-            items = sorted(node.items(), key=lambda item: str(item[0]))
-        elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
-            items = list(enumerate(node))
-        elif _is_module(node):
-            items = sorted(vars(node).items())
-        else:
-            return
-        if id(node) not in above:  # a module may hold its parent
-            for key, child in items:
-                visit(child, f"{path}/{key}" if path else str(key), (*above, id(node)))
-
-    if holds_modules(tree):
-        visit(tree, "", ())
-    return others
-
-
 def holds_modules(tree: PyTree) -> bool:
     """Returns whether a tree is, or holds, NNX modules or other NNX objects."""
     if isinstance(tree, nnx.State):

@@ -2,8 +2,7 @@
 
 It starts the processes with JAX's variables for each, shows what they print with the
 number of the process, ends all when one fails, and starts them again if asked to.
-Standard library only: it loads neither JAX nor NumPy. Clusters have their own
-schedulers, which do the same on many machines; the script is the same there.
+Standard library only: it loads neither JAX nor NumPy.
 """
 
 import argparse
@@ -179,14 +178,15 @@ class _Job:
             for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 readers.append(_started(self._copy, index, *streams))
             _started(self._wait, index)
-        ends: dict[int, int] = {}  # in order
-        steps, timeout, is_ending = [signal.SIGTERM, signal.SIGKILL], None, False
+        ends, first = dict[int, int](), -1  # in order; the one that failed first
+        steps, timeout = [signal.SIGTERM, signal.SIGKILL], None
         while len(ends) < len(self._processes):
             try:
                 kind, number = self._events.get(timeout=timeout)
             except queue.Empty:  # the others did not end by themselves
                 self._send(steps.pop(0))
-                timeout = 2 * _GRACE_S if steps else None
+                # One that failed, and still cleans up, is to end with its own status.
+                timeout = (2 if first in ends else 4) * _GRACE_S if steps else None
                 continue
             if kind == "signal":
                 self._send(signal.SIGKILL if self.request else number)
@@ -194,8 +194,7 @@ class _Job:
                 continue
             code = ends[number] = self._processes[number].returncode
             left = len(self._processes) - len(ends)
-            if code and left and not is_ending:
-                is_ending = True
+            if code and left and first < 0:
                 is_save = code == _RESTART_STATUS or self.request is not None
                 timeout = _SAVE_S if is_save else _GRACE_S
                 first = self._blamed(number)

@@ -1,8 +1,6 @@
 """Arrays are placed, moved, taken apart and created, with JAX as the oracle."""
 
 import itertools
-import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +38,12 @@ LAYOUTS = [
     EXPLICIT.layout("model", None),
 ]
 EIGHT = [layout for layout in LAYOUTS if layout.mesh.size == 8]
+# jax 0.7 cannot move arrays from Explicit axes to a mesh with other names.
+MOVES = [
+    (source, target)
+    for source, target in itertools.product(LAYOUTS, LAYOUTS)
+    if hasattr(jax, "reshard") or source.mesh != EXPLICIT or target.mesh == EXPLICIT
+]
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def same_bits(a, b):
 # relayout
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+@pytest.mark.parametrize(("source", "target"), MOVES)
 def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target)
@@ -70,9 +74,7 @@ def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS[::3])]
-)
+@pytest.mark.parametrize(("source", "target"), MOVES[::3])
 def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     moved = ma.relayout(x, target, donate=True)
@@ -99,15 +101,6 @@ def test_a_gradient_does_not_see_relayout(value, source, target):
     grad = jax.grad(lambda x: (ma.relayout(x, target) ** 3).sum())(x)
     np.testing.assert_array_equal(np.asarray(grad), np.asarray(3 * jnp.square(value)))
     assert_lies(grad, source)
-
-
-@pytest.mark.parametrize("target", EIGHT[:-1])
-def test_a_gradient_inside_jit_does_not_see_relayout(value, target):
-    x = jax.device_put(value, target.with_rank(2).sharding)
-    loss = lambda x: (ma.relayout(x, target) * jnp.sin(x)).sum()
-    plain = jax.grad(lambda x: (x * jnp.sin(x)).sum())(jnp.asarray(value))
-    # A sum in another order: float32 rounding, nothing else.
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, atol=2e-5)
 
 
 def test_relayout_works_under_vmap_and_keeps_the_dims_apart(value):
@@ -165,19 +158,6 @@ def test_relayout_inside_jit_works_on_mixed_axis_types(value):
         moved = jax.jit(lambda x, layout=layout: ma.relayout(x, layout))(x)
         assert_lies(moved, layout)
         assert same_bits(moved, value)
-
-
-def test_relayout_inside_scan_and_remat_is_the_identity_on_values(value):
-    layout = BATCH_8.layout(None, "batch")
-
-    def body(carry, row):
-        carry = ma.relayout(carry + row, BATCH_8.layout("batch"))
-        return carry, carry
-
-    fn = jax.checkpoint(lambda x: jax.lax.scan(body, jnp.zeros(8), x)[1])
-    made = jax.jit(lambda x: ma.relayout(fn(x), layout))(value)
-    # A running sum in float32, in the same order on every device.
-    np.testing.assert_allclose(made, np.cumsum(value, 0), rtol=1e-6)
 
 
 def test_relayout_moves_between_memories(value):
@@ -300,21 +280,16 @@ def test_pack_follows_the_mesh_and_not_the_ids_of_devices():
 
 def test_pack_takes_one_tree_per_device():
     layouts = {"x": BATCH_8.layout("batch", None), "n": BATCH_8.layout()}
-    parts = [{"x": np.full((2, 3), at), "n": 1} for at in range(8)]
+    parts = [{"x": np.full((2, 3), index), "n": 1} for index in range(8)]
     packed = ma.pack(parts, layouts, verify=True)
-    assert packed["x"].shape == (16, 3)
-    assert int(packed["n"]) == 1
-    back = ma.unpack(packed)
-    assert same_bits(back[5]["x"], np.full((2, 3), 5, np.int32))
+    assert (packed["x"].shape, int(packed["n"])) == ((16, 3), 1)
+    assert same_bits(ma.unpack(packed)[5]["x"], np.full((2, 3), 5, np.int32))
 
 
-def test_pack_takes_parts_on_other_devices(value):
+def test_pack_takes_parts_on_other_devices_and_trusts_the_caller(value):
     part = jax.device_put(value, jax.devices()[7])
     packed = ma.pack([part] * 8, BATCH_8.layout(...), verify=True)
     assert_lies(packed, BATCH_8.layout(None, None))
-
-
-def test_pack_without_verify_trusts_the_caller():
     packed = ma.pack([[float(at)] for at in range(8)], BATCH_8.layout(None))
     assert [float(part[0]) for part in ma.unpack(packed)] == list(range(8))
 
@@ -354,19 +329,15 @@ def test_fetch_layout_knows_single_devices_and_abstract_arrays(value):
 
 def test_fetch_layout_works_inside_jit_on_explicit_axes(value):
     seen = []
+    x = ma.relayout(value, EXPLICIT.layout("batch", None))
     with jax.set_mesh(EXPLICIT.jax_mesh):
-        x = ma.relayout(value, EXPLICIT.layout("batch", None))
         jax.jit(lambda x: seen.append(ma.fetch_layout(x * 2)))(x)
     assert seen == [EXPLICIT.layout("batch", None)]
 
 
 def test_fetch_layout_works_under_eager_grad(value):
     seen = []
-
-    def loss(x):
-        seen.append(ma.fetch_layout(x))
-        return x.sum()
-
+    loss = lambda x: (seen.append(ma.fetch_layout(x)), x.sum())[1]
     jax.grad(loss)(ma.relayout(value, LAYOUTS[2]))
     assert seen == [LAYOUTS[2]]
 
@@ -408,11 +379,6 @@ def test_to_numpy_gives_whole_values(value, layout):
     assert host["name"] == "net"
 
 
-def test_to_numpy_reads_arrays_in_host_memory(value):
-    layout = BATCH_8.layout("batch", None, memory_kind="pinned_host")
-    assert same_bits(ma.to_numpy(ma.relayout(value, layout)), value)
-
-
 # Created sharded
 
 
@@ -450,17 +416,6 @@ def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
     assert same_bits(made, jax.random.normal(key, (16, 24), dtype))
     made = ma.uniform(key, (16, 24), layout, dtype, minval=-2, maxval=3)
     assert same_bits(made, jax.random.uniform(key, (16, 24), dtype, -2, 3))
-
-
-@pytest.mark.parametrize(
-    ("layout", "shape"),
-    [*zip(LAYOUTS, itertools.cycle([(8, 40), (24, 8), (104, 320)]), strict=False)],
-)
-def test_random_values_do_not_depend_on_the_layout(layout, shape):
-    for key in (jax.random.key(5), jax.random.PRNGKey(2**31 - 1)):
-        made = ma.normal(key, shape, layout)
-        assert_lies(made, layout)
-        assert same_bits(made, jax.random.normal(key, shape))
 
 
 def test_keys_may_be_on_any_device():
@@ -508,7 +463,7 @@ def test_created_arrays_have_gradients():
     np.testing.assert_allclose(grad, jax.random.uniform(key, (8, 4)).sum(), rtol=1e-6)
 
 
-def test_creating_the_same_again_compiles_nothing():
+def test_creating_the_same_again_compiles_nothing(caplog):
     layout = MESH_4X2.layout("batch", "model")
 
     def everything(value):
@@ -519,30 +474,10 @@ def test_creating_the_same_again_compiles_nothing():
         ma.call_with_layout(jnp.eye, layout, 16)
 
     everything(1.0)
-    with jax.log_compiles(), warnings.catch_warnings(), CompileLog() as compiled:
+    with jax.log_compiles():
+        caplog.clear()
         everything(2.0)
-    assert compiled == []
-
-
-class CompileLog(list):
-    """Collects what JAX says that it compiles."""
-
-    def __enter__(self):
-        import logging
-
-        self.handler = logging.Handler()
-        self.handler.emit = self.emit
-        logging.getLogger("jax").addHandler(self.handler)
-        return self
-
-    def emit(self, record):
-        if "Compiling" in record.getMessage():
-            self.append(record.getMessage())
-
-    def __exit__(self, *exception):
-        import logging
-
-        logging.getLogger("jax").removeHandler(self.handler)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
 
 
 @pytest.mark.parametrize("name", ["zeros", "normal", "uniform", "arange"])
@@ -572,21 +507,19 @@ def test_call_with_layout_creates_what_the_function_returns(value):
     assert same_bits(made, jnp.ones((4, 8), "bfloat16"))
     made = ma.call_with_layout(jnp.add, layout, value, 2.0)
     assert same_bits(made, value + 2)
-    assert_lies(ma.call_with_layout(jnp.zeros, layout, [4, 8]), layout)
 
 
 def test_call_with_layout_takes_trees(value):
-    def build(key, sizes, *, scale):
-        w = scale * jax.random.normal(key, sizes["w"])
-        return {"w": w, "b": jnp.zeros(sizes["b"]), "none": None}
+    def build(key, shape, *, scale):
+        w = scale * jax.random.normal(key, shape)
+        return {"w": w, "b": jnp.zeros(shape[1:]), "none": None}
 
     layouts = {
         "w": BATCH_8.layout(None, "batch"),
         "b": BATCH_8.layout(...),
         "none": None,
     }
-    sizes = {"w": (4, 16), "b": (16,)}
-    made = ma.call_with_layout(build, layouts, jax.random.key(0), sizes, scale=2.0)
+    made = ma.call_with_layout(build, layouts, jax.random.key(0), (4, 16), scale=2.0)
     assert_lies(made["w"], layouts["w"])
     assert_lies(made["b"], layouts["b"])
     np.testing.assert_allclose(
@@ -608,37 +541,28 @@ def traced(fn):
     return lambda: jax.jit(fn)(jnp.ones((8, 8)))
 
 
-def deleted():
-    x = jnp.ones((8, 8))
-    x.delete()
-    return x
-
-
 B = BATCH_8.layout("batch", None)
+ALIKE = "the parts of an array must be alike: part 0 has f32[2], and part 7 has"
+UNEVEN = (
+    "does not divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], "
+    "Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+    "UNSHARDED."
+)
 BAD = {
     "integers that JAX would change": (
-        lambda: ma.copy_to_mesh([2**40, 1], ONE.layout(None)),
-        "the array holds 1099511627776, and JAX would turn int64 into int32. Set jax_enable_x64, or give it another dtype.",
-    ),
-    "NumPy integers that JAX would change": (
         lambda: ma.relayout({"x": np.array([-(2**40), 1])}, ONE.layout(None)),
-        "x i64[2]: the array holds -1099511627776, and JAX would turn int64 into int32. Set jax_enable_x64, or give it another dtype.",
-    ),
-    "parts that JAX would change": (
-        lambda: ma.pack([[2**40]] * 8, BATCH_8.layout("batch")),
-        "the array holds 1099511627776, and JAX would turn int64 into int32. Set jax_enable_x64, or give it another dtype.",
+        "x i64[2]: the array holds -1099511627776, and JAX would turn int64 into int32. "
+        "Set jax_enable_x64, or give it another dtype.",
     ),
     "packing inside jit": (
         lambda: jax.jit(lambda x: ma.pack([x] * 8, B))(np.ones((1, 2))),
-        "f32[1, 2]: pack joins arrays on devices, and inside jit, grad or vmap there are none yet. Pack outside, or use relayout.",
+        "f32[1, 2]: pack joins arrays on devices, and inside jit there are none yet. "
+        "Pack outside, or use relayout.",
     ),
     "too few parts": (
         lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
-        "f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8) on this process. Give one part per device, in mesh order, including devices that hold replicas.",
-    ),
-    "no parts": (
-        lambda: ma.pack([], B),
-        "pack: parts must be a list with one part, or tree of parts, per device.",
+        "f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8) on this process. Give "
+        "one part per device, in mesh order, including devices that hold replicas.",
     ),
     "a tree of parts": (
         lambda: ma.pack({"x": [1] * 8}, B),
@@ -648,25 +572,12 @@ BAD = {
         lambda: ma.pack(
             [{"x": np.ones(2)}] * 7 + [{"x": np.ones(3)}], BATCH_8.layout("batch")
         ),
-        "x f64[2]: part 0 is f32[2], but part 7 is f32[3]; the parts of an array have one shape and dtype.",
-    ),
-    "parts of two dtypes": (
-        lambda: ma.pack(
-            [np.ones(2)] * 7 + [np.ones(2, np.int32)], BATCH_8.layout("batch")
-        ),
-        "f64[2]: part 0 is f32[2], but part 7 is i32[2]; the parts of an array have one shape and dtype.",
+        f"x f64[2]: {ALIKE} f32[3] (Layout([batch], Mesh(batch=8))).",
     ),
     "parts of two structures": (
         lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
-        "parts 0 and 7 have different structures: PyTreeDef({'x': *}) and PyTreeDef({'y': *}).",
-    ),
-    "parts of another rank": (
-        lambda: ma.pack([np.ones(2, np.float32)] * 8, B),
-        "f32[2]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
-    ),
-    "ragged parts": (
-        lambda: ma.pack([[[1, 2], [3]]] * 8, B),
-        "the array: [[1, 2], [3]] cannot be converted to an array: its rows have different lengths.",
+        "parts 0 and 7 have different structures: PyTreeDef({'x': *}) and "
+        "PyTreeDef({'y': *}).",
     ),
     "replicas that differ": (
         lambda: ma.pack(
@@ -674,86 +585,35 @@ BAD = {
             MESH_2X4.layout("model"),
             verify=True,
         ),
-        "w f64[2]: part 1 and part 5 are different, but are replicas of shard (1,) in Layout([model], Mesh(batch=2, model=4)).",
-    ),
-    "match for parts": (
-        lambda: ma.pack([[1.0]] * 8, BATCH_8.layout(ml.MATCH)),
-        "f64[1]: Layout([MATCH], Mesh(batch=8)) holds MATCH; a new array has nothing to match.",
-    ),
-    "unpack of a NumPy array": (
-        lambda: ma.unpack({"w": np.ones((2, 3), np.float32)}),
-        "w f32[2, 3]: unpack needs an array on a mesh. Place it with relayout(x, layout); a value inside jit has no parts yet, but the result of jit has.",
+        "w f64[2]: replicas of shard (1,) must be alike: part 1 has the digest "
+        "2bc1933bf39751c1, and part 5 has the digest c77999e3c73e50c4 (Layout([model], "
+        "Mesh(batch=2, model=4))).",
     ),
     "unpack inside jit": (
         traced(ma.unpack),
-        "f32[8, 8]: unpack needs an array on a mesh. Place it with relayout(x, layout); a value inside jit has no parts yet, but the result of jit has.",
-    ),
-    "unpack of two meshes": (
-        lambda: ma.unpack(
-            {
-                "a": ma.ones((8,), BATCH_8.layout("batch")),
-                "b": ma.ones((8,), ONE.layout("batch")),
-            }
-        ),
-        "unpack: x must be arrays on the same devices, in the same order.",
-    ),
-    "unpack of nothing": (
-        lambda: ma.unpack({"a": None}),
-        "unpack: x must be arrays on the same devices, in the same order.",
-    ),
-    "a dim that does not divide": (
-        lambda: ma.relayout({"net": {"w": np.ones((6, 3), np.float32)}}, B),
-        "net/w f32[6, 3]: dim 0 has size 6, which does not divide into 8 shards "
-        "over mesh axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). "
-        "Nearest size that fits: 8. To keep the size, leave dim 0 UNSHARDED.",
+        "f32[8, 8]: unpack needs an array on a mesh, and outside jit: relayout(x, "
+        "layout).",
     ),
     "a dim that does not divide, inside jit": (
         lambda: jax.jit(lambda x: ma.relayout({"w": x}, B))(jnp.ones((9, 3))),
-        "w f32[9, 3]: dim 0 has size 9, which does not divide into 8 shards over "
-        "mesh axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). Nearest "
-        "sizes that fit: 8 and 16. To keep the size, leave dim 0 UNSHARDED.",
-    ),
-    "another rank": (
-        lambda: ma.relayout(jnp.ones(8), B),
-        "f32[8]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
+        f"w f32[9, 3]: dim 0 has size 9, which {UNEVEN}",
     ),
     "no layout": (
         lambda: ma.relayout({"w": jnp.ones(8)}, "batch"),
         "w f32[8]: expected a Layout or a NamedSharding, got 'batch'.",
-    ),
-    "a string for an array": (
-        lambda: ma.relayout({"name": "net"}, BATCH_8.layout(...)),
-        "name: a layout is for arrays, but this is 'net'.",
-    ),
-    "an abstract array": (
-        lambda: ma.relayout(jax.ShapeDtypeStruct((8, 8), np.float32), B),
-        "f32[8, 8]: an abstract array has no values to move.",
-    ),
-    "a deleted array": (
-        lambda: ma.relayout({"w": deleted()}, B),
-        "w f32[8, 8]: the array is deleted; it was donated, to a step or a relayout.",
     ),
     "match that takes an axis twice": (
         lambda: ma.relayout(
             ma.ones((8, 8), MESH_2X4.layout("model", None)),
             MESH_2X4.layout(ml.MATCH, "model"),
         ),
-        "f32[8, 8]: with MATCH filled in from Layout([model, unsharded], Mesh(batch=2, "
-        "model=4)), mesh axis 'model' is used twice in [model, model]; an axis can "
-        "shard only one dim, and only once.",
-    ),
-    "match in a copy": (
-        lambda: ma.copy_to_mesh(np.ones((8, 8)), BATCH_8.layout(ml.MATCH, None)),
-        "f64[8, 8]: Layout([MATCH, unsharded], Mesh(batch=8)) holds MATCH; a new array "
-        "has nothing to match.",
+        "f32[8, 8]: mesh axis 'model' is used twice in [model, model]; an axis can shard "
+        "only one dim, and only once.",
     ),
     "the layout of a NumPy array": (
         lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
-        "w f32[2]: an array of shape (2,) is on no mesh. Place it with relayout(x, layout).",
-    ),
-    "the layout of a value inside jit": (
-        traced(ma.fetch_layout),
-        "f32[8, 8]: DynamicJaxprTracer has no layout: it has no NamedSharding. Place the array with relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit axes.",
+        "w f32[2]: an array of shape (2,) is on no mesh. Place it with relayout(x, "
+        "layout).",
     ),
     "another layout than expected": (
         lambda: ma.check_layout(
@@ -765,32 +625,11 @@ BAD = {
     ),
     "a created dim that does not divide": (
         lambda: ma.zeros((12, 8), B, "float32"),
-        "f32[12, 8]: dim 0 has size 12, which does not divide into 8 shards "
-        "over mesh axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). "
-        "Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
-        "UNSHARDED.",
-    ),
-    "arange that does not divide": (
-        lambda: ma.arange(9, layout=BATCH_8.layout("batch")),
-        "i32[9]: dim 0 has size 9, which does not divide into 8 shards over mesh "
-        "axis 'batch' (Layout([batch], Mesh(batch=8))). Nearest sizes that fit: "
-        "8 and 16. To keep the size, leave dim 0 UNSHARDED.",
-    ),
-    "a result that does not divide": (
-        lambda: ma.call_with_layout(lambda: {"w": jnp.ones((12, 4))}, B),
-        "w f32[12, 4]: dim 0 has size 12, which does not divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 UNSHARDED.",
+        f"f32[12, 8]: dim 0 has size 12, which {UNEVEN}",
     ),
     "the value inside jit": (
         traced(ma.to_numpy),
         "f32[8, 8]: an abstract array has no value; return it from jit.",
-    ),
-    "the value of an abstract array": (
-        lambda: ma.to_numpy({"w": jax.ShapeDtypeStruct((8,), np.float32)}),
-        "w f32[8]: an abstract array has no value; return it from jit.",
-    ),
-    "the value of a deleted array": (
-        lambda: ma.to_numpy(deleted()),
-        "f32[8, 8]: the array is deleted; it was donated, to a step or a relayout.",
     ),
 }
 
@@ -800,28 +639,23 @@ def test_what_is_refused_says_where_what_and_the_way_out(case):
     call, message = BAD[case]
     with pytest.raises(ml.errors.LayoutError) as caught:
         call()
-    text = str(caught.value).replace("TFRT_CPU_", "CPU").replace("cpu:", "CPU")
-    text = re.sub(r"(?<=devices )CpuDevice\(id=(\d)\)", r"CPU\1", text)
-    assert text == message
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("layouts", [["batch"], {"w": B, "c": B}])
 def test_layouts_of_another_structure_are_refused(layouts):
-    with pytest.raises(ml.errors.LayoutError, match="do not have the structure of the"):
+    with pytest.raises(ml.errors.LayoutError, match="expected one Layout for all"):
         ma.relayout({"w": jnp.ones(8), "b": [jnp.ones(8)]}, layouts)
 
 
-def in_shard_map(call):
-    spec = PartitionSpec("batch")
-    return jax.shard_map(
-        call, mesh=BATCH_8.jax_mesh, in_specs=spec, out_specs=PartitionSpec()
-    )(jnp.ones((16, 8)))
-
-
-@pytest.mark.parametrize("spec", [("batch", None), (None, "batch"), (ml.MATCH, None)])
+@pytest.mark.parametrize("spec", [("batch", None), (ml.MATCH, None)])
 def test_a_shard_inside_shard_map_cannot_be_moved(spec):
+    move = lambda x: ma.relayout({"x": x}, BATCH_8.layout(*spec))
+    mesh, spec_of_x = BATCH_8.jax_mesh, P("batch")
     with pytest.raises(ml.errors.LayoutError) as caught:
-        in_shard_map(lambda x: ma.relayout({"x": x}, BATCH_8.layout(*spec)))
+        jax.shard_map(move, mesh=mesh, in_specs=spec_of_x, out_specs=P())(
+            jnp.ones((16, 8))
+        )
     assert str(caught.value) == (
         "x f32[2, 8]: inside shard_map every device works on its own shard, which "
         "relayout cannot move. Call it outside shard_map."
@@ -832,9 +666,7 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
     move = jax.jit(lambda x: ma.relayout(x, MESH_2X4.layout("batch", None)))
     with (
         jax.set_mesh(EXPLICIT.jax_mesh),
-        pytest.raises(
-            ml.errors.LayoutError, match=r"f32\[8, 8\]: JAX cannot move it to"
-        ),
+        pytest.raises(ml.errors.LayoutError, match="JAX cannot move it to"),
     ):
         move(np.ones((8, 8), "float32"))
 
@@ -843,14 +675,11 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
 
 
 def test_leaves_of_flax_are_named_as_layout_maps_name_them():
-    model = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     variables = nn.Dense(6).init(jax.random.key(0), jnp.ones((1, 6)))
-    boxed = {"w": nn.Partitioned(jnp.ones((6, 6)), (None, "batch"))}
     for tree, path in (
-        (nnx.state(model), "bias f32[6]"),
-        ({"net": nnx.state(model)}, "net/bias f32[6]"),
+        ({"net": nnx.state(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))}, "net/bias f32[6]"),
         (variables, "bias f32[6]"),
-        (boxed, "w f32[6, 6]"),
+        ({"w": nn.Partitioned(jnp.ones((6, 6)), (None, "batch"))}, "w f32[6, 6]"),
     ):
         with pytest.raises(ml.errors.LayoutError) as caught:
             ma.relayout(tree, BATCH_8.layout("batch", ...))
@@ -858,8 +687,6 @@ def test_leaves_of_flax_are_named_as_layout_maps_name_them():
 
 
 # Arrays of the host that JAX does not have.
-
-SWAPPED = [">f4", ">f8", ">i4", ">i8", ">u2", ">f2", ">c8", ">c16"]
 
 
 def doors(mesh):
@@ -872,15 +699,12 @@ def doors(mesh):
         "copy_to_mesh": lambda x: ml.copy_to_mesh(x, layout),
         "copy_to_mesh of a tree": lambda x: ml.copy_to_mesh({"x": [x]}, layout)["x"][0],
         "pack": lambda x: ml.pack([x] * 8, mesh.layout(None, None)),
-        "create": lambda x: ml.create(
-            lambda: {"x": x}, ml.LayoutMap(mesh, {"x": ("batch", None)})
-        )["x"],
         "to_numpy": lambda x: ml.to_numpy(x),
     }
 
 
 @pytest.mark.parametrize("door", list(doors(BATCH_8)))
-@pytest.mark.parametrize("dtype", SWAPPED)
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">c16"])
 def test_arrays_of_the_other_byte_order_keep_their_values(door, dtype):
     x = np.arange(16, dtype=dtype).reshape(8, 2)
     placed = doors(BATCH_8)[door](x)
@@ -896,8 +720,3 @@ def test_masked_arrays_are_refused_everywhere(door):
     assert "is a masked array, and JAX would lose its mask. Fill it with" in str(
         error.value
     )
-
-
-def test_masked_numbers_inside_lists_are_refused():
-    with pytest.raises(ml.errors.LayoutError, match="is a masked array"):
-        ml.pack([[np.ma.masked, 1.0]] * 8, BATCH_8.layout("batch"))

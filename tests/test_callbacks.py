@@ -260,34 +260,24 @@ def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     assert not caplog.records
 
 
-class Notebook:
-    """A notebook that runs a cell; `shown` is what its displays were updated to."""
-
-    def __init__(self, monkeypatch):
-        self.shown, self.kernel = [], object()
-        display = types.ModuleType("IPython.display")
-        display.HTML = str
-        display.display = lambda html, display_id: types.SimpleNamespace(
-            update=self.shown.append
-        )
-        ipython = types.ModuleType("IPython")
-        ipython.get_ipython = lambda: self
-        monkeypatch.setitem(sys.modules, "IPython", ipython)
-        monkeypatch.setitem(sys.modules, "IPython.display", display)
-
-
-@pytest.fixture
-def notebook(monkeypatch):
-    return Notebook(monkeypatch)
-
-
-def test_the_bar_moves_while_validation_is_measured(state, notebook, monkeypatch):
+def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
+    shown = []
+    display = types.ModuleType("IPython.display")
+    display.HTML = str
+    handle = types.SimpleNamespace(update=shown.append)
+    display.display = lambda html, display_id: handle
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(ml.trainer.callbacks.progress, "_INTERVAL_S", 0)
-    fit(ml.Trainer(state, loss_fn), validation_data=batches(3), progress=True)
-    bars = [re.search("validating  step ([0-9/]+)", html) for html in notebook.shown]
-    assert [bar[1] for bar in bars if bar] == ["0/3", "1/3", "2/3", "3/3"]
-    assert "val_loss" in notebook.shown[-1]
-    assert "validating" not in notebook.shown[-1]
+    data = {"validation_data": batches(3), "progress": True}
+    fit(ml.Trainer(state, loss_fn), epochs=2, **data)
+    bars = [re.search("validating  step ([0-9/]+)", html) for html in shown]
+    assert [bar[1] for bar in bars if bar] == ["0/3", "1/3", "2/3", "3/3"] * 2
+    assert "<progress" in shown[0]
+    assert all(f"epoch {n}/2  loss " in shown[-1] for n in (1, 2))
+    assert not re.search("<progress|validating", shown[-1])
 
 
 def test_validation_is_shown_as_the_devices_measure_it(state):
@@ -315,30 +305,11 @@ def test_validation_is_shown_as_the_devices_measure_it(state):
     assert max(ahead) <= 2
 
 
-def test_a_notebook_has_one_display_that_is_updated(state, notebook):
-    fit(ml.Trainer(state, loss_fn), epochs=2, progress=True)
-    assert "<progress" in notebook.shown[0]
-    assert "epoch 1/2  loss " in notebook.shown[-1]
-    assert "epoch 2/2  loss " in notebook.shown[-1]
-    assert "<progress" not in notebook.shown[-1]
-
-
 def test_a_stopped_training_says_why(capsys):
     trainer = Scripted(1.0, math.nan, 1.0)
     history = trainer.run(ml.callbacks.StopOnNaN(), progress=True)
     assert capsys.readouterr().out.splitlines()[-1] == "stopped: loss is nan at step 2"
     assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 2"
-
-
-@pytest.mark.parametrize("kind", ["progress", "csv", "jsonl"])
-def test_only_process_zero_talks(kind, state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    path = tmp_path / f"log.{kind}"
-    is_bar = kind == "progress"
-    callback = ml.callbacks.Progress() if is_bar else ml.callbacks.Log(path)
-    fit(ml.Trainer(state, loss_fn), callback)
-    assert capsys.readouterr().out == ""
-    assert not path.exists()
 
 
 # Stopping.

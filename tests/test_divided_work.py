@@ -136,13 +136,9 @@ def test_a_mesh_that_shards_the_state_or_the_rows_alone_is_right(axis, alone):
     np.testing.assert_allclose(predictions, alone[1], **close)
 
 
-@pytest.mark.parametrize("axis", ["model", "rows"])
-def test_a_trainer_on_a_mesh_that_shards_the_state_or_the_rows_is_right(axis):
-    mesh = ml.create_mesh({axis: 8})
-    if axis == "rows":
-        trainer = trainer_of(state_on(mesh), data_layout=mesh.layout("rows", ...))
-    else:
-        trainer = trainer_of(state_on(mesh, {"kernel": (None, axis)}))
+def test_a_trainer_on_a_mesh_that_shards_the_state_is_right():
+    mesh = ml.create_mesh({"model": 8})
+    trainer = trainer_of(state_on(mesh, {"kernel": (None, "model")}))
     for call in CALLS.values():
         call(trainer)
 

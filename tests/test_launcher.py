@@ -157,7 +157,6 @@ def test_lines_are_whole_and_stdout_and_stderr_stay_apart(launch):
         ("raise ValueError('boom')", 1, "ended with exit status 1"),
         ("sys.exit(7)", 7, "ended with exit status 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
-        ("os.kill(os.getpid(), 40)", 168, "was killed by signal 40"),
     ],
 )
 def test_the_first_failure_ends_all_and_gives_its_status(launch, failure, status, fate):
@@ -272,20 +271,11 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path):
     assert run.stdout.endswith(b"] line\n")
 
 
-def test_it_runs_a_module(launch, tmp_path):
-    (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "mod.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    run = launch("-n1", "-m", "pack.mod", "--epochs", 3, "-m", "x")
-    assert (run.wait(), run.out) == (0, "[0] ['--epochs', '3', '-m', 'x']\n"), run.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ("-n 0 s.py", "-n/--num-processes: must be an integer of at least 1, got '0'."),
-        ("-n x s.py", "-n/--num-processes: must be an integer of at least 1, got 'x'."),
         ("s.py", "the following arguments are required: -n/--num-processes"),
-        ("-n 2", "the following arguments are required: script, arguments"),
         ("-n 2 t.py", "script 't.py' was not found in "),
     ],
 )
@@ -370,9 +360,7 @@ def test_the_launcher_decides_on_the_number_of_virtual_devices(monkeypatch, capl
     monkeypatch.setenv("MESHLAYOUT_LAUNCHER", str(os.getppid()))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     assert len(ml.virtual_devices(3)) == 8
-    assert caplog.messages == [
-        "virtual_devices(3) makes 8 devices, as --devices-per-process says."
-    ]
+    assert caplog.messages == ["virtual_devices(3): --devices-per-process=8 counts."]
     monkeypatch.delenv("MESHLAYOUT_LAUNCHER")
     with pytest.raises(ml.errors.MeshError, match="comes too late"):
         ml.virtual_devices(3)

@@ -150,11 +150,3 @@ def test_sigterm_to_one_process_starts_the_job_again(whole_runs, tmp_path):
     assert run.wait() == 0, run.err
     assert "launch: starting again (1 of 1)." in run.err
     assert result_of(tmp_path) == result_of(whole_runs[TRAINER])
-
-
-def test_a_program_that_does_not_join_the_others_ends_with_the_line_to_add(tmp_path):
-    path = program(tmp_path, "import meshlayout as ml\nml.create_mesh()\n")
-    run = Launch(tmp_path, "-n", 2, path, **CPU)
-    assert run.wait() == 1
-    *_, last = run.err.splitlines()
-    assert "Add ml.initialize() at the top of the program" in last

@@ -164,7 +164,7 @@ def test_plain_rules_are_written_as_they_are_with_their_options_and_notes():
         "ml.LayoutMap(\n"
         "    mesh,\n"
         "    {\n"
-        '        r"conv\\d/kernel": (..., ("batch", "model")),\n'
+        '        r"conv\\d/kernel": (..., ["batch", "model"]),\n'
         "        # Odd\n"
         "        # sizes.\n"
         "        'a\"b': ml.Rule((\"model\",), on_uneven='replicate'),\n"

@@ -20,7 +20,7 @@ RULES = {
 TEXT = """\
 rule 'hidden/kernl' matches no path. Nearest: hidden/kernel, hidden/bias.
 rule 'residual' matches no path.
-Correct it, or give the map unused='ignore' if it is for activations or other models."""
+Correct it, or, for activations, give the map unused='ignore'."""
 
 
 def mlp():
@@ -78,25 +78,3 @@ def test_a_pattern_for_arrays_does_not_apply_to_a_scalar():
     assert str(error.value) == (
         "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, but this one has rank 0. Use `...` for any number of unsharded dims."
     )
-
-
-class Tied(nnx.Module):
-    """A language model whose output layer is its embedding."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(16, 8, rngs=rngs)
-        self.out = nnx.Linear(8, 8, rngs=rngs)
-        self.out.kernel = self.embed.embedding
-
-
-def test_a_rule_for_another_name_of_a_shared_array_is_pointed_to_the_first():
-    layouts = ml.LayoutMap(MESH, {"out/kernel": ("model", None)})
-    with pytest.warns(ml.errors.LayoutWarning, match="shares its array") as caught:
-        ml.create(lambda: Tied(nnx.Rngs(0)), layouts)
-    report = layouts.explain(nnx.eval_shape(lambda: Tied(nnx.Rngs(0))))
-    text = (
-        "rule 'out/kernel' matches no path. 'out/kernel' shares its array with "
-        "'embed/embedding': match that."
-    )
-    assert str(caught[0].message).startswith(f"{text}\n")
-    assert report.notes == [f"dead {text}"]

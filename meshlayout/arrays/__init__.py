@@ -1,8 +1,4 @@
-"""Arrays and layouts: creating, placing, moving and splitting sharded arrays.
-
-Every function takes an array or any pytree of arrays, with one layout for all of its
-leaves or a tree of layouts that is a prefix of it.
-"""
+"""Creating, placing, moving and splitting sharded arrays, or pytrees of them."""
 
 from meshlayout.arrays.creation import (
     arange as arange,

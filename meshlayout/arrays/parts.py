@@ -1,6 +1,7 @@
 """Whole arrays and the parts of devices: `pack`, `unpack`, `to_numpy`."""
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,35 +19,26 @@ from meshlayout.arrays.placement import (
     as_array,
     broadcast,
     can_compare,
-    check_alive,
     for_each,
-    full_rank,
     is_concrete,
     with_lists_as_arrays,
 )
 from meshlayout.cluster.agreement import all_gather, digest
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout
+from meshlayout.layout import Layout, as_layout
 
 
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
-    """Makes global arrays from the parts that the devices hold.
+    """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Use this if each device's part was computed separately. It is the inverse of
-    `unpack`. Each part goes directly to its device; nothing is gathered. Devices that
-    are replicas of each other in the layout must get equal parts, which is checked only
-    on request.
+    Each part goes directly to its device; nothing is gathered.
 
     Args:
-        parts: One part per device of this process, in mesh order. A part is anything
-            array-like, even a list of numbers, or a pytree of those; all parts have the
-            same structure.
+        parts: One part per device of this process, in mesh order: anything array-like,
+            even a list of numbers, or a pytree of those, all of the same structure.
         layout: The layout of the global array, or a tree of layouts.
-        verify: Whether to compare the parts of replicas, bit by bit, also those of
-            other processes.
-
-    Returns:
-        The array, or a pytree of arrays.
+        verify: Whether to compare the parts of devices that are replicas of each other
+            in the layout, bit by bit, also those of other processes.
 
     Raises:
         LayoutError: If the number of parts, their structures, shapes or dtypes do not
@@ -66,11 +58,8 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)
     for index, structure in enumerate(structures):
         if structure != structures[0]:
-            msg = (
-                f"parts 0 and {index} have different structures: {structures[0]} and "
-                f"{structure}."
-            )
-            raise LayoutError(msg)
+            msg = f"parts 0 and {index} have different structures: {structures[0]} and "
+            raise LayoutError(f"{msg}{structure}.")
     columns = list(zip(*leaves, strict=True))
     pack_leaf = functools.partial(_pack_leaf, verify=verify)
     packed = for_each(pack_leaf, parts[0], columns, broadcast(layout, parts[0]))
@@ -81,13 +70,10 @@ def _pack_leaf(
     _: Leaf, column: Sequence[Any], layout: object, *, verify: bool
 ) -> jax.Array:
     if any(isinstance(part, Tracer) for part in column):
-        msg = (
-            "pack joins arrays on devices, and inside jit, grad or vmap there are none "
-            "yet. Pack outside, or use relayout."
-        )
-        raise LayoutError(msg)
+        msg = "pack joins arrays on devices, and inside jit there are none yet."
+        raise LayoutError(f"{msg} Pack outside, or use relayout.")
     parts = [as_array(part) for part in column]
-    layout = full_rank(layout, parts[0].ndim)
+    layout = as_layout(layout, parts[0].ndim)
     mesh = layout.mesh
     if len(parts) != mesh.num_local_devices():
         msg = (
@@ -97,63 +83,41 @@ def _pack_leaf(
         )
         raise LayoutError(msg)
     indices = dict(zip(mesh.devices.flat, layout.offset_to_shard(), strict=True))
-    facts = [
-        (
-            # On the devices: float64 and float32 parts fit together without x64.
-            _render.array_text(_jax.canonical_dtype(part.dtype), part.shape),
-            # By bits: NaN equals itself here, and -0.0 differs from 0.0.
-            digest(_host_value(part).tobytes()) if verify else "",
-            str(indices[device]),
-        )
-        for part, device in zip(parts, mesh.local_devices, strict=True)
-    ]
+    of_process = f" of process {jax.process_index()}" * (jax.process_count() > 1)
+    facts: list[tuple[str, str, str]] = []
+    shards: list[jax.Array] = []
+    devices = mesh.local_devices
+    for number, (part, device) in enumerate(zip(parts, devices, strict=True)):
+        name = f"part {number}{of_process}"
+        # On the devices: float64 and float32 parts fit together without x64.
+        kind = _render.array_text(_jax.canonical_dtype(part.dtype), part.shape)
+        facts.append((name, "the parts of an array", kind))
+        if verify:  # by bits: NaN equals itself here, and -0.0 differs from 0.0
+            bits = f"the digest {digest(_host_value(part).tobytes())}"
+            facts.append((name, f"replicas of shard {indices[device]}", bits))
+        # Copied, as a CPU device would use the user's memory, and a step may donate it.
+        part = np.array(part) if isinstance(part, np.ndarray) else part
+        place = SingleDeviceSharding(device, memory_kind=layout.memory_kind)
+        shards.append(jax.device_put(part, place))
     _check_facts(facts, layout)
-    # Copied, as a CPU device would use the user's memory, and a step may donate it.
-    shards = [
-        jax.device_put(
-            np.array(part) if isinstance(part, np.ndarray) else part,
-            SingleDeviceSharding(device, memory_kind=layout.memory_kind),
-        )
-        for part, device in zip(parts, mesh.local_devices, strict=True)
-    ]
-    return jax.make_array_from_single_device_arrays(
-        layout.global_shape(parts[0].shape), layout.sharding, shards
-    )
+    shape = layout.global_shape(parts[0].shape)
+    return jax.make_array_from_single_device_arrays(shape, layout.sharding, shards)
 
 
 def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
-    """Checks the types of all parts, and the digests of those of the same shard."""
-    told = [json.dumps(facts)]
-    told = all_gather(told[0]) if can_compare(layout.mesh) else told
-    kinds: dict[str, str] = {}
-    holders: dict[str, tuple[str, str]] = {}
-    for process, text in enumerate(told):
-        for number, (kind, value, index) in enumerate(json.loads(text)):
-            name = f"part {number}" + f" of process {process}" * (len(told) > 1)
-            kinds.setdefault(kind, name)
-            first, expected = holders.setdefault(index, (name, value))
-            if value != expected:
-                msg = (
-                    f"{first} and {name} are different, but are replicas of shard "
-                    f"{index} in {layout!r}."
-                )
-                raise LayoutError(msg)
-    if len(kinds) > 1:
-        (kind, first), (other, second), *_ = kinds.items()
-        msg = (
-            f"{first} is {kind}, but {second} is {other}; the parts of an array have "
-            "one shape and dtype."
-        )
-        raise LayoutError(msg)
+    """Raises LayoutError if parts of all processes that must be alike are not."""
+    text = json.dumps(facts)
+    texts = all_gather(text) if can_compare(layout.mesh) else [text]
+    first: dict[str, tuple[str, str]] = {}
+    for name, what, fact in itertools.chain(*map(json.loads, texts)):
+        other, expected = first.setdefault(what, (name, fact))
+        if fact != expected:
+            msg = f"{what} must be alike: {other} has {expected}, and {name} has {fact}"
+            raise LayoutError(f"{msg} ({layout!r}).")
 
 
 def unpack(x: Leaf) -> list[Any]:
-    """Splits arrays into the parts that the devices hold.
-
-    Use this to look at what each device has; nothing is copied.
-
-    Args:
-        x: An array on a mesh, or a pytree of those on the same devices.
+    """Splits arrays on the same devices into the parts that these hold, uncopied.
 
     Returns:
         One part per device of this process, in mesh order: an array on that device,
@@ -171,31 +135,24 @@ def unpack(x: Leaf) -> list[Any]:
         {(4, 2)}
     """
     columns = for_each(_unpack_leaf, x)
-    if any([*column] != [*columns[0]] for column in columns) or not columns:
+    if not columns or any([*column] != [*columns[0]] for column in columns):
         msg = "unpack: x must be arrays on the same devices, in the same order."
         raise LayoutError(msg)
-    structure = jax.tree.structure(x)
-    return [
-        structure.unflatten(column[device] for column in columns)
-        for device in columns[0]
-    ]
+    unflatten = jax.tree.structure(x).unflatten
+    return [unflatten(column[device] for column in columns) for device in columns[0]]
 
 
 def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if not is_concrete(x):
-        msg = (
-            "unpack needs an array on a mesh. Place it with relayout(x, layout); a "
-            "value inside jit has no parts yet, but the result of jit has."
-        )
+        msg = "unpack needs an array on a mesh, and outside jit: relayout(x, layout)."
         raise LayoutError(msg)
-    check_alive(x)
     shards = _jax.with_shards(x).addressable_shards
-    held = {shard.device: shard.data for shard in shards}
+    parts = {shard.device: shard.data for shard in shards}
     if not isinstance(x.sharding, NamedSharding):
-        return held
+        return parts
     # In mesh order, in which `pack` takes them; JAX's order may be another one.
-    return {device: held[device] for device in Layout.of(x).mesh.local_devices}
+    return {device: parts[device] for device in Layout.of(x).mesh.local_devices}
 
 
 def to_numpy(x: Leaf) -> Any:
@@ -207,9 +164,6 @@ def to_numpy(x: Leaf) -> Any:
         x: An array in any layout, or a pytree of arrays; all processes must call this.
             PRNG keys become their words; leaves that are neither arrays nor numbers are
             returned unchanged.
-
-    Returns:
-        A read-only NumPy array, or a pytree of them.
 
     Raises:
         LayoutError: If a leaf has no value: inside jit, abstract, or deleted.
@@ -232,12 +186,7 @@ def _host_value(x: Leaf) -> Any:
     if not isinstance(x, jax.Array):
         is_array = hasattr(x, "__array__") or isinstance(x, (bool, int, float, complex))
         return plain_array(x) if is_array else x
-    check_alive(x)
     if not x.is_fully_addressable and not _jax.with_shards(x).addressable_shards:
-        msg = (
-            f"process {jax.process_index()} has no part of the array, which is on "
-            "devices of other processes."
-        )
-        raise LayoutError(msg)
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return _jax.to_host(jax.random.key_data(x) if is_key else x)
+        msg = f"process {jax.process_index()} has no part of the array, which is on "
+        raise LayoutError(f"{msg}devices of other processes.")
+    return _jax.to_host(jax.random.key_data(x) if _jax.is_extended(x.dtype) else x)

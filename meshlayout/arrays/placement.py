@@ -1,12 +1,12 @@
 """Changing, copying, reading and checking the layouts of arrays.
 
-JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
-axes, none moves PRNG keys between processes, and inside jit it is a constraint. What
-every process has for itself is compared before it becomes one array on the devices of
-all.
+JAX's `device_put` does most moves, but moves no PRNG keys between processes, and inside
+jit it is a constraint. What each process has is compared before it becomes one array on
+the devices of all.
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -35,22 +35,15 @@ _NUMBERS = (bool, int, float, complex)
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
-    Use this to place and to move arrays: from any layout to any other, on the same or
-    other devices, and from NumPy arrays and numbers. It is differentiable. Inside jit
-    it becomes a constraint, and the mesh must have the devices of the whole
-    computation; if the arguments are on a mesh of another shape, JAX may need
-    `out_shardings` with the layouts of the results.
+    From any layout to any other, on the same or other devices, and from NumPy arrays
+    and numbers. Nothing is copied if an array has the layout already. Differentiable.
+    Inside jit it is a constraint; JAX may need `out_shardings` for another mesh.
 
     Args:
         x: An array or a pytree of arrays.
         layout: The layout, or a tree of layouts. A `MATCH` entry keeps the sharding of
-            that dim. Inside jit on a mesh with Auto axes, where JAX does not know the
-            sharding, it leaves the dim to the compiler.
-        donate: Whether to delete `x` after the move, so that both exist no longer than
-            needed. No effect inside jit, where the compiler frees what it can.
-
-    Returns:
-        The array or pytree. Nothing is copied if it already has the layout.
+            that dim; inside jit on Auto axes it leaves the dim to the compiler.
+        donate: Whether to delete `x` after the move; no effect inside jit.
 
     Raises:
         LayoutError: If the layout does not fit an array, the structures of the trees
@@ -60,9 +53,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> x = ml.relayout(
-        ...     ml.arrays.ones((4, 8), mesh.layout(...)), mesh.layout("batch", None)
-        ... )
+        >>> x = ml.relayout(np.ones((4, 8)), mesh.layout("batch", None))
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
     """
@@ -78,13 +69,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
 
 
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
-    """Returns `x` in the layout of other arrays; see `relayout`.
-
-    Args:
-        x: An array or a pytree of arrays.
-        other: The array or arrays with the layouts; a tree prefix of `x`.
-        donate: As for `relayout`.
-    """
+    """Returns `x` in the layouts of other arrays, a tree prefix of it: `relayout`."""
     return relayout(x, fetch_layout(other), donate=donate)
 
 
@@ -92,19 +77,8 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """Copies arrays from the host, or from anywhere else, to a mesh.
 
     Use this instead of `relayout` if the result must share no memory with `x`, because
-    you write to `x` or donate the result.
-
-    Args:
-        x: Anything array-like, even a list of numbers, or a pytree of those.
-        layout: The layout, or a tree of layouts, without MATCH.
-
-    Returns:
-        The array, or a pytree of arrays.
-
-    Raises:
-        LayoutError: If the layout does not fit an array, the structures of the trees
-            differ, or a leaf is not array-like.
-        ClusterError: As for `relayout`.
+    you write to `x` or donate the result. `x` may also be a list of numbers, or a tree
+    of lists; layouts have no MATCH. Errors are those of `relayout`.
 
     Example:
         >>> import meshlayout as ml
@@ -113,8 +87,7 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
         (2, 2)
     """
     x = with_lists_as_arrays(x)
-    fitting = functools.partial(_fitting, match=False)
-    return _moved(x, for_each(fitting, x, broadcast(layout, x)), copy=True)
+    return _moved(x, for_each(full_rank, x, broadcast(layout, x)), copy=True)
 
 
 def fetch_layout(x: Leaf) -> Any:
@@ -122,9 +95,6 @@ def fetch_layout(x: Leaf) -> Any:
 
     Inside jit, JAX only knows it on a mesh that `jax.set_mesh` has set and whose axes
     are all Explicit. An array on a single device is on a mesh of one.
-
-    Args:
-        x: An array, an abstract array with a sharding, or a pytree of those.
 
     Raises:
         LayoutError: If a leaf has no layout, or its layout is unknown.
@@ -143,74 +113,48 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
 
     Use this in tests, or before a computation that relies on a layout. Layouts are
     compared by meaning: every device must hold the same shard, in the same memory,
-    whatever the names of the axes, and ignoring axes of size 1.
-
-    Args:
-        x: An array, an abstract array with a sharding, or a pytree of those.
-        layout: The expected layout, or a tree of layouts; a `MATCH` entry allows
-            anything for that dim.
-
-    Raises:
-        LayoutError: If an array has another layout, or its layout is unknown.
+    whatever the names of the axes. A `MATCH` entry allows anything for that dim.
 
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> ml.check_layout(
-        ...     ml.arrays.zeros((4, 8), mesh.layout("batch", None)),
-        ...     mesh.layout("batch", ...),
-        ... )
+        >>> x = ml.arrays.zeros((4, 8), mesh.layout("batch", None))
+        >>> ml.check_layout(x, mesh.layout("batch", ...))
     """
-    for_each(_check, x, broadcast(layout, x))
 
+    def check(leaf: Leaf, layout: object) -> None:
+        actual = _layout_of(leaf)
+        expected = as_layout(layout, actual.rank)
+        if not is_same_layout(actual, expected):
+            msg = f"the layout is {actual!r}, but {expected!r} was expected."
+            raise LayoutError(f"{msg} Move it with relayout(x, layout).")
 
-def _check(x: Leaf, layout: Any) -> None:
-    actual = _layout_of(x)
-    expected = as_layout(layout, actual.rank)
-    if not is_same_layout(actual, expected):
-        msg = (
-            f"the layout is {actual!r}, but {expected!r} was expected. Move it with "
-            "relayout(x, layout)."
-        )
-        raise LayoutError(msg)
+    for_each(check, x, broadcast(layout, x))
 
 
 def is_same_layout(actual: Layout, expected: Layout) -> bool:
-    """Returns whether two layouts mean the same; MATCH in the second allows anything.
-
-    Args:
-        actual: The layout of an array.
-        expected: A layout of the same rank.
-    """
+    """Returns whether two layouts of a rank mean the same; MATCH allows anything."""
     # Dims that MATCH leaves open are compared as if both were unsharded.
     is_open = [entry is MATCH for entry in expected.specs]
-    actual, expected = (
-        layout.with_specs(
-            [None if skip else e for skip, e in zip(is_open, layout.specs, strict=True)]
-        )
+    now, then = (
+        [None if skip else e for skip, e in zip(is_open, layout.specs, strict=True)]
         for layout in (actual, expected)
     )
-    return actual == expected or actual.sharding.is_equivalent_to(
-        expected.sharding, actual.rank
-    )
+    actual, expected = actual.with_specs(now), expected.with_specs(then)
+    return actual.sharding.is_equivalent_to(expected.sharding, actual.rank)
 
 
 # Trees.
 
 
 def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> list[Any]:
-    """Calls a function with each leaf of a tree, and one more argument per column.
-
-    Paths are only found for messages: a loop may relayout each of its batches.
-
-    Raises:
-        LayoutError: What the function raises, with the name of the leaf before it.
-    """
+    """Calls a function for each leaf; its LayoutErrors are given the leaf's name."""
     results = []
     for index, arguments in enumerate(zip(jax.tree.leaves(x), *columns, strict=True)):
         try:
             results.append(function(*arguments))
         except LayoutError as error:
+            # Paths are only found now: a loop may relayout each of its batches.
             name = array_text(_paths.leaf_names(x)[index], arguments[0])
             raise LayoutError(f"{name}: {error}" if name else str(error)) from error
     return results
@@ -219,42 +163,34 @@ def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> li
 def array_text(path: str, x: Leaf) -> str:
     """Returns the name of an array in messages: `encoder/kernel f32[512, 10]`."""
     has_type = hasattr(x, "shape") and hasattr(x, "dtype")
-    kind = _render.array_text(x.dtype, x.shape) if has_type else ""
-    return " ".join(filter(None, [path, kind]))
+    return f"{path} {_render.array_text(x.dtype, x.shape) if has_type else ''}".strip()
 
 
 def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
     """Returns one layout per leaf, from a single one or a prefix tree."""
+
+    def is_layout(node: PyTree) -> bool:
+        return isinstance(node, (Layout, NamedSharding))
+
     try:
-        whole = jax.tree.broadcast(layout, x, is_leaf=_is_layout)
+        every = jax.tree.broadcast(layout, x, is_leaf=is_layout)
     except (ValueError, TypeError) as error:
-        msg = (
-            "the layouts do not have the structure of the arrays. Give one Layout for "
-            "all, or a tree of layouts that is a prefix of the tree of arrays; a spec "
-            f"needs a mesh: Layout(spec, mesh). JAX says: {error}"
-        )
-        raise LayoutError(msg) from None
-    return jax.tree.leaves(whole, is_leaf=_is_layout)
-
-
-def _is_layout(node: PyTree) -> bool:
-    return isinstance(node, (Layout, NamedSharding))
+        msg = "expected one Layout for all arrays, or a tree of layouts that is a "
+        raise LayoutError(f"{msg}prefix of theirs. JAX says: {error}") from None
+    return jax.tree.leaves(every, is_leaf=is_layout)
 
 
 def with_lists_as_arrays(x: PyTree) -> PyTree:
     """Returns a tree in which lists of numbers, which JAX would open, are arrays."""
-    return jax.tree.map(
-        lambda node: host_array(node) if _is_number_list(node) else node,
-        x,
-        is_leaf=_is_number_list,
-    )
 
+    def is_numbers(node: PyTree) -> bool:
+        if not isinstance(node, list) or not node:  # JAX's tree without leaves
+            return False
+        kinds = (*_NUMBERS, np.generic)
+        return all(isinstance(item, kinds) or is_numbers(item) for item in node)
 
-def _is_number_list(node: PyTree) -> bool:
-    kinds = (*_NUMBERS, np.generic)
-    if not isinstance(node, list) or not node:  # JAX's tree without leaves
-        return False
-    return all(isinstance(item, kinds) or _is_number_list(item) for item in node)
+    leaves, treedef = jax.tree.flatten(x, is_leaf=is_numbers)
+    return treedef.unflatten(host_array(n) if is_numbers(n) else n for n in leaves)
 
 
 # One array.
@@ -265,13 +201,6 @@ def is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_alive(x: Leaf) -> None:
-    """Raises LayoutError if a leaf is a deleted array."""
-    if is_concrete(x) and x.is_deleted():
-        msg = "the array is deleted; it was donated, to a step or a relayout."
-        raise LayoutError(msg)
-
-
 def as_array(x: Leaf) -> Any:
     """Returns a NumPy or JAX array for anything array-like."""
     if isinstance(x, jax.Array):
@@ -279,54 +208,43 @@ def as_array(x: Leaf) -> Any:
     return jnp.asarray(x) if hasattr(x, "__jax_array__") else host_array(x)
 
 
-def full_rank(layout: object, rank: int) -> Layout:
-    """Returns a user's layout for a new array of a rank, which has nothing to match."""
-    layout = as_layout(layout, rank)
+def full_rank(x: Leaf, layout: object) -> Layout:
+    """Returns a layout for a new array, which fits it and has nothing to match."""
+    layout = as_layout(layout, np.ndim(x))
     if MATCH in layout.specs:
         msg = f"{layout!r} holds MATCH; a new array has nothing to match."
         raise LayoutError(msg)
-    return layout
+    return _fitting(x, layout)
 
 
-def _fitting(x: Leaf, layout: object, *, match: bool = True) -> Layout:
+def _fitting(x: Leaf, layout: object) -> Layout:
     """Returns the layout for an array, with its rank, and MATCH filled in if known."""
-    if isinstance(x, str):
-        msg = f"a layout is for arrays, but this is {_checks.shown(x)}."
-        raise LayoutError(msg)
     if isinstance(x, Tracer) and _jax.is_manual(x):
-        msg = (
-            "inside shard_map every device works on its own shard, which relayout "
-            "cannot move. Call it outside shard_map."
-        )
-        raise LayoutError(msg)
-    shape = np.shape(x)
-    fitting = as_layout(layout, len(shape)) if match else full_rank(layout, len(shape))
+        msg = "inside shard_map every device works on its own shard, which relayout "
+        raise LayoutError(f"{msg}cannot move. Call it outside shard_map.")
+    fitting = as_layout(layout, np.ndim(x))
     if MATCH in fitting.specs:
         fitting = _matched(x, fitting)
-    fitting.with_specs([None if e is MATCH else e for e in fitting.specs]).check(shape)
+    specs = [None if entry is MATCH else entry for entry in fitting.specs]
+    fitting.with_specs(specs).check(np.shape(x))
     return fitting
 
 
 def _matched(x: Leaf, layout: Layout) -> Layout:
-    """Fills in MATCH if the array's layout is known."""
-    sharding = _jax.sharding_of(x)
-    is_staged = isinstance(x, Tracer) and _jax.is_staged(x)
-    if is_staged and sharding is None:
-        return layout
-    spec = tuple(getattr(sharding, "spec", ()))  # no other sharding has axes
-    if not is_staged and isinstance(x, jax.Array):
-        spec = _layout_of(x).specs
-    now = (*spec, *[None] * (layout.rank - len(spec)))
-    pairs = zip(layout.specs, now, strict=True)
-    try:
-        return layout.with_specs([here if e is MATCH else e for e, here in pairs])
-    except LayoutError as error:
-        msg = f"with MATCH filled in from {Layout.of(x)!r}, {error}"
-        raise LayoutError(msg) from None
+    """Fills in MATCH if the array's layout is known; host arrays are unsharded."""
+    now: tuple[Any, ...] = ()
+    if isinstance(x, Tracer) and _jax.is_staged(x):
+        sharding = _jax.sharding_of(x)
+        if not isinstance(sharding, NamedSharding):
+            return layout
+        now = tuple(sharding.spec)
+    elif isinstance(x, jax.Array):
+        now = _layout_of(x).specs
+    pairs = itertools.zip_longest(layout.specs, now)
+    return layout.with_specs([here if e is MATCH else e for e, here in pairs])
 
 
 def _layout_of(x: Leaf) -> Layout:
-    check_alive(x)
     if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         msg = f"{_checks.shown(x)} is on no mesh. Place it with relayout(x, layout)."
         raise LayoutError(msg)
@@ -335,35 +253,28 @@ def _layout_of(x: Leaf) -> Layout:
 
 def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
     """Moves a tree to layouts that fit; a `copy` shares no memory with it."""
-    leaves, treedef = jax.tree.flatten(x)
     if jax.process_count() > 1:
-        names = map(array_text, _paths.leaf_names(x), leaves)
-        meshes = (layout.mesh for layout in layouts)
-        check_same(zip(names, leaves, meshes, strict=True))
-    return treedef.unflatten(for_each(functools.partial(_move, copy=copy), x, layouts))
+        check_same(x, [layout.mesh for layout in layouts])
+    move = functools.partial(_move, copy=copy)
+    return jax.tree.structure(x).unflatten(for_each(move, x, layouts))
 
 
 def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        msg = "an abstract array has no values to move."
-        raise LayoutError(msg)
-    check_alive(x)
     if not isinstance(x, _NUMBERS):  # which stay weakly typed
         x = as_array(x)
     spec = (PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
-    sharding = NamedSharding(
-        layout.mesh.jax_mesh, PartitionSpec(*spec), memory_kind=layout.memory_kind
-    )
+    mesh, kind = layout.mesh.jax_mesh, layout.memory_kind
+    sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
     try:
         if _jax.is_staged(x):
             x = _jax.constrain(x, sharding)
-            return x if layout.memory_kind is None else jax.device_put(x, sharding)
+            return x if kind is None else jax.device_put(x, sharding)
         if not isinstance(x, jax.Array):
             # A CPU device would use the user's own memory, whatever `may_alias` says.
             return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)
         if isinstance(x, Tracer):  # of eager grad, which differentiates this
             return jax.device_put(x, sharding)
-        moved = _jax.put(_jax.movable(x, layout.mesh.jax_mesh), sharding)
+        moved = _jax.put(x, sharding)
         return _in_own_memory(moved) if copy else moved
     except (
         *(AssertionError, ValueError, TypeError, OverflowError),
@@ -375,13 +286,12 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:
-    """Returns a copy of an array that shares no memory with any other.
-
-    `may_alias=False` of `device_put` is only a hint where an array moves, but holds
-    where it stays; the words of PRNG keys it shares in any case.
-    """
+    """Returns a copy of an array that shares no memory with any other."""
+    # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
+    # where it stays; the words of PRNG keys it shares in any case.
     if _jax.is_extended(x.dtype):
-        return _jax.key_of_words(_in_own_memory(_jax.words_of_key(x)), x.dtype)
+        words = _in_own_memory(jax.random.key_data(x))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     return jax.device_put(x, x.sharding, may_alias=False)
 
 
@@ -391,24 +301,18 @@ def _in_own_memory(x: jax.Array) -> jax.Array:
 _compared: set[tuple[Any, ...]] = set()
 
 
-def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
+def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
     """Checks that what goes to devices of all processes is the same on all of them.
 
-    Arrays of the same name, shape, dtype and mesh are compared once, as programs are:
-    in a loop, this costs nothing after the first step. Otherwise each process would
-    place its own value, and the array would be another one on each. JAX compares, too
-    (`device_put` of a host array): it gathers the values of all processes on all
+    Arrays of the same name, shape, dtype and mesh are compared once, as programs are.
+    `jax.device_put` of a host array compares, too: it gathers the values of all on all
     devices, takes NaN for a difference, and names no process.
-
-    Args:
-        named: Arrays with their names for messages, and the meshes they go to.
-
-    Raises:
-        ClusterError: If a process has another value.
     """
     values: dict[str, Any] = {}
-    for name, x, mesh in named:
-        key = name, np.shape(x), getattr(x, "dtype", type(x)), mesh
+    leaves = zip(_paths.leaf_names(tree), jax.tree.leaves(tree), meshes, strict=True)
+    for path, x, mesh in leaves:
+        name = array_text(path, x)
+        key = name, type(x), mesh
         if key in _compared or not can_compare(mesh) or _jax.is_staged(x):
             continue
         is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -431,11 +335,9 @@ def check_same(named: Iterable[tuple[str, Leaf, Mesh]]) -> None:
 
 
 def can_compare(mesh: Mesh) -> bool:
-    """Returns whether processes can compare what they place on a mesh.
-
-    On a mesh of some processes, each may place arrays of its own, as in JAX. In threads
-    other than the main one, the calls of processes have no order by which to pair them.
-    """
+    """Returns whether processes can compare what they place on a mesh."""
+    # On a mesh of some processes, each may place arrays of its own, as in JAX. In other
+    # threads, the calls of processes have no order by which to pair them.
     is_main = threading.current_thread() is threading.main_thread()
     processes = {device.process_index for device in mesh.devices.flat}
     return is_main and 1 < jax.process_count() == len(processes)

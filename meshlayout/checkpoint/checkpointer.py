@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
@@ -86,6 +87,7 @@ class Checkpointer:
         [2, 3] [3. 3. 3.]
     """
 
+    @user_call
     def __init__(
         self,
         directory: str | os.PathLike[str],

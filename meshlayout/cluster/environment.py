@@ -62,16 +62,9 @@ def find_settings(
     environment: Mapping[str, str],
     detect: Callable[..., Any] = lambda *known: None,
 ) -> Settings:
-    """Returns the processes of this program.
+    """Returns the processes of this program, from the arguments of `initialize`.
 
-    Args:
-        arguments: The arguments of `initialize`, by name; None or missing if not given.
-        environment: The environment variables.
-        detect: `_jax.detect_cluster`, called if the rest does not say everything.
-
-    Raises:
-        ClusterError: If a value is malformed or missing, or if sources contradict each
-            other.
+    `detect` is `_jax.detect_cluster`, called if the rest does not say everything.
     """
     given = {k: _checked(k, x, k) for k, x in arguments.items() if x is not None}
     facts, told = given, dict[str, _Facts]()

@@ -1,9 +1,8 @@
 """The meeting of all processes before JAX's coordination service starts.
 
 JAX ends a process whose partners do not come with SIGABRT and without their names. So
-the processes meet at the coordinator's address first, over plain sockets: each sends
-process 0 one line of JSON that says who it is, and waits for one with the names of all
-and the problem that all of them raise, which is empty if there is none.
+the processes meet at the coordinator's address first: each sends process 0 a line of
+JSON that says who it is, and waits for one with the problem, if any, and all names.
 """
 
 import contextlib
@@ -43,9 +42,8 @@ _LOOK = (
 def meet(settings: Settings, timeout_s: float) -> list[str]:
     """Waits until all processes have come; returns their names, with hosts and pids.
 
-    Raises:
-        ClusterError: On every process that came, if one did not or ended, if two have
-            the same index, or if their numbers of processes or versions differ.
+    Raises ClusterError on all if one did not come or ended, if two have the same index,
+    or if their numbers of processes or versions differ.
     """
     index, count = settings.process_index, settings.num_processes
     name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})"
@@ -168,7 +166,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> Any:
     """Returns a line; raises ConnectionResetError if the other end closed."""
     connection.settimeout(timeout_s)
     with connection.makefile("rb") as stream:
-        line = stream.readline()
+        line = stream.readline(2**24)
     if not line:
         raise ConnectionResetError
     return json.loads(line)

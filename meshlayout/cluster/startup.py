@@ -125,7 +125,7 @@ def initialize(
             coordinator_bind_address=settings.bind_address,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        watch.start(names, heartbeat_timeout_s, step_timeout_s)
+        watch.Watch(names, heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
         _jax.restrict_devices(settings.local_device_ids)
     _running = settings

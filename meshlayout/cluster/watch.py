@@ -1,15 +1,12 @@
 """Ends all processes of a run when one of them fails, and says which one it was.
 
 JAX knows who is alive: its heartbeats come from threads of C++, so that a process that
-holds Python's lock for minutes is not lost. By itself JAX would abort the others inside
-C++, or wait for them at exit; with `jax_enable_recoverability` it leaves that to us.
-Here one thread asks JAX who is alive, and another one reads what the processes write
-into the key-value store: "failure" (the first one counts) and "ended", so that a
-process whose program has come to its end is not called lost. Two threads, because the
-question who is alive is only answered once all that are alive have asked it.
-
-The end is `os._exit` after the message, as the main thread may be inside a collective,
-from which no exception can get it out. Process 0 holds the store, and leaves last.
+holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves the rest
+to us. One thread asks JAX who is alive, which is answered once all that are have asked;
+another one reads what the processes write into the key-value store: "failure" (the
+first one counts) and "ended", so that a program that has come to its end is not lost.
+The end is `os._exit` after the message, as the main thread may be inside a collective.
+Process 0 holds the store, and leaves last.
 """
 
 import atexit
@@ -17,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -38,15 +36,13 @@ from meshlayout._counts import counts
 
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
-_PING = "meshlayout/ping"
 _PAUSE_S = 0.5
 _NO_DEVICES = -1  # instead of a number of steps
 _NOBODY = -1  # instead of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
 
-# What JAX says, in exceptions of several classes, because another process is gone; and
-# what `Channel.failure` says.
+# What JAX and `Channel.failure` say because another process is gone.
 _ECHO = re.compile(
     r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b|\b(Gloo|NCCL)\b"
     r"|[Cc]onnection (closed|reset|refused)|[Ss]ocket closed|coordination service"
@@ -66,20 +62,15 @@ class _Failure(NamedTuple):
     status: int = 1
 
 
-_watch: "_Watch | None" = None
-
-
-def start(
-    names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
-) -> None:
-    """Starts the watch, after `jax.distributed.initialize`; names are for messages."""
-    global _watch
-    _watch = _Watch(names, heartbeat_s, step_timeout_s)
+_watch: "Watch | None" = None
 
 
 def end_of(process: int) -> str:
     """Returns that the program of a process has ended; empty if it has not."""
-    return "" if _watch is None else _watch.end_of(process)
+    watch = _watch
+    if watch is None or process not in watch.ended:
+        return ""
+    return f"{watch.names[process]} has ended its program"
 
 
 def delay_abort() -> None:
@@ -93,28 +84,28 @@ def delay_abort() -> None:
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-class _Watch:
-    """The watch that one process keeps over all."""
+class Watch:
+    """The watch that one process keeps over all, once JAX's service has started.
+
+    `ended` has the steps that the processes had begun whose programs have ended.
+    """
 
     def __init__(
         self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
     ) -> None:
-        state = _jax.coordination_state()
+        global _watch
+        state, _watch = _jax.coordination_state(), self
         counts.steps = counts.others = counts.meetings = 0
-        self._client, self._index, self._pid = (
-            state.client,
-            state.process_id,
-            os.getpid(),
-        )
-        self._names, self._name = names, names[self._index]
+        self._client, self._index = state.client, state.process_id
+        self.names, self._name, self._pid = names, names[self._index], os.getpid()
         self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
-        self._ended, self._live = dict[int, int](), {*range(len(names))}
+        self._live, self.ended = {*range(len(names))}, dict[int, int]()
         self._failure: _Failure | None = None
+        self._entries: dict[str, str] | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
-        self._client.key_value_set(_PING, "", allow_overwrite=True)
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
         self._shutdown, state.shutdown = state.shutdown, self.leave
@@ -126,10 +117,6 @@ class _Watch:
         ]
         for thread in self._threads:
             thread.start()
-
-    def end_of(self, process: int) -> str:
-        is_ended = process in self._ended
-        return f"{self._names[process]} has ended its program" if is_ended else ""
 
     def leave(self) -> None:
         """Ends `jax.distributed` here; process 0 first waits for all others."""
@@ -145,9 +132,8 @@ class _Watch:
             steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
             self._set(f"ended/{self._index}", steps)
             try:
-                # One that leaves without "ended" is found by `_read`, which ends this.
-                while self._index == 0 and self._failure is None and self._others():
-                    time.sleep(_PAUSE_S / 5)
+                if self._index == 0:  # `_read` finds one that leaves without "ended"
+                    _wait_while(lambda: bool(self._others()) and self._failure is None)
                 self._linger(self._heartbeat_s)
             except KeyboardInterrupt as interrupt:
                 self._end(self._post(self._failure_of(interrupt)))
@@ -168,13 +154,11 @@ class _Watch:
 
     def _others(self) -> set[int]:
         """Returns the other processes whose programs have not ended."""
-        return {*range(len(self._names))} - {self._index, *self._ended}
+        return {*range(len(self.names))} - {self._index, *self.ended}
 
     def _linger(self, limit_s: float) -> None:
         """Waits, on process 0, until all others have left its store."""
-        deadline_s = time.monotonic() + limit_s
-        while self._index == 0 and self._live - {0} and time.monotonic() < deadline_s:
-            time.sleep(_PAUSE_S / 5)
+        _wait_while(lambda: self._index == 0 and bool(self._live - {0}), limit_s)
 
     def _on_exception(self, kind: Any, error: BaseException, trace: Any) -> None:
         if self._ending.locked():  # the message is out, and this follows from it
@@ -203,11 +187,9 @@ class _Watch:
         is_own = isinstance(error, OSError)  # of a socket of the program
         if not is_own and any(_ECHO.search(str(link)) for link in chain):
             # Another process is the cause; if it is lost, `_read` ends this one.
-            deadline_s = time.monotonic() + self._heartbeat_s + 3
-            while time.monotonic() < deadline_s and not self._ended:
-                time.sleep(_PAUSE_S / 5)
-            for process in self._ended:
-                text = f"{self.end_of(process)}, and {self._name} needs it: {error}"
+            _wait_while(lambda: not self.ended, self._heartbeat_s + 3)
+            for process in self.ended:
+                text = f"{end_of(process)}, and {self._name} needs it: {error}"
                 return _Failure(process, text)
         place = ""
         for frame in traceback.extract_tb(error.__traceback__)[-1:]:
@@ -221,7 +203,7 @@ class _Watch:
         """Asks JAX who is alive; JAX answers when all that are have asked."""
         while not self._is_over.wait(self._pause_s):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
-                processes = [*range(len(self._names))]
+                processes = [*range(len(self.names))]
                 self._live = {*self._client.get_live_nodes(processes)}
 
     def _read(self) -> None:
@@ -229,16 +211,18 @@ class _Watch:
         answered_s = time.monotonic()
         while not self._is_over.wait(self._pause_s):
             live = self._live  # before what is read: "ended" is written before it
-            try:
-                # This has a time-out; the other one waits forever for process 0.
-                self._client.blocking_key_value_get(_PING, 1000)
-                entries = self._client.key_value_dir_get(_ROOT)
-            except jax.errors.JaxRuntimeError:
-                if self._index and not self._is_over.is_set():
-                    self._judge_first(time.monotonic() - answered_s)
-                continue
-            answered_s = time.monotonic()
-            self._judge({k.removeprefix(_ROOT): v for k, v in entries}, live)
+            self._entries = None
+            # This has no time-out, and waits forever for a process 0 that is gone.
+            _in_time(self._get_entries, 1.0)
+            if self._entries is not None:
+                answered_s = time.monotonic()
+                self._judge(self._entries, live)
+            elif self._index and not self._is_over.is_set():
+                self._judge_first(time.monotonic() - answered_s)
+
+    def _get_entries(self) -> None:
+        entries = self._client.key_value_dir_get(_ROOT)
+        self._entries = {k.removeprefix(_ROOT): text for k, text in entries}
 
     def _judge_first(self, silent_s: float) -> None:
         """Judges process 0, whose store has not answered."""
@@ -251,14 +235,14 @@ class _Watch:
             # It may have ended well, just after this process has left the store.
             silent_s = 2 * silent_s if self._is_leaving else self._heartbeat_s
         if silent_s >= self._heartbeat_s:
-            text = f"{self._names[0]} is lost: it {why}."
+            text = f"{self.names[0]} is lost: it {why}."
             self._end(self._failure or _Failure(0, text))
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
         numbers: dict[str, dict[int, int]] = {"moves": {}, "ended": {}}
         for kind, _, process in (key.partition("/") for key in entries if "/" in key):
             numbers[kind][int(process)] = int(entries[f"{kind}/{process}"])
-        self._ended |= numbers["ended"]
+        self.ended |= numbers["ended"]
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
@@ -269,29 +253,28 @@ class _Watch:
                 self._end(failure)
             return
         for process in sorted(self._others() - live):
-            text = f"{self._names[process]} is lost: it was killed, stopped or cut off,"
+            text = f"{self.names[process]} is lost: it was killed, stopped or cut off,"
             self._end(self._post(_Failure(process, f"{text} or left by os._exit.")))
         own = counts.steps + counts.others
-        for process, steps in self._ended.items():
+        for process, steps in self.ended.items():
             is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
             is_ahead = own > max(steps, 0)
-            if (is_ahead or is_starting) and self._index not in self._ended:
+            if (is_ahead or is_starting) and self._index not in self.ended:
                 where = f"in step or save {own}" if is_ahead else "starting devices"
-                text = f"{self.end_of(process)}, and {self._name} is {where}, which "
+                text = f"{end_of(process)}, and {self._name} is {where}, which "
                 self._end(self._post(_Failure(process, f"{text}needs it.")))
         if self._step_timeout_s is not None:
             self._judge_moves(numbers["moves"], self._step_timeout_s)
 
     def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
         """Ends all if none has begun a step or a meeting for too long."""
-        self._set(
-            f"moves/{self._index}", counts.steps + counts.others + counts.meetings
-        )
-        if moves != self._moves or self._ended:
+        own = counts.steps + counts.others + counts.meetings
+        self._set(f"moves/{self._index}", own)
+        if moves != self._moves or self.ended:
             self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
             last, most = min(moves, key=moves.__getitem__), max(moves.values())
-            where = f"{self._names[last]} is behind, in number {moves[last]} of {most}."
+            where = f"{self.names[last]} is behind, in number {moves[last]} of {most}."
             if moves[last] == most:
                 where = f"no process is behind another, all are in number {most}."
                 last = _NOBODY
@@ -335,12 +318,23 @@ class _Watch:
         os._exit(failure.status)
 
 
+def _wait_while(is_so: Callable[[], bool], limit_s: float = math.inf) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while is_so() and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S / 5)
+
+
 def _in_time(call: Callable[[], Any], limit_s: float) -> None:
-    """Calls something that may not return, and waits for it for a while."""
-    thread = threading.Thread(target=call, daemon=True)
+    """Calls something that may fail or not return, and waits for it for a while."""
+
+    def run() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # since 3.12, Python starts none while it ends
-        call()
+        run()
     else:
         thread.join(limit_s)

@@ -12,6 +12,7 @@ import weakref
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh
 from meshlayout.data.plan import DataPlan
@@ -20,6 +21,7 @@ from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
+@user_call
 def distribute_dataset(
     source: object,
     layout_or_mesh: LayoutOrMesh,
@@ -64,13 +66,11 @@ def distribute_dataset(
             or an index into a tuple; the tuple's length appends them. Padding needs
             such an entry. Weights that the source has are kept, and set to 0 for
             padding. None for batches without weights.
-        shuffle: A seed, which together with the epoch determines the order of the rows
-            of a source with random access. None keeps their order.
+        shuffle: A seed for the order of rows with random access; None keeps it.
         epochs: Passes over the source in one iteration, the next ones each time; None
             for as many as the loop needs, which a source without an end requires. To
             take some batches at a time, apply `itertools.islice` to one iterator.
-        prefetch: How many batches a background thread prepares ahead; 0 starts no
-            thread.
+        prefetch: How many batches a thread prepares ahead; 0 starts no thread.
         per_process: Whether the source on each process yields this process's rows only,
             in the order of `process_rows`. All processes take as many steps as the one
             with the most rows, or with `remainder="drop"` the fewest. A stream that has

@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout import Layout, axes_of
-from meshlayout.layout_map.report import Resolved
+from meshlayout.layout import Layout
+from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import Rule, checked_rule
 
 
-def rules_of(resolved: Resolved) -> dict[str, Rule]:
+def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
     """Returns plain rules for what a map decided about the leaves of a tree."""
     specs: dict[str, Layout | Rule] = {}
-    for leaf in resolved.resolutions:
+    for leaf in leaves:
         # What follows a parameter or is set by the leaf itself will be so again.
         is_followed = leaf.reason.startswith("follows")
         if not is_followed and (leaf.rule or leaf.reason in ("default", "scalar")):
@@ -131,16 +131,8 @@ def _value_text(pattern: str, value: Any) -> str:
             "layout. Pass the model, to_code(model), to write what it decides for it."
         )
         raise LayoutMapError(msg)
-    entries = ["..." if e is ... else _axes_text(axes_of(e)) for e in value.specs]
-    text = _tuple_text(entries)
+    names = {None: "None", ...: "..."}
+    entries = [names.get(e) or json.dumps(e, ensure_ascii=False) for e in value.specs]
+    text = f"({', '.join(entries)}{',' * (len(entries) == 1)})"
     kind = value.memory_kind
     return f"ml.Layout({text}, mesh, memory_kind={kind!r})" if kind else text
-
-
-def _axes_text(axes: tuple[str, ...]) -> str:
-    names = [json.dumps(axis, ensure_ascii=False) for axis in axes]
-    return names[0] if len(names) == 1 else _tuple_text(names) if names else "None"
-
-
-def _tuple_text(entries: list[str]) -> str:
-    return f"({', '.join(entries)}{',' * (len(entries) == 1)})"

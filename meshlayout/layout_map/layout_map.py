@@ -1,22 +1,20 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved.
 
-Rules are parsed in `rules` when they are inserted, `resolver` decides the layout of
-each leaf, `optimizer_slots` finds the parameter of each slot, and `report` shows the
-result. No method here touches a device.
+`rules` parses rules as they are inserted, `resolver` decides about each leaf,
+`optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from types import MappingProxyType
 from typing import Any, get_args
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -55,10 +53,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
     Use this to say in one place how the arrays of a model are sharded. A pattern is a
-    regular expression that is searched for anywhere in a path (`re.search`). A pattern
-    that equals the path of a leaf wins; otherwise two patterns that match a leaf and
-    give it different layouts are an error. Patterns and layouts are checked when they
-    are inserted. A map alone places nothing; see `create` and `scope`.
+    regular expression that is searched for anywhere in a path (`re.search`). One that
+    equals the path of a leaf wins; otherwise two patterns that match a leaf and give it
+    different layouts are an error. A map alone places nothing; see `create`, `scope`.
 
     Args:
         mesh: The mesh of all layouts.
@@ -72,11 +69,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
             sharded and are never an error.
         on_uneven: What to do with a dim that does not divide into its shards:
-            `"error"`, or `"replicate"` to leave that dim unsharded, which is recorded
-            in `fallback`. A `Rule` can have its own policy.
+            `"error"`, or `"replicate"` to leave it unsharded, which `explain` shows. A
+            `Rule` can have its own policy.
         unused: What `create` and `scope` do about a rule that matches no path:
-            `"warn"`, `"error"`, or `"ignore"` for maps that also serve activations
-            or other models.
+            `"warn"`, `"error"`, or `"ignore"` if it is for activations.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches; a mapping, or pairs in order
             of preference, several for a name whose first choice may be taken.
@@ -94,6 +90,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
 
+    @user_call
     def __init__(
         self,
         mesh: Mesh | jax.sharding.Mesh,
@@ -135,10 +132,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     # The mapping protocol.
 
     def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
-        """Returns what was inserted for a pattern; LayoutMapKeyError if nothing was.
-
-        `match` finds the rule for a path.
-        """
+        """Returns what was inserted for a pattern; LayoutMapKeyError if nothing was."""
         if pattern in self._rules:
             return self._rules[pattern].value()
         msg = (
@@ -148,12 +142,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         raise LayoutMapKeyError(msg)
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
-        """Inserts a rule; LayoutMapError if it is malformed, or the pattern is there.
-
-        It is not overwritten as in a dict: of two equal patterns in one program, one is
-        nearly always a mistake. `|` replaces.
-        """
+        """Inserts a rule; LayoutMapError if it is malformed or there already."""
         rule = parse_rule(pattern, value, self.mesh)
+        # Not overwritten as in a dict: of two equal patterns in one program, one is
+        # nearly always a mistake. `|` replaces.
         if pattern in self._rules:
             msg = (
                 f"the map already has the pattern {pattern!r}, with "
@@ -219,16 +211,14 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Returns the layout of every leaf, and the reason for it.
 
         Use this to see or to test layouts before anything is created: no device is
-        touched, and leaves may be `jax.ShapeDtypeStruct`. For concrete arrays on the
-        mesh of the map, a resolution also has their layout if it differs.
+        touched, and leaves may be `jax.ShapeDtypeStruct`.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree. For a module, the layouts are an `nnx.State`.
-            params: For an optimizer state, the parameters that it belongs to. Its slots
-                take the layouts of the parameters by the end of their path, unless a
-                rule matches the path of a slot and of no parameter. Not needed if the
-                tree holds both, such as a subtree `opt_state` next to the parameters.
+            params: The parameters of an optimizer state that the tree lacks. Slots take
+                the layouts of parameters by the end of their path, unless a rule
+                matches the path of a slot and of no parameter.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
@@ -256,30 +246,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
-        Use this first if a layout is not what you expect. The report has every leaf
-        with its layout, rule and bytes per device, the totals compared with full
-        replication, fallbacks and disagreements, arrays that are placed differently,
-        rules that match nothing with the paths that they almost match, rules that
-        others hide, and large leaves that are replicated. Arguments and errors are
-        those of `resolve`; abstract trees need no device memory.
+        Use this first if a layout is not what you expect. It has every leaf with its
+        layout, rule and bytes per device, the totals compared with full replication,
+        what could not be followed, arrays that are placed differently, rules that match
+        nothing with the paths that they almost match, rules that others hide, and large
+        leaves that are replicated. Arguments and errors are those of `resolve`.
         """
-        resolved = self.resolve(tree, params=params)
-        return self._explain_resolved(resolved, _paths.shared_paths(tree))
+        return self._explain_resolved(self.resolve(tree, params=params))
 
     def to_code(self, tree: PyTree = None) -> str:
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
-        Use this to keep the result of a ready-made rule, or to start from it. The text
-        is an expression in which `ml` is this package and `mesh` the mesh. Notes of
-        rules are comments.
+        Use this to keep the result of a ready-made rule, or to start from it. In the
+        text, `ml` is this package and `mesh` the mesh. Notes of rules are comments.
 
         Args:
-            tree: As for `resolve`: needed if a rule or the default is a function,
-                which is then replaced by rules for the leaves of this tree.
-
-        Raises:
-            LayoutMapError: If a rule is a function and no tree is given, or the tree
-                cannot be resolved.
+            tree: As for `resolve`: needed (LayoutMapError) if a rule or the default is
+                a function, which is replaced by rules for the leaves of this tree.
 
         Example:
             >>> import meshlayout as ml
@@ -299,25 +282,22 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         parsed = [*self._rules.values(), self._options.default]
         if tree is None or not any(rule and rule.function for rule in parsed):
             # Written out, no rule is generated: those that win come first.
-            own = {
-                p: self[p] for p, r in self._rules.items() if not r.rule.is_generated
-            }
-            if 0 < len(own) < len(self):
+            is_made = {p: rule.rule.is_generated for p, rule in self._rules.items()}
+            if len({*is_made.values()}) == 2:
                 options["conflict"] = "first"
-            return map_text({**own, **self}, options)
-        resolved = self.resolve(tree)
-        options = {
-            k: v for k, v in options.items() if k not in ("default", "unmatched")
-        }
-        rules: dict[str, Any] = {**rules_of(resolved)}
+            ordered = sorted(self, key=is_made.__getitem__)
+            return map_text({pattern: self[pattern] for pattern in ordered}, options)
+        for name in ("default", "unmatched"):
+            options.pop(name, None)
+        leaves = self.resolve(tree).resolutions
+        rules: dict[str, Any] = {**rules_of(leaves)}
         # Resolved again, for leaves whose own metadata would now win.
         again = LayoutMap(self.mesh, rules, **options).resolve(tree)
-        paths = [leaf.path for leaf in resolved.resolutions]
-        for path, after in zip(paths, again.resolutions, strict=True):
-            if resolved[path].layout != after.layout:
-                rules[f"^{re.escape(path)}$"] = resolved[path].layout
+        for before, after in zip(leaves, again.resolutions, strict=True):
+            if before.layout != after.layout:
+                rules[f"^{re.escape(before.path)}$"] = before.layout
         for pattern, rule in self._rules.items():  # such as those for activations
-            if rule.function is None and not any(map(rule.regex.search, paths)):
+            if not rule.function and not any(rule.regex.search(x.path) for x in leaves):
                 rules[pattern] = rule.value()
         return map_text(rules, options)
 
@@ -328,22 +308,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     ) -> Resolved:
         """Returns the layouts of an optimizer state, from those of all its `params`."""
         flat = _paths.flatten(opt_state)
-        named = _paths.flatten(params).leaves
-        slots = find_slots(flat.leaves, named)
-        large = [leaf.path for leaf in flat.leaves if np.size(leaf.value) > 1]
-        if large and not any(slots):
-            msg = (
-                f"{large[0]!r} of the optimizer state, like all others, belongs to "
-                f"none of params=, such as {named[0].path!r}. Pass the argument of "
-                "optimizer.init."
-            )
-            raise LayoutMapError(msg)
+        slots = find_slots(flat.leaves, _paths.flatten(params).leaves)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
-    def _explain_resolved(
-        self, resolved: Resolved, shared: Mapping[str, str]
-    ) -> Explanation:
-        """Returns the report on resolved layouts; `shared` as from `shared_paths`."""
+    def _explain_resolved(self, resolved: Resolved) -> Explanation:
         leaves = resolved.resolutions
         resolver = self._resolver()
         # A slot has the rule of its parameter, whose path the pattern need not match.
@@ -362,18 +330,14 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             {pattern: nearest_paths(pattern, one_of_each.values()) for pattern in dead},
             {p: tuple(sorted(others)) for p, others in winners.items() if others},
             {p: x.rule.sends for p, x in self._rules.items() if x.rule.sends},
-            shared,
         )
 
-    def _check_used(
-        self, resolved: Resolved, shared: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def _check_used(self, resolved: Resolved) -> None:
         """Warns or raises, as `unused` says, about rules that match no path."""
         if self._options.unused != "ignore":
-            lines = [*self._explain_resolved(resolved, shared).dead_lines()]
+            lines = [*self._explain_resolved(resolved).dead_lines()]
             if lines:
-                hint = "Correct it, or give the map unused='ignore' if it is for "
-                hint += "activations or other models."
+                hint = "Correct it, or, for activations, give the map unused='ignore'."
                 self._report_unused("\n".join([*lines, hint]))
 
     def _report_unused(self, text: str) -> None:

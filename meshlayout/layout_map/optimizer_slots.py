@@ -29,15 +29,12 @@ class OptimizerSlot:
     """A leaf of an optimizer state that belongs to a parameter."""
 
     param: int  # its index in the flat list of parameters
-    dims: tuple[
-        int | None, ...
-    ]  # its dim for each dim of the leaf; None if it has none
+    dims: tuple[int | None, ...]  # for each dim of the leaf, the parameter's, if any
 
     def layout(self, param: Layout) -> Layout:
         """Returns the slot's layout, given its parameter's."""
-        return param.with_specs(
-            [None if d is None else param.specs[d] for d in self.dims]
-        )
+        specs = [None if dim is None else param.specs[dim] for dim in self.dims]
+        return param.with_specs(specs)
 
 
 def find_slots(
@@ -75,12 +72,9 @@ def find_slots(
 
 
 def _dims_of(
-    shape: tuple[int, ...], whole: tuple[int, ...], outer: list[str]
+    shape: tuple[int, ...], whole: tuple[int, ...], above: list[str]
 ) -> tuple[int | None, ...] | None:
-    """Returns the parameter's dim for each dim of a slot; None if it is not its slot.
-
-    `outer` are the keys of the slot's path above that of the parameter.
-    """
+    """Returns the parameter's dim for each dim of a slot; None if it is none of its."""
     if not shape:  # a counter
         return None
     extra = len(shape) - len(whole)
@@ -93,10 +87,10 @@ def _dims_of(
         for dims in itertools.combinations(range(len(whole)), len(shape))
         if tuple(whole[dim] for dim in dims) == shape
     ]
-    if not {"v_row", "v_col"}.isdisjoint(outer) and extra == -1:
+    if not {"v_row", "v_col"}.isdisjoint(above) and extra == -1:
         # Optax's rule (scale_by_factored_rms): of the two largest dims, the rows
         # drop the largest and the columns the second.
-        dropped = np.argsort(whole)[-1 if "v_row" in outer else -2]
+        dropped = np.argsort(whole)[-1 if "v_row" in above else -2]
         ways = [dims for dims in ways if dropped not in dims]
     return ways[0] if len(ways) == 1 else None
 
@@ -104,8 +98,7 @@ def _dims_of(
 def state_indices(tree: PyTree) -> set[int]:
     """Returns the indices of the leaves of a tree that are inside of optimizer states.
 
-    An optimizer state is an Optax state, or a subtree named `opt_state` (in an NNX
-    state, dicts replace Optax's types).
+    By Optax's types, or the name `opt_state`: in an NNX state, dicts replace the types.
     """
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)

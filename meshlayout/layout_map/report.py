@@ -2,12 +2,10 @@
 
 A map says where arrays should be. Existing arrays may be elsewhere: a parameter placed
 by its own metadata loses that metadata once it is a plain array. So the report, its
-bytes and the lock show where concrete arrays are, and note each one that this map would
-place differently. `Resolved.layouts` has the layouts of the map.
+bytes and the lock show where concrete arrays are; `Resolved.layouts` is the map's.
 """
 
 import difflib
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +23,6 @@ from meshlayout.mesh import Mesh
 # A replicated leaf gets a line if it is at least this share of the whole tree.
 _LARGE_SHARE = 0.01
 _LARGE_BYTES = 64 * 1024
-
-# difflib takes a second for this many, and models have far fewer kinds of leaves.
-_MOST_PATHS = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +78,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The layouts of a whole tree.
-
-    Unpacks as `layouts, resolutions = layout_map.resolve(tree)`.
+    """The layouts of a whole tree; unpacks as `layouts, resolutions`.
 
     Attributes:
         layouts: A tree with the structure of the resolved one and a `Layout` for every
@@ -121,8 +114,8 @@ class Resolved:
     def to_lock(self) -> str:
         """Returns the layout of every array as stable text, one line each, by path.
 
-        Use this to notice changes in review: commit the text next to a test that calls
-        `check_lock` with it. Concrete arrays are written with their current layouts.
+        For a test that calls `check_lock`, to notice changes in review. Concrete arrays
+        are written with their current layouts.
         """
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
         meshes = {f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays}
@@ -131,11 +124,7 @@ class Resolved:
         return "\n".join([header, *sorted(lines)]) + "\n"
 
     def check_lock(self, text: str) -> None:
-        """Raises LayoutMapError, with the lines that differ, if layouts changed.
-
-        Args:
-            text: The result of `to_lock` when the layouts were last reviewed.
-        """
+        """Raises LayoutMapError, with the lines that differ from a former lock text."""
         fact = "the layouts are not the locked ones"
         _checks.lock(text, self.to_lock(), fact, error=LayoutMapError)
 
@@ -154,14 +143,12 @@ class Explanation(Resolved):
             reasons that win there.
         sends: Bytes that all-reduces send in one step because of a rule, by pattern,
             where a program was traced: over its example inputs, all devices' rows.
-        shared: Other paths of shared arrays, with the path that names the array.
     """
 
     mesh: Mesh
     dead_rules: Mapping[str, tuple[str, ...]]
     shadowed_rules: Mapping[str, tuple[str, ...]]
     sends: Mapping[str, int]
-    shared: Mapping[str, str]
 
     @property
     def replicated_bytes(self) -> int:
@@ -183,12 +170,7 @@ class Explanation(Resolved):
         return [
             *_grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
             *_grouped("note", ((leaf.path, leaf.note) for leaf in leaves)),
-            *(
-                f"placed: {leaf.path} is {leaf.placed}, not by this map, which gives "
-                f"{leaf.layout} ({leaf.rule or leaf.reason})"
-                for leaf in leaves
-                if leaf.placed
-            ),
+            *_grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
             *(f"dead {line}" for line in self.dead_lines()),
             *(
                 f"shadowed rule {pattern!r} decides nothing; where it matches, "
@@ -202,12 +184,7 @@ class Explanation(Resolved):
         """Yields a line for each rule that matches nothing."""
         for pattern, near in self.dead_rules.items():
             text = f"rule {pattern!r} matches no path."
-            text += f" Nearest: {', '.join(near)}." if near else ""
-            for path, first in self.shared.items():
-                if re.search(pattern, path):
-                    text += f" {path!r} shares its array with {first!r}: match that."
-                    break
-            yield text
+            yield text + (f" Nearest: {', '.join(near)}." if near else "")
 
     def __str__(self) -> str:
         headers, align, rows = self._table()
@@ -263,6 +240,11 @@ def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
     return _render.bytes_text(here), f"{100 * (1 - here / whole) if whole else 0:.0f}%"
 
 
+def _placed_text(x: Resolution) -> str | None:
+    text = f"{x.placed}, not by this map, which gives {x.layout} ({x.rule or x.reason})"
+    return text if x.placed else None
+
+
 def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
     """Yields texts about leaves, one line for all leaves that have the same."""
     by_text: dict[tuple[str, str], list[str]] = {}
@@ -281,20 +263,10 @@ def folded(path: str) -> str:
 
 
 def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
-    """Returns up to three paths that a pattern almost matches.
-
-    Its letters are compared with the last keys of each path.
-
-    Example:
-        >>> nearest_paths("embed/kernl", ["embed/kernel", "head/bias"])
-        ('embed/kernel',)
-    """
+    """Returns up to three paths whose last keys a pattern almost matches."""
     # What a regular expression says literally, with everything else as a separator.
     letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
     num_keys = letters.count("/") + 1
-    ends = {
-        "/".join(path.lower().split("/")[-num_keys:]): path
-        for path in itertools.islice(paths, _MOST_PATHS)
-    }
+    ends = {"/".join(path.lower().split("/")[-num_keys:]): path for path in paths}
     near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
     return tuple(ends[end] for end in near)

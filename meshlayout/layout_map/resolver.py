@@ -66,6 +66,7 @@ class Resolver:
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
         self._by_pattern = {rule.pattern: rule for rule in rules}
+        self._default = [] if options.default is None else [options.default]
 
     def matching(self, path: str) -> list[ParsedRule]:
         """Returns all rules that match a path: the exact one, then the others."""
@@ -74,20 +75,14 @@ class Resolver:
         return rules if exact is None else [exact, *(r for r in rules if r != exact)]
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Resolves a leaf by the first source of layouts that has an answer.
-
-        Returns:
-            The resolution; None if the leaf is neither an array nor a number.
-        """
+        """Resolves an array or number by the first source that has an answer."""
         array = _array_of(leaf)
         if array is None:
             return None
-        rules = self._deciding(array.path)
-        if leaf.box is not None and logical_axes(leaf.box) is not None:
-            by_rules = self._by_rules(array, rules)
-            return self._of_leaf(self._by_names(array, leaf.box, by_rules), leaf)
-        resolution = self._by_rules(array, rules) or self._by_default(array)
-        return self._of_leaf(resolution, leaf)
+        resolution = self._by_rules(array, self._deciding(array.path))
+        if logical_axes(leaf.box) is not None:
+            resolution = self._by_names(array, leaf.box, resolution)
+        return self._of_leaf(resolution or self._by_default(array), leaf)
 
     def slots(
         self,
@@ -95,10 +90,7 @@ class Resolver:
         slots: Sequence[OptimizerSlot | None],
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
-        """Resolves an optimizer state, given the slot of each of its leaves, if any.
-
-        `owners` are the resolutions of the parameters.
-        """
+        """Resolves an optimizer state, whose parameters are resolved as `owners`."""
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
         paths = [owner.path for owner in owners if owner is not None]
@@ -125,25 +117,16 @@ class Resolver:
     def opinion(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
     ) -> Resolution | None:
-        """Returns what rules or default say about an array that has a layout already.
-
-        None if no rule matches and the default, if there is one, has no opinion.
-        """
-        resolution = self.by_rules(path, shape, dtype, layout)
-        if resolution is None and self._options.default is not None:
-            array = _Array(path, shape, dtype)
-            return self._by_rules(array, [self._options.default], layout)
-        return resolution
+        """Returns what rules or default say of an array that has a layout, if any."""
+        array = _Array(path, shape, dtype)
+        by_rules = self._by_rules(array, self._deciding(path), layout)
+        return by_rules or self._by_rules(array, self._default, layout)
 
     def by_rules(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        layout: Layout | None = None,
+        self, path: str, shape: tuple[int, ...], dtype: DType
     ) -> Resolution | None:
         """Resolves one array by the rules alone; returns None if none matches."""
-        return self._by_rules(_Array(path, shape, dtype), self._deciding(path), layout)
+        return self._by_rules(_Array(path, shape, dtype), self._deciding(path))
 
     def _deciding(self, path: str) -> list[ParsedRule]:
         """Returns the rules that decide about a path.
@@ -202,7 +185,7 @@ class Resolver:
 
     def _by_names(
         self, array: _Array, box: Box, by_rules: Resolution | None
-    ) -> Resolution:
+    ) -> Resolution | None:
         """Reads the axis names in a leaf's metadata, over which rules win."""
         options = self._options
         source = f"logical axes {logical_axes(box)}"
@@ -219,16 +202,15 @@ class Resolver:
             return (
                 by_rules if layout == by_rules.layout else replace(by_rules, note=note)
             )
-        if options.default is not None and not is_known:
-            return self._by_default(array)
+        if self._default and not is_known:
+            return None
         layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
         return Resolution(*array, layout, None, source, lost, note)
 
     def _by_default(self, array: _Array) -> Resolution:
         if not array.shape:
             return self._replicated(array, "scalar")
-        default = self._options.default
-        resolution = None if default is None else self._by_rules(array, [default])
+        resolution = self._by_rules(array, self._default)
         if resolution is None and self._options.unmatched == "error":
             msg = (
                 f"{array}: no rule matches, and the map has unmatched='error'. Add a "

@@ -1,7 +1,4 @@
-"""Rules: a pattern on paths, and the layout of the leaves that it matches.
-
-They are parsed when they are inserted, so that mistakes are reported where made.
-"""
+"""Rules: a pattern on paths, and the layout of the leaves that it matches."""
 
 import re
 from collections.abc import Callable
@@ -108,11 +105,7 @@ def checked_rule(value: Any, where: str) -> Rule:
 
 
 def parse_spec(value: Any, mesh: Mesh) -> Layout:
-    """Returns the layout that a rule specifies; raises LayoutError if it is none.
-
-    A `PartitionSpec` or `NamedSharding` has the same meaning as in JAX: dims that it
-    leaves out are unsharded. A list or tuple has one entry per dim, or a `...`.
-    """
+    """Returns the layout that a rule specifies; raises LayoutError if it is none."""
     if isinstance(value, (Layout, NamedSharding)):
         layout = Layout.of(value)
         if layout.mesh != mesh:
@@ -134,6 +127,6 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     if MATCH in layout.specs:
         msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
         raise LayoutError(msg)
-    if isinstance(value, (PartitionSpec, NamedSharding)):
+    if isinstance(value, (PartitionSpec, NamedSharding)):  # may leave out dims
         layout = layout.with_specs((*layout.specs, ...))
     return layout

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
@@ -54,7 +55,6 @@ class TracedBuild:
     leaves: list[Leaf]  # of the tree, with a `ShapeDtypeStruct` for every array
     treedef: Any  # of the tree; for NNX modules, of their state
     graphdef: Any  # the structure of the modules, if there are any
-    shared: dict[str, str]  # other paths of variables that modules share, by path
 
     @property
     def node(self) -> PyTree:
@@ -139,6 +139,7 @@ def describe(
     return describe_state(build, layouts, "describe")
 
 
+@user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
@@ -204,7 +205,7 @@ def place(
     """Lays out every array of a traced state, by the map or by `resolve`."""
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
-        layouts._check_used(resolved, traced.shared)
+        layouts._check_used(resolved)
     remaining = iter(jax.tree.leaves(resolved.layouts))
     leaves: list[Leaf] = []
     for leaf in traced.leaves:
@@ -219,17 +220,15 @@ def place(
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     """Traces a builder once; `inputs` are the arrays it takes as arguments, if any."""
     graphdef, treedef = None, None
-    shared: dict[str, str] = {}
     leaves: list[Leaf] = []
     is_eager = eager_sharding()
 
     # A jaxpr can only return arrays. Everything else that the builder makes (structure,
     # leaves of other types) leaves the trace as a side effect.
     def flat(*values: Any) -> list[Any]:
-        nonlocal graphdef, treedef, shared
+        nonlocal graphdef, treedef
         tree = build(*values)
         if _paths.holds_modules(tree):
-            shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in built):
@@ -261,7 +260,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         raise StateError(msg) from error
     shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)
     leaves = [next(shapes) if leaf is _ARRAY else leaf for leaf in leaves]
-    return TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
+    return TracedBuild(jaxpr, leaves, treedef, graphdef)
 
 
 _ARRAY = object()  # stands for an array among the leaves

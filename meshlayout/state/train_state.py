@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
+from meshlayout._tracebacks import user_call
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
@@ -91,6 +92,7 @@ class TrainState(Generic[T]):
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @user_call
     def create(
         cls,
         build: Callable[[], Model | Mapping[str, Any]],

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
-from meshlayout._tracebacks import show_user_frames
+from meshlayout._tracebacks import show_user_frames, user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -63,6 +63,7 @@ def compile_step(
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
 ) -> "CompiledStep[P, R]": ...
+@user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,

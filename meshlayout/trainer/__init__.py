@@ -2,5 +2,4 @@
 
 from meshlayout.trainer import callbacks as callbacks
 from meshlayout.trainer.history import History as History
-from meshlayout.trainer.steps import StepOptions as StepOptions
 from meshlayout.trainer.trainer import Trainer as Trainer

@@ -7,9 +7,8 @@ weights), a short batch keeps its size: a second program is compiled and, if the
 not divide, every device computes the whole batch. The numbers are right either way.
 
 Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
-what it reads anew, into batches of one size and shape, which are not the user's.
-Nothing is read ahead of the batches of a call, so the position of the data is that of
-the state.
+what it reads anew, into batches of one size and shape, which are not the user's. They
+are not read ahead of a call, so the position of the data is that of the state.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ from meshlayout.data import DataIterator, DistributedDataset
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.agreement import Agreement
 from meshlayout.data.plan import DataPlan
-from meshlayout.errors import CheckpointError, DataError, MeshLayoutError
+from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
 from meshlayout.step.state_step import check_batch
 
@@ -92,14 +91,8 @@ class TrainerInput:
     Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
     batches, and the next epoch continues where it stopped; at the end of a pass a new
     one begins, as in Keras. An iterator has only one pass. A dataset's passes are its
-    epochs if it `trains`, and otherwise its first one again and again. Padding is not
-    marked by weights unless it `marks`.
-
-    Attributes:
-        size: Rows of the first batch; 0 before it.
-        where: The batches of the running call, for errors.
-        is_over: Whether the data ended before or at the beginning of the last epoch.
-        is_resumed: Whether this `fit` resumes from a checkpoint.
+    epochs if it `trains`, and otherwise its first one again and again. Padding is
+    marked by weights if it `marks`.
     """
 
     def __init__(
@@ -121,15 +114,11 @@ class TrainerInput:
         self._steps, self._trains, self._marks = steps_per_epoch, trains, marks
         self._layout, self._key = trainer._layout(), trainer._steps.weights
         if batch_size is not None or labels is not None or is_columns(data):
-            if batch_size is not None:
-                batch_size = _checks.count("batch_size", batch_size, where=where)
-            if not isinstance(data, Rows):
-                data = rows_of(where, name, data, labels, batch_size, self._key)
-            data = self._dataset(data, batch_size or 0, shuffle)
+            rows = rows_of(where, name, data, labels, batch_size, self._key)
+            data = self._dataset(rows, batch_size or 0, shuffle)
         if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
-            what = "an iterable of batches, or a function that returns one"
-            msg = f"{name} must be {what}, got {_checks.shown(data)}."
-            raise MeshLayoutError(msg)
+            msg = f"{name} must be an iterable of batches, or a function that returns"
+            raise MeshLayoutError(f"{msg} one, got {_checks.shown(data)}.")
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
             msg = (
                 f"{name} is an iterator, which has one pass, but epochs={num_epochs}. "
@@ -140,12 +129,15 @@ class TrainerInput:
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
+        self.size = 0  # rows of the first batch
+        self.where = where  # the batches of the running call, for errors
+        self.is_over = False  # whether the data ended in, or before, the last epoch
+        self.is_resumed = False
         # Processes take a step together or not at all. Those datasets see to it
         # themselves, in their own thread.
-        agrees = isinstance(data, (DistributedDataset, DataIterator))
-        mesh = None if self._layout is None else self._layout.mesh
-        self._agreement = None if agrees or mesh is None else Agreement(mesh)
-        self.size, self.where, self.is_over, self.is_resumed = 0, where, False, False
+        self._agreement: Agreement | None = None
+        if self._layout and not isinstance(data, (DistributedDataset, DataIterator)):
+            self._agreement = Agreement(self._layout.mesh)
 
     @property
     def num_steps(self) -> int | None:
@@ -155,8 +147,7 @@ class TrainerInput:
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
         """Yields the batches of each call of a step, in the next epoch.
 
-        Fewer come together at the end of an epoch, and with one of another size than
-        the first. Errors name the epoch by `text`.
+        Fewer come at the end of an epoch, and with one of another size than the first.
         """
         self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
@@ -196,24 +187,19 @@ class TrainerInput:
                 self._has_batches = True
                 yield batch
         if not self._has_batches:
-            raise self._no_batch()
+            msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
+            raise MeshLayoutError(msg)
         self.is_over = self._number < (self._steps or 1)
 
     def _begin(self) -> Iterator[Any]:
         """Begins a pass; an iterator continues its only one."""
-        data = self._data
-        if isinstance(data, Iterator):
-            self._pass = data
-            return data
+        data: Any = self._data
         if isinstance(data, DistributedDataset) and not self._trains:
             data = data.iterator(epoch=0)
-        data = data if isinstance(data, Iterable) else data()
-        self._pass, self._num_given = iter(data), 0
+        if not isinstance(self._data, Iterator):
+            self._num_given = 0
+        self._pass = iter(data if isinstance(data, Iterable) else data())
         return self._pass
-
-    def _no_batch(self) -> MeshLayoutError:
-        msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
-        return MeshLayoutError(msg)
 
     # Batches on the mesh.
 
@@ -262,9 +248,8 @@ class TrainerInput:
             return padded
         weights = get_weights(padded, self._key)
         weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
-        return with_weights(
-            padded, self._key, mask_padding(weights, np.arange(size) < rows)
-        )
+        weights = mask_padding(weights, np.arange(size) < rows)
+        return with_weights(padded, self._key, weights)
 
     def _on_mesh(self, batch: Batch) -> Batch:
         if self._layout is None:
@@ -290,11 +275,11 @@ class TrainerInput:
         """
         layout, key = self._layout, self._key
         if layout is None:  # on the device to which JAX sends arrays by default
-            device = next(iter(jnp.zeros(()).devices()))
-            grid = jax.sharding.Mesh(np.array([device]), ("batch",))
-            layout = batch_layout(Mesh(grid))
+            devices = np.array([*jnp.zeros(()).devices()])
+            layout = batch_layout(Mesh(jax.sharding.Mesh(devices, ("batch",))))
         options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
-        example, last = rows.read_rows(np.zeros(1, np.int64), 0), len(rows) % size
+        first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
+        example, last = rows.read_rows(first, 0), len(rows) % size
         is_weighted = weights_of(example, key) is not None
         if self._marks and (is_weighted or (last and takes_weights(example, key))):
             plan = DataPlan(lambda: rows, layout, {**options, "weights": key})
@@ -318,11 +303,11 @@ class TrainerInput:
 
     def first_batch(self) -> Batch:
         """Returns a batch of a pass; `resume` goes to a position next."""
-        batch, self._num_given = next(self._begin(), _END), 1
-        placed = None if batch is _END else self._placed(batch)
-        if placed is None:
-            raise self._no_batch()
-        return placed.batch
+        for batch in self._begin():
+            self._num_given, placed = self._num_given + 1, self._placed(batch)
+            if placed is not None:
+                return placed.batch
+        raise CheckpointError(f"{self._name} yielded no batch to resume with.")
 
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
@@ -350,16 +335,19 @@ class TrainerInput:
 
 
 def rows_of(
-    where: str, name: str, data: PyTree, labels: PyTree, size: Any, key: WeightsKey
+    where: str,
+    name: str,
+    data: PyTree,
+    labels: PyTree,
+    size: int | None,
+    key: WeightsKey,
 ) -> Rows:
     """Returns arrays as rows, whose weights are not negative."""
-    columns = data if labels is None else (data, labels)
-    arguments = name if labels is None else f"{name}, labels"
-    try:
+    columns, arguments = data, name
+    if labels is not None:
+        columns, arguments = (data, labels), f"{name}, labels"
+    with _checks.noted(f"in {where}: cutting {arguments} into batches"):
         rows = array_rows(columns)
-    except DataError as error:
-        msg = f"{where}: {arguments} cannot be cut into batches: {error}"
-        raise MeshLayoutError(msg) from None
     if size is None:
         msg = (
             f"{where}: {name} is {_checks.shown(data)}, of arrays with {len(rows):,} "
@@ -367,24 +355,22 @@ def rows_of(
             "an iterable of batches, which may be a list of one batch."
         )
         raise MeshLayoutError(msg)
+    _checks.count("batch_size", size, where=where)
     weights = get_weights(columns, key)
     if weights is not None:
         check_batch({key: np.asarray(weights)}, key)
     return rows
 
 
-def split_rows(rows: Rows, share: float) -> tuple[Rows, Rows]:
+def split_rows(rows: Rows, share: float) -> tuple[PyTree, PyTree]:
     """Returns all rows but a share of them, and those at the end."""
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)
     if first in (0, len(rows)):
         msg = f"fit: validation_split={share} leaves a part of {len(rows)} rows empty."
         raise MeshLayoutError(msg)
-
-    def read_last(indices: np.ndarray, epoch: int) -> PyTree:
-        return rows.read(indices + first, epoch)
-
-    return Rows(first, rows.read), Rows(len(rows) - first, read_last)
+    parts = np.split(np.arange(len(rows)), [first])
+    return rows.read_rows(parts[0], 0), rows.read_rows(parts[1], 0)
 
 
 def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:

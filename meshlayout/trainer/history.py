@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshlayout import _checks, _render
 from meshlayout._render.curves import Curves
 from meshlayout.errors import MeshLayoutError, did_you_mean
@@ -101,7 +103,7 @@ class History(Mapping[str, list[Any]]):
         return [f"stopped: {self.stopped}"] if self.stopped else []
 
 
-def value_text(value: Any) -> str:
+def value_text(value: float | np.ndarray) -> str:
     """Returns a metric's value with four decimals, or in powers of ten."""
     if not isinstance(value, float):
         return _render.array_text(value.dtype, value.shape)

@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -20,11 +20,8 @@ from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_late
 from meshlayout.errors import MeshLayoutError, RecompileWarning
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
+from meshlayout.trainer.callbacks.callback import Trainer
 from meshlayout.trainer.epochs import PlacedBatch, TrainerInput
-
-
-if TYPE_CHECKING:
-    from meshlayout.trainer.trainer import Trainer
 
 
 # How many batches an evaluation may run ahead of the devices. More would gain nothing,
@@ -33,37 +30,28 @@ _MAX_PENDING = 2
 
 
 class FitLoop:
-    """One call of `Trainer.fit`: its epochs, callbacks, validation and saving.
-
-    It updates the trainer's state, position and history.
-    """
+    """One call of `Trainer.fit`, which updates its state, position and history."""
 
     def __init__(
-        self,
-        trainer: "Trainer",
-        source: TrainerInput,
-        callbacks: Sequence[Callback],
-        *,
-        progress: bool,
+        self, trainer: Trainer, source: TrainerInput, callbacks: Sequence[Callback]
     ) -> None:
-        for callback in callbacks if isinstance(callbacks, Iterable) else [callbacks]:
-            if not isinstance(callback, Callback) or callback is callbacks:
-                msg = (
-                    "fit: callbacks must be a list of instances of ml.callbacks."
-                    f"Callback, and has {_checks.shown(callback)}."
-                )
-                raise MeshLayoutError(msg)
-        shows = progress and not any(isinstance(x, Progress) for x in callbacks)
-        callbacks = [Progress(), *callbacks] if shows else callbacks
+        is_list = isinstance(callbacks, Iterable)
+        for callback in callbacks if is_list else [callbacks]:
+            if not is_list or not isinstance(callback, Callback):
+                msg = "fit: callbacks must be a list of instances of ml.callbacks."
+                shown = _checks.shown(callback)
+                raise MeshLayoutError(f"{msg}Callback, and has {shown}.")
         # Those that save come last: what others do, such as stopping, is saved.
         self._callbacks = sorted(callbacks, key=lambda x: isinstance(x, Checkpoint))
         self._checkpoints = [x for x in self._callbacks if isinstance(x, Checkpoint)]
         self._trainer, self._source, self._preemption = trainer, source, Preemption()
         self._metrics: Metrics | None = None  # of the epoch so far
 
-    def run(self, *, resume: bool) -> None:
+    def run(self, *, progress: bool, resume: bool) -> None:
         """Trains; with `resume`, from the newest checkpoint."""
         trainer = self._trainer
+        if progress and not any(isinstance(x, Progress) for x in self._callbacks):
+            self._callbacks.insert(0, Progress())
         if resume and not self._checkpoints:
             msg = (
                 "fit(resume=True) needs a Checkpoint among the callbacks, from whose "
@@ -95,15 +83,14 @@ class FitLoop:
 
     def _train_epoch(self) -> None:
         """Trains for an epoch, or for the rest of a resumed one."""
-        trainer = self._trainer
-        epoch = len(trainer.history.epochs) + 1
+        trainer, epoch = self._trainer, len(self._trainer.history.epochs) + 1
         trainer.position = replace(trainer.position, epoch=epoch)
         if self._metrics is None:  # else restored, with the position in the epoch
             start = {"step_in_epoch": 0, "examples_in_epoch": 0}
             trainer.position = replace(trainer.position, **start)
         self._notify("on_epoch_start", epoch)
-        size = trainer._steps.group_size
-        for group in self._source.groups(size, text=f" of epoch {epoch}"):
+        size, text = trainer._steps.group_size, f" of epoch {epoch}"
+        for group in self._source.groups(size, text=text):
             with _checks.noted(self._source.where):
                 self._train(group)
             self._notify("on_step_end", trainer.position.step, self._metrics)
@@ -122,16 +109,15 @@ class FitLoop:
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             state, metrics = trainer.train_step(trainer.state, batch, self._metrics)
-            _check_metrics("train_step", metrics)
-            trainer.state, self._metrics = state, metrics
+            trainer.state, self._metrics = state, _checked("train_step", metrics)
             trainer.steps_in_call = count
-            examples = sum(placed.num_examples for placed in group)
             trainer.position = replace(
                 position,
                 step=position.step + count,
                 step_in_fit=position.step_in_fit + count,
                 step_in_epoch=position.step_in_epoch + count,
-                examples_in_epoch=position.examples_in_epoch + examples,
+                examples_in_epoch=position.examples_in_epoch
+                + sum(placed.num_examples for placed in group),
             )
 
     def _end_if_preempted(self) -> None:
@@ -175,7 +161,7 @@ class FitLoop:
 
 
 def evaluate(
-    trainer: "Trainer",
+    trainer: Trainer,
     source: TrainerInput,
     notify: Callable[..., None] = lambda *args: None,
 ) -> dict[str, Any]:
@@ -185,8 +171,7 @@ def evaluate(
     for number, (placed,) in enumerate(source.groups(), 1):
         with _checks.noted(source.where):
             metrics = trainer.eval_step(trainer.state, placed.batch, metrics)
-            _check_metrics("eval_step", metrics)
-        pending.append(metrics)
+        pending.append(_checked("eval_step", metrics))
         if len(pending) > _MAX_PENDING:
             for leaf in jax.tree.leaves(pending.popleft()):
                 # A user's eval step may donate the metrics that it gets.
@@ -196,9 +181,10 @@ def evaluate(
     return {} if metrics is None else metrics.to_host()
 
 
-def _check_metrics(step: str, metrics: Any) -> None:
-    """Raises MeshLayoutError if an overridden step returns anything else."""
+def _checked(step: str, metrics: object) -> Metrics:
+    """Returns the metrics of a step, which may be overridden."""
     if not isinstance(metrics, Metrics):
         shown = _checks.shown(metrics)
         msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
         raise MeshLayoutError(msg)
+    return metrics

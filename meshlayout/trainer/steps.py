@@ -3,41 +3,22 @@
 import functools
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
+from jax.tree_util import PyTreeDef
 
-from meshlayout import _checks, losses
+from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.errors import LossError, MeshLayoutError, MetricError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
-from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
-from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.interception import Remat
-from meshlayout.step.update import OnNonfinite
 
 
 PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
-
-
-class StepOptions(TypedDict, total=False):
-    """Options of `make_train_step`, which documents them."""
-
-    regularizers: Mapping[str, losses.Regularizer] | None
-    weights: str | int
-    denominator: losses.Denominator
-    accumulate: int
-    clip_norm: float | None
-    on_nonfinite: OnNonfinite
-    ema: float | None
-    precision: Precision
-    remat: Remat
-    steps_per_call: int
-    on_recompile: OnRecompile
 
 
 class TrainerSteps:
@@ -52,12 +33,11 @@ class TrainerSteps:
         predict_fn: PredictFn | None,
         metrics: Mapping[str, Any] | None,
         layouts: LayoutMap | None,
-        options: StepOptions,
+        options: Mapping[str, Any],
     ) -> None:
-        known = [*StepOptions.__annotations__]
+        known = [*signature(make_train_step).parameters][1:]
         for name in {*options} - {*known}:
-            names = [*known, "loss_fn", "metrics", "layouts", "predict_fn", "pad"]
-            near = did_you_mean(name, [*names, "data_layout"])
+            near = did_you_mean(name, [*known, "loss_fn", "predict_fn", "pad"])
             msg = f"Trainer has no option {name!r}.{near} The options of its steps"
             raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
         needless = [x for x in options if x not in ("weights", "steps_per_call")]
@@ -74,11 +54,11 @@ class TrainerSteps:
         # The structure of the batches that the loss function got, without weights.
         self._structure: Any = None
         # Evaluating with a different batch size is legitimate, so it does not warn.
-        quiet: StepOptions = {"on_recompile": "ignore", **options}
+        quiet = {"on_recompile": "ignore", **options}
         shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
         if loss_fn is not None:
             # Fewer batches than a call takes run one by one.
-            single: StepOptions = {**options, "steps_per_call": 1}
+            single = {**options, "steps_per_call": 1}
             self._one = make_train_step(loss_fn, **shared, **single)
             self._many = make_train_step(loss_fn, **shared, **options)
             self._eval = make_eval_step(
@@ -124,8 +104,7 @@ class TrainerSteps:
     def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave out examples by a batch's weights.
 
-        A loss function that returns a mean cannot, nor can some metrics of others. This
-        traces the step, as its first call would, and runs nothing.
+        One that is a mean cannot, nor can some metrics. This traces and runs nothing.
         """
         try:
             (self._one if train else self._eval).trace(state, batch)
@@ -144,11 +123,13 @@ class TrainerSteps:
         if self._structure is None and batch is not None:
             self._structure = jax.tree.structure(_without(batch, self.weights))
 
-    def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
+    def _new_predict_step(
+        self, function: PredictFn | None, structure: PyTreeDef | None
+    ) -> Any:
         function = function or functools.partial(self._predict, structure)
         return make_predict_step(function, **self._predict_options)
 
-    def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
+    def _predict(self, structure: PyTreeDef | None, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
         assert loss_fn is not None
@@ -188,7 +169,7 @@ def _without(batch: Batch, key: str | int) -> Any:
     return batch[:-1] if has_weights else batch
 
 
-def _options_of(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
+def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that a `make_*_step` function takes."""
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}

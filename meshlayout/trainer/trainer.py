@@ -8,7 +8,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout
 from meshlayout._tracebacks import user_call
-from meshlayout.data.adapters.arrays import Rows, is_columns
+from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
@@ -37,7 +37,7 @@ from meshlayout.trainer.epochs import (
 )
 from meshlayout.trainer.history import History
 from meshlayout.trainer.loop import FitLoop, evaluate
-from meshlayout.trainer.steps import PredictFn, StepOptions, TrainerSteps
+from meshlayout.trainer.steps import PredictFn, TrainerSteps
 
 
 _log = logging.getLogger("meshlayout")
@@ -52,7 +52,8 @@ class Trainer:
     defines all that it uses, the state may be any tree of arrays.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
-    devices are used unchanged. Others are sharded over the mesh, and a short batch is
+    devices are used unchanged. Others are sharded over the mesh axes called `batch`,
+    `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is
     padded to the size of the first, so that one program serves all. To mark the
     padding, with weight 0, batches get weights: in a dict under the key `weight` (or
     another one, `weights=`), in a tuple at the end if `weights` is that index. If
@@ -67,9 +68,6 @@ class Trainer:
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`.
-        data_layout: The layout of all arrays of a batch. By default the first dim is
-            sharded over the mesh axes called `batch`, `data`, `replica`, `fsdp`, `dp`,
-            `ddp` or `data_parallel`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`, which also
             hold for the other steps. With `steps_per_call=n`, a call of the train step
@@ -112,12 +110,10 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         layouts: LayoutMap | None = None,
         predict_fn: PredictFn | None = None,
-        data_layout: Layout | None = None,
         pad: bool = True,
-        **options: Unpack[StepOptions],
+        **options: Any,
     ) -> None:
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
-        self._data_layout = None if data_layout is None else Layout.of(data_layout)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
@@ -133,10 +129,8 @@ class Trainer:
     ) -> tuple[PyTree, Metrics]:
         """Runs one step; returns the next state, and the metrics including this step.
 
-        Args:
-            state: The state, which may be used up.
-            batch: A global batch; with `steps_per_call`, a list of batches.
-            metrics: The metrics of the epoch so far; None at its beginning.
+        `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
+        are those of the epoch so far; None at its beginning. The state may be used up.
         """
         return self._steps.train(state, batch, metrics)
 
@@ -224,8 +218,7 @@ class Trainer:
             labels, epochs = None, int(labels)
         epochs = _checks.count("epochs", epochs, where="fit")
         if steps_per_epoch is not None:
-            steps = _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
-            steps_per_epoch = steps
+            _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed, data = checked_seed(shuffle, "fit"), validation_data
         if validation_split is not None:
             if data is not None or not is_columns(train):
@@ -246,26 +239,23 @@ class Trainer:
         )
         self.validation = None
         if data is not None:
-            size = batch_size if isinstance(data, Rows) or is_columns(data) else None
+            size = batch_size if is_columns(data) else None
             names = "fit: validation", "validation_data"
             self.validation = TrainerInput(self, *names, data, None, size)
-        loop = FitLoop(self, source, callbacks, progress=progress and verbose != 0)
+        loop = FitLoop(self, source, callbacks)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
-                msg = (
-                    "fit: the trainer's state is used up: a step reused its memory. "
-                    "Give the trainer the state that the step returned, or "
-                    "trainer.state of the Trainer that trained it."
-                )
-                raise MeshLayoutError(msg)
+                msg = "fit: the trainer's state is used up: a step reused its memory. "
+                hint = "Give it the state that the step returned, or trainer.state."
+                raise MeshLayoutError(msg + hint)
             step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
         self.input = source
-        loop.run(resume=resume)
+        loop.run(progress=progress and verbose != 0, resume=resume)
         return self.history
 
     @user_call
@@ -347,8 +337,6 @@ class Trainer:
 
     def _layout(self) -> Layout | None:
         """Returns the layout of batches; None if the state is on no mesh."""
-        if self._data_layout is not None:
-            return self._data_layout
         for leaf in jax.tree.leaves(self.state):
             if isinstance(_jax.sharding_of(leaf), NamedSharding):
                 return batch_layout(Layout.of(leaf).mesh)

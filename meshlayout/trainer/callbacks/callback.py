@@ -123,4 +123,4 @@ class AsyncMetrics:
         if self._in_step:
             return len(self.pending) > _CALLS_LATER
         leaves = jax.tree.leaves(self.pending[0][1])
-        return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+        return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))

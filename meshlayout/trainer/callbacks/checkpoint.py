@@ -44,11 +44,8 @@ class Checkpoint(Callback):
     tree of their own. `checkpointer.restore(like=state)` restores the state alone.
 
     If the checkpointer has `every=`, too, a save happens when both are due. If it has
-    `best=`, the end of every epoch is saved, due or not, with the values of the epoch;
-    within an epoch there are none. An epoch that was stopped and not validated has no
-    value for `best`, and is never the best.
-
-    It is called after all callbacks that do not save, wherever it is among them.
+    `best=`, the end of every epoch is saved, due or not; one that was stopped and not
+    validated is never the best. It is called after all callbacks that do not save.
 
     Args:
         checkpointer: Where to save; the callback does not close it.
@@ -198,9 +195,8 @@ class Checkpoint(Callback):
 
 def _notes(saved: SavedStep) -> Mapping[str, Any]:
     """Returns the metadata to resume from."""
-    metadata = saved.facts["metadata"]
-    notes = metadata.get("resume") if isinstance(metadata, Mapping) else None
-    if not isinstance(notes, Mapping) or "place" not in notes:
+    notes = (saved.facts["metadata"] or {}).get("resume", {})
+    if "place" not in notes:
         msg = (
             f"{saved.path} holds a state, but not its position in the data: it was "
             "saved with Checkpointer.save. Restore it with Checkpointer.restore, or "

@@ -119,7 +119,7 @@ class Log(Callback):
         self._file = None
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: list[Any] | float) -> Any:
     """Returns a number or lists of them, with None where JSON has no number."""
     if isinstance(value, list):
         return [_finite(item) for item in value]

@@ -37,19 +37,12 @@ class _Terminal:
         self._console = console
         self.has_bar = console.is_terminal and not console.is_dumb_terminal
         self.width = console.width if self.has_bar else sys.maxsize
-        self._bars = Bars(
-            BarColumn(bar_width=20 if self.width >= 80 else 5),
-            # Without markup, brackets in a user's text are brackets.
-            TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
-            ),
-            console=console,
-            transient=True,
-            expand=True,
-            disable=not self.has_bar,
-        )
+        bar = BarColumn(bar_width=20 if self.width >= 80 else 5)
+        column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        # Without markup, brackets in a user's text are brackets.
+        text = TextColumn("{task.description}", markup=False, table_column=column)
+        options: dict[str, Any] = {"console": console, "disable": not self.has_bar}
+        self._bars = Bars(bar, text, transient=True, expand=True, **options)
         self._task = self._bars.add_task("", total=None)
         self._bars.start()
 
@@ -142,12 +135,13 @@ class Progress(Callback):
     def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self._show_validation(trainer, 0)
+        self.on_validation_step_end(trainer, 0)
 
     def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
         """Moves the bar, now and then."""
-        if self._is_time_to_look():
-            self._show_validation(trainer, step)
+        if (self._is_time_to_look() or not step) and trainer.validation is not None:
+            steps = step, trainer.validation.num_steps
+            self._show(trainer.position, validation=steps)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's line."""
@@ -187,26 +181,20 @@ class Progress(Callback):
         self._looked_s = now_s if is_time else self._looked_s
         return is_time
 
-    def _show(self, position: TrainingPosition, facts: str = "") -> None:
-        done, total = position.step_in_epoch, position.steps_per_epoch
-        self._move_bar(position, "", done, total, facts)
-
-    def _show_validation(self, trainer: Trainer, step: int) -> None:
-        total = trainer.validation.num_steps if trainer.validation else None
-        self._move_bar(trainer.position, "validating  ", step, total)
-
-    def _move_bar(
+    def _show(
         self,
         position: TrainingPosition,
-        doing: str,
-        done: int,
-        total: int | None,
         facts: str = "",
+        validation: tuple[int, int | None] | None = None,
     ) -> None:
+        """Shows the steps of the epoch, or those of its validation."""
+        done, total = validation or (position.step_in_epoch, position.steps_per_epoch)
+        doing = "" if validation is None else "validating  "
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = f"{_title(position)}  {doing}{count}{facts}"
-            self._display.show(text, done, total)
+            self._display.show(
+                f"{_title(position)}  {doing}{count}{facts}", done, total
+            )
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before

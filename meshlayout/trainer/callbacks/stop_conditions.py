@@ -2,7 +2,8 @@
 
 import logging
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import numpy as np
@@ -112,7 +113,7 @@ class EarlyStopping(Callback):
         self._weights = None
 
 
-def _map_states(function: Any, *trees: PyTree) -> PyTree:
+def _map_states(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
     return jax.tree.map(function, *trees, is_leaf=lambda x: isinstance(x, TrainState))
 
 
