@@ -15,7 +15,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overloa
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -106,10 +107,10 @@ class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
     """The arguments have another structure than those that the program is for."""
 
 
-class _Program:
+class _Jitted:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
-    def __init__(self, treedef: Any, layouts: list[Any]) -> None:
+    def __init__(self, treedef: PyTree, layouts: list[Any]) -> None:
         meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
         self.mesh: Any = next(meshes, None)
         # For what is on no mesh: it would come back on one, and be a recompilation.
@@ -191,8 +192,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=names)
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._programs: dict[Any, _Jitted] = {}
+        self._last: _Jitted | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -246,7 +247,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._last = None
         return self(*args, **kwargs)
 
-    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Program, Any]:
+    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
@@ -266,10 +267,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
-    ) -> _Program:
+    ) -> _Jitted:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Program(treedef, list(map(layout_of, leaves)))
+        program = _Jitted(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -298,13 +299,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.is_looked_at = False
 
-    def _traced(self, program: _Program | None, args: PyTree, kwargs: PyTree) -> Any:
+    def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         why, now = "", None
         agreement = contextlib.nullcontext(lambda facts: None)
         if program is None:
-            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+            program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
             if treedef != program.treedef:
                 raise _OtherProgram
@@ -329,7 +330,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return result
 
     @contextlib.contextmanager
-    def _agreement(self, program: _Program, why: str) -> Iterator[Any]:
+    def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
         """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
@@ -339,7 +340,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             counts.steps += program.is_shared
 
-    def _facts(self, arguments: Any, jaxpr: Any) -> dict[str, str]:
+    def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
         """Returns what processes compare of a program."""
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
         named = {f"constant {index}": value for index, value in constants}
@@ -438,14 +439,14 @@ def _is_deleted(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _placed(leaf: Leaf, layout: Any) -> Any:
+def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     """Returns a traced array with its layout, which only the program knows."""
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
 
-def _layout_now(leaf: Leaf, layout: Any) -> Any:
+def _layout_now(leaf: Leaf, layout: Sharding | None) -> Any:
     """Returns a layout, or None for an argument that came from no mesh."""
     is_on_mesh = isinstance(leaf, Tracer) and jax.typeof(leaf).sharding.mesh.axis_names
     return None if isinstance(layout, NamedSharding) and not is_on_mesh else layout
@@ -465,7 +466,7 @@ def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
     return jax.device_put(_jax.constrain(leaf, on_device), layout)
 
 
-def _key(layout: Any) -> Any:
+def _key(layout: Sharding | None) -> Any:
     """Returns a layout without `None` at the end of its spec, which means nothing."""
     if not isinstance(layout, NamedSharding):
         return layout
@@ -475,7 +476,7 @@ def _key(layout: Any) -> Any:
     return layout.mesh, *spec, layout.memory_kind
 
 
-def _layout_text(layout: Any) -> str:
+def _layout_text(layout: Sharding | None) -> str:
     if isinstance(layout, NamedSharding):
         return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
     return "no layout of its own" if layout is None else str(layout)

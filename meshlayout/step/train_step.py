@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf
@@ -271,7 +272,17 @@ def _stacked(batches: Batch, count: int) -> Batch:
         raise StepError(msg)
     if number is None:
         return batches
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batches)):
+        return jax.tree.map(_stacked_shape, *batches)
     return _stack(batches)
+
+
+def _stacked_shape(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(None, *sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
 
 
 @jax.jit
