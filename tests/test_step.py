@@ -371,6 +371,15 @@ def test_lower_takes_abstract_arguments_and_runs_nothing(state, mesh):
         step(state, jnp.ones(3))
 
 
+def test_calls_recompile_after_a_program_that_was_looked_at_and_called(state):
+    step = ml.compile_step(doubled)
+    for size in (3, 4):
+        step.lower(state, jnp.ones(size))
+    state, _ = step(state, jnp.ones(3))
+    with pytest.warns(ml.errors.RecompileWarning, match="changed from f32.3. to f32.2"):
+        step(state, jnp.ones(2))
+
+
 def test_it_can_be_called_inside_jit(state):
     step = ml.compile_step(doubled)
     expected, _ = doubled(state, jnp.ones(3))

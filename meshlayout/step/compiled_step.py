@@ -327,6 +327,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
+            self._last = None  # what the next call is given may be on a mesh now
         return result
 
     @contextlib.contextmanager
