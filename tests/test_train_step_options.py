@@ -1,6 +1,5 @@
 """What the options of a train step do, and which values of them are refused."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -481,7 +480,7 @@ STEPS = {
     ),
     "remat": (
         lambda: ml.make_train_step(squares, remat="all"),
-        "remat='all' is none of 'none', 'blocks', 'full', or a policy of "
+        "remat must be 'none', 'blocks' or 'full', got 'all'. Or give one of "
         "jax.checkpoint_policies, for the blocks.",
     ),
     "a metric named like the step's": (
@@ -561,8 +560,7 @@ CALLS = {
         {"remat": "blocks"},
         {},
         "remat: the model has no blocks (numbered submodules, as 'layers/0', that hold "
-        "submodules with parameters). Use nnx.remat or nn.remat in the model, or "
-        "remat='full'.",
+        "submodules with parameters). Take remat='full'.",
     ),
     "one batch of a call of two": (
         squares,

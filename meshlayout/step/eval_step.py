@@ -43,17 +43,8 @@ def make_eval_step(
     """Makes a compiled step that measures a model and changes nothing.
 
     The model is in evaluation mode: no dropout, running averages for batch statistics.
-    Arguments are those of `make_train_step`, and so are errors.
-
-    Args:
-        loss_fn: The loss function; its `train` is False.
-        metrics: What is measured besides the loss, by name.
-        regularizers: Penalties by name, which count in the loss.
-        weights: Where a batch carries its weights.
-        denominator: What the weighted sum of losses is divided by.
-        precision: The dtypes that the model computes in.
-        layouts: The layout map that `constrain` follows in the model.
-        on_recompile: As for `compile_step`.
+    All arguments are those of `make_train_step`; `loss_fn` receives `train=False`, and
+    penalties count in the loss.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -96,13 +87,7 @@ class EvalStep(StateStep):
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> Metrics:
-        """Measures one batch; raises as a train step does.
-
-        Args:
-            state: The state.
-            batch: The global batch, as for a train step.
-            metrics: Metrics to add to; None starts with empty ones.
-        """
+        """Measures one batch, added to metrics; raises as a train step does."""
         return self._run(state, batch, metrics)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
@@ -142,7 +127,7 @@ def make_predict_step(
     Args:
         predict_fn: A function of the model, in evaluation mode, and a batch.
         precision: As for `make_train_step`.
-        layouts: The layout map that `constrain` follows in the model.
+        layouts: As for `make_train_step`.
         on_recompile: As for `compile_step`.
 
     Example:

@@ -28,33 +28,19 @@ class StepMemory:
     arithmetic: shapes of shards times the sizes of their dtypes, without the padding
     that TPUs add to small arrays. Arguments that the program does not use count in
     neither.
-
-    Attributes:
-        parameter_bytes: The parameters, by their layouts.
-        optimizer_bytes: The optimizer's state, by its layouts.
-        other_state_bytes: The rest of the state, or one that is no `TrainState`.
-        batch_bytes: The batch, the metrics and other arguments, by their layouts.
-        host_bytes: Arguments in the host's memory, by their layouts; not in any of the
-            above, but among the measured ones of CPUs, whose memory it is.
-        gradient_bytes: The gradients, if all are held at once; temporary.
-        argument_bytes: State, batch and metrics, measured.
-        output_bytes: What comes out, the donated state's memory included, measured.
-        donated_bytes: How much of the output takes the memory of arguments, measured.
-        temporary_bytes: Gradients, activations and the like, measured.
-        code_bytes: The program itself, measured; 0 where it is in the host's memory.
     """
 
-    parameter_bytes: int
+    parameter_bytes: int  # this and the next five by the layouts
     optimizer_bytes: int
-    other_state_bytes: int
-    batch_bytes: int
-    host_bytes: int
-    gradient_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    donated_bytes: int
-    temporary_bytes: int
-    code_bytes: int
+    other_state_bytes: int  # or a state that is no `TrainState`
+    batch_bytes: int  # and the metrics, and other arguments
+    host_bytes: int  # arguments in the host's memory, which are in none of the above
+    gradient_bytes: int  # if all are held at once; part of the temporary bytes
+    argument_bytes: int  # this and the next ones measured
+    output_bytes: int  # the donated state's memory included
+    donated_bytes: int  # how much of the output takes the memory of arguments
+    temporary_bytes: int  # gradients, activations and the like
+    code_bytes: int  # the program itself; 0 where it is in the host's memory
 
     @property
     def activation_bytes(self) -> int:

@@ -210,10 +210,9 @@ def check_batch(batch: Batch, key: str | int | None) -> None:
 
 
 def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Shards a batch from the host over the batch axes of the state's mesh.
+    """Shards the rows, in a dim, of a batch from the host over the mesh's batch axes.
 
-    A batch with any array on a mesh is left as its owner has placed it. Rows are in a
-    dim, before which batches may be stacked. Raises StepError if they do not divide.
+    A batch with any array on a mesh is left as its owner has placed it.
     """
     leaves, treedef = jax.tree.flatten(batch)
     if any(isinstance(leaf, Tracer) or layout_of(leaf) for leaf in leaves):

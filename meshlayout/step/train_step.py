@@ -191,11 +191,7 @@ class TrainStep(StateStep):
     ) -> tuple[TrainState, Metrics]:
         """Runs one step, and returns the next state and the metrics.
 
-        Args:
-            state: The state; it is used up.
-            batch: The global batch. One on the host is sharded over the batch axes of
-                the state's mesh.
-            metrics: Metrics to add to; None starts with empty ones.
+        A batch on the host is sharded over the batch axes of the state's mesh.
 
         Raises:
             StepError: If the state, the batch or the metrics do not fit, or if several
