@@ -193,17 +193,6 @@ def test_integers_are_not_trained(mesh):
     )
 
 
-# Code that names an axis of pmap.
-
-
-def test_a_name_that_python_does_not_know_stays_a_name_error(mesh):
-    def loss_fn(model, batch):
-        return undefined  # type: ignore[name-defined]  # noqa: F821
-
-    with pytest.raises(NameError, match="'undefined' is not defined"):
-        ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
-
-
 # Steps as objects.
 
 

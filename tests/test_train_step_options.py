@@ -457,45 +457,7 @@ def test_a_mesh_of_explicit_axes(option):
     assert_close(on_host(state.params), expected)
 
 
-# A user's own metric.
-
-
 # What is wrong.
-
-STEPS = {
-    "a loss function that is none": (
-        lambda: ml.make_train_step(3),
-        "make_train_step: loss_fn must be a function of (model, batch), got 3.",
-    ),
-    "on_nonfinite": (
-        lambda: ml.make_train_step(squares, on_nonfinite="skpi"),
-        "make_train_step: on_nonfinite must be 'skip' or 'ignore', got 'skpi'. "
-        "Did you mean 'skip'?",
-    ),
-    "precision": (
-        lambda: ml.make_train_step(squares, precision="bfloat61"),
-        "precision='bfloat61' is none of 'float32', 'bfloat16', 'float16', or a "
-        "PrecisionPolicy(compute, output). A layer that should compute in another dtype "
-        "names it itself: dtype=. Did you mean 'bfloat16'?",
-    ),
-    "remat": (
-        lambda: ml.make_train_step(squares, remat="all"),
-        "remat must be 'none', 'blocks' or 'full', got 'all'. Or give one of "
-        "jax.checkpoint_policies, for the blocks.",
-    ),
-    "a metric named like the step's": (
-        lambda: ml.make_train_step(squares, metrics={"loss": ml.metrics.Mean()}),
-        "metrics=: 'loss' is reported by the step; take another name.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_wrong_options_are_refused_in_words(name):
-    call, message = STEPS[name]
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        call()
-    assert str(caught.value).startswith(message)
 
 
 def scalar(model, batch):
@@ -549,12 +511,6 @@ CALLS = {
         "a global batch of 16 examples does not divide into 3 microbatches over 8 "
         "shards. Take a multiple of 24.",
     ),
-    "nothing to regularize": (
-        squares,
-        {"regularizers": {"l2": losses.l2(1.0, where="decoder")}},
-        {},
-        "l2: no parameter's path matches 'decoder'; there are 'bias', 'kernel'.",
-    ),
     "no blocks": (
         squares,
         {"remat": "blocks"},
@@ -579,21 +535,6 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
     with pytest.raises(ml.MeshLayoutError) as caught:
         train_step(create(mesh), on(mesh, {"x": X, "y": Y, **more}))
     assert str(caught.value) == message
-
-
-def test_a_batch_that_every_device_computes_is_logged_once(caplog):
-    mesh, host = ml.create_mesh({"batch": 4, "model": 2}), {"x": X, "y": Y}
-    layouts = ml.LayoutMap(mesh, {".*kernel": ("model", None)})
-    train_step = ml.make_train_step(squares)
-    everywhere = ml.relayout(host, mesh.layout(...))
-    state = ml.TrainState.create(linear, optax.sgd(0.1), layouts)
-    for _ in range(2):
-        state, _ = train_step(state, everywhere)
-    assert [one.getMessage() for one in caplog.records] == [
-        f"the batch is sharded over no axis, so that all {mesh.size} devices compute "
-        "all of its 16 rows. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
-        "take ml.distribute_dataset."
-    ]
 
 
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
