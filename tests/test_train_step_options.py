@@ -540,7 +540,7 @@ CALLS = {
         squares,
         {},
         {"z": np.ones((8, 1), "float32")},
-        "the first dim is the batch dim, and 'y' has 16 rows where 'z' has 8. Pass values that are not part of the batch to the loss function in another way, such as a closure or a scalar.",
+        "the first dim is the batch dim, and 'x' has 16 rows where 'z' has 8. Pass values that are not part of the batch to the loss function in another way, such as a closure or a scalar.",
     ),
     "rows that do not divide": (
         squares,
