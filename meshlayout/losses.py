@@ -119,8 +119,6 @@ def compute_average_loss(
             strategy's batch may have padding and the losses are not one per row.
 
     Example:
-        >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
-        3.5
         >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
         1.25
     """

@@ -89,7 +89,6 @@ class _PairMetric(Metric):
 
 
 def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Returns whether both are class numbers, one prediction per label."""
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
     return predictions.shape == labels.shape and not any(is_float)
 

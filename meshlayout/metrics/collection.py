@@ -39,11 +39,7 @@ class Metrics(Mapping[str, Any]):
             follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
             nnx's Average and Accuracy.
 
-    Raises:
-        MetricError: If one of them is no metric.
-
     Example:
-        >>> import jax.numpy as jnp
         >>> from meshlayout.metrics import Accuracy, Mean
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
@@ -91,9 +87,7 @@ class Metrics(Mapping[str, Any]):
 
     # A mapping would compare values, and == of two arrays is an array.
     __eq__ = object.__eq__
-
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__
 
     def metric(self, name: str) -> Any:
         """Returns the metric with a name, rather than its value."""
@@ -141,11 +135,7 @@ class Metrics(Mapping[str, Any]):
         return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":
-        """Returns the metrics of everything that both have counted.
-
-        Raises:
-            MetricError: If their names differ, or two metrics do not merge.
-        """
+        """Returns the metrics of all that both counted; their names must be equal."""
         if not isinstance(other, Metrics) or {*other.names} != {*self.names}:
             names = ", ".join(getattr(other, "names", ()))
             what = f"Metrics of {names}" if names else _checks.shown(other)

@@ -40,20 +40,15 @@ class ModuleCall(NamedTuple):
 # A function from a call to what takes its place, or to its own `proceed`.
 Interceptor: TypeAlias = Callable[[ModuleCall], Callable[..., Any]]
 Interceptors: TypeAlias = Sequence[Interceptor]
-
 _interceptors: ContextVar[Interceptors] = ContextVar("_interceptors", default=())
 
 _PATH = "_meshlayout_path"
 
 
+# Any two compare equal: for NNX it is a static attribute, and blocks that differ only
+# in it must stay of one structure, as models stack them to scan over.
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """A submodule's path; any two compare equal.
-
-    For NNX it is a static attribute, and blocks that differ only in it must stay of one
-    structure: models stack them to scan over.
-    """
-
     text: str
 
     def __eq__(self, other: object) -> bool:

@@ -101,11 +101,10 @@ def gradients_of(
         return grads, (parts, after, loss.measured(values, outputs, batch))
 
     if microbatches.count == 1:
-        grads, (parts, after, measured) = backward(before, batch, key)
+        results = backward(before, batch, key)
     else:
-        grads, (parts, after, measured) = _scanned(
-            backward, state, batch, key, weights, microbatches
-        )
+        results = _scanned(backward, state, batch, key, weights, microbatches)
+    grads, (parts, after, measured) = results
     parts = {name: part.sum() for name, part in parts.items()}
     if weights is not None:
         # A batch of padding alone teaches nothing.
@@ -318,10 +317,7 @@ class Update:
         return new, {**({"learning_rate": rates[0]} if rates else {}), **notes}
 
     def _kept(self, is_finite: jax.Array, old: TrainState, new: TrainState) -> Any:
-        """Returns the new state if the step was finite, and else the old one.
-
-        Here in the program: waiting for its numbers would stall the host.
-        """
+        # In the program: waiting for its numbers would stall the host.
         state = select(is_finite, new, old)
         extra = dict(state.extra)
         extra[SKIPPED] = old.extra[SKIPPED] + (1 - is_finite.astype("int32"))
