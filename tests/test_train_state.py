@@ -282,8 +282,7 @@ NO_MODEL = (
 )
 NO_PARAMETERS = (
     "TrainState.create: the model has no parameters to train: no nnx.Param, or nothing "
-    "in Linen's collection 'params'. Return what module.init(key, sample) returns, or "
-    "use create(build, layouts)."
+    "in Linen's collection 'params'. Use create(build, layouts)."
 )
 
 

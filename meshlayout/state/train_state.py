@@ -111,11 +111,9 @@ class TrainState(Generic[T]):
         Example:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-            >>> state = ml.TrainState.create(
-            ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
-            ...     optax.adam(1e-3),
-            ...     ml.LayoutMap(mesh, {"kernel": (None, "model")}),
-            ... )
+            >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+            >>> build = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+            >>> state = ml.TrainState.create(build, optax.adam(1e-3), layouts)
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
@@ -356,8 +354,7 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
     if not jax.tree.leaves(params):
         msg = (
             f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
-            "in Linen's collection 'params'. Return what module.init(key, sample) "
-            "returns, or use create(build, layouts)."
+            "in Linen's collection 'params'. Use create(build, layouts)."
         )
         raise StateError(msg)
     return params, rest, code
