@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh, to_numpy
+from meshlayout.errors import MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
@@ -295,12 +296,21 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
 
     On several processes, it is each process's own first device.
 
+    Raises:
+        MeshError: If this process has no devices in the mesh.
+
     Example:
         >>> import meshlayout as ml
         >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
         Mesh(batch=1, model=1)
     """
     mesh = as_mesh(mesh)
+    if not mesh.local_devices:
+        msg = (
+            f"one_device_mesh: process {jax.process_index()} has no devices in "
+            f"{mesh!r}. Call this on the processes of the mesh."
+        )
+        raise MeshError(msg)
     sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
     return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
 
