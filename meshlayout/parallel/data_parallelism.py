@@ -9,7 +9,6 @@ embedding must never be sharded by features: every activation then would be, on 
 that also shards the batch, and the program sends ten times as much.
 """
 
-import itertools
 import math
 import re
 import warnings
@@ -171,13 +170,14 @@ def fsdp(
     if model_or_build is None and example_inputs is None and call is None:
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    read_in_loops = (
+    read_in_loops = [
         (shape, param.path)
         for shape, read in flow.loops
         for index, param in enumerate(params)
         if read >> index & 1 and param.nbytes >= min_bytes
-    )
-    for shape, path in itertools.islice(read_in_loops, 1):
+    ]
+    if read_in_loops:
+        shape, path = read_in_loops[0]
         rows = batch_axes(mesh) or names
         line = (
             f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
@@ -195,12 +195,12 @@ def _axes(
     mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Returns the axes that a user gave, or the natural ones of the mesh."""
-    names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
-    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
     if axes is None and not natural:
         fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
         fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
         raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
+    names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
+    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
     if not is_names or len({*names}) < len(names):
         what = "a mesh axis name or several different ones"
         msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."

@@ -17,6 +17,7 @@ from meshlayout._annotations import Equation
 from meshlayout.parallel.factors import (
     Dim,
     Dims,
+    Flow,
     Value,
     block,
     fresh_dims,
@@ -24,7 +25,6 @@ from meshlayout.parallel.factors import (
     link_all,
     regroup,
 )
-from meshlayout.parallel.flow import Flow
 
 
 WINDOW = "it is the window of a convolution"

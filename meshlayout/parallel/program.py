@@ -28,13 +28,14 @@ from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh
 from meshlayout.parallel.factors import (
     OF_INPUTS,
+    Flow,
     Value,
     block,
     fresh_dims,
     link_all,
     made_of,
+    union,
 )
-from meshlayout.parallel.flow import Flow, union
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
 from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
@@ -274,8 +275,10 @@ def _looped(
         if x.of_inputs and len(x.shape) > 1 and x.shape not in constrained
         if jnp.issubdtype(var.aval.dtype, jnp.inexact)
     ]
-    with flow.repeated(length):
-        results = _walk(flow, body, args)
+    runs = flow.runs
+    flow.runs, flow.depth = runs * length, flow.depth + 1
+    results = _walk(flow, body, args)
+    flow.runs, flow.depth = runs, flow.depth - 1
     for x, result in zip(carry, results, strict=False):
         link_all(x.dims, result.dims)
     return results

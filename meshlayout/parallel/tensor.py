@@ -1,11 +1,12 @@
-"""`tensor_parallel`: shard matrices so that a block sends one all-reduce per half.
+"""`tensor_parallel` and `expert_parallel`: what the program of a model decides.
 
-What is linked through the program is sharded together or not at all: the columns of one
-matrix and the rows of the next, all heads of an attention, a vocabulary. Each such set
-of dims is a candidate, with the bytes that it shards and what it would send. A
-parameter is sharded along one dim, so candidates exclude each other; the set with the
-most bytes is taken, where bytes that send much count less. That leaves the features
-between blocks whole, and gives columns, then rows.
+Matrices are sharded so that a block sends one all-reduce per half. What is linked
+through the program is sharded together or not at all: the columns of one matrix and the
+rows of the next, all heads of an attention, a vocabulary. Each such set of dims is a
+candidate, with the bytes that it shards and what it would send. A parameter is sharded
+along one dim, so candidates exclude each other; the set with the most bytes is taken,
+where bytes that send much count less. That leaves the features between blocks whole,
+and gives columns, then rows.
 
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
@@ -23,8 +24,16 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import OF_INPUTS, Factor, Value, leaves_of
-from meshlayout.parallel.flow import Contraction, Flow, GradientSum, union
+from meshlayout.parallel.factors import (
+    OF_INPUTS,
+    Contraction,
+    Factor,
+    Flow,
+    GradientSum,
+    Value,
+    leaves_of,
+    union,
+)
 from meshlayout.parallel.operations import STACKED, WINDOW
 from meshlayout.parallel.program import Call, Model, Parameter, follow
 
@@ -91,6 +100,76 @@ def tensor_parallel(
     for param, (dim, note, sends) in zip(params, choices, strict=True):
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
         rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
+    return LayoutMap(mesh, rules_for(rules))
+
+
+def expert_parallel(
+    mesh: Mesh | jax.sharding.Mesh,
+    axis: str,
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
+    *,
+    call: Call | None = None,
+) -> LayoutMap:
+    """Returns rules that give each device some of a model's stacked experts.
+
+    The traced forward program says which parameters are experts: stacks of matrices of
+    which each multiplies its own inputs. What is stacked with them is sharded too, such
+    as their biases; the router stays whole. Use this for mixtures of experts, on an
+    axis of their own or on one that also shards the batch; compose it with other rules
+    for the rest of the model.
+
+    Args:
+        mesh: The mesh.
+        axis: The mesh axis over which experts are spread.
+        model_or_build: As for `tensor_parallel`, as are the other arguments.
+        example_inputs: What the model is called with.
+        call: How the model is called.
+
+    Raises:
+        MeshError: If the mesh has no such axis.
+        LayoutMapError: If the model cannot be called so, or no parameter of it is a
+            stack of experts.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
+        >>> experts = jax.ShapeDtypeStruct((8, 16, 32), "float32")
+        >>> x = jax.ShapeDtypeStruct((4, 16), "float32")
+        >>> def call(experts, x):
+        ...     return jax.numpy.broadcast_to(x, (8, 4, 16)) @ experts
+        >>> layouts = expert_parallel(mesh, "expert", experts, x, call=call)
+        >>> layouts.resolve(experts).resolutions[0].layout
+        Layout([expert, unsharded, unsharded], Mesh(batch=2, expert=4))
+    """
+    mesh = as_mesh(mesh)
+    num_shards = mesh.axis_size((axis,))
+    params, flow = follow(model_or_build, example_inputs, call, "expert_parallel")
+    summed = (each.factors for each in flow.contractions if each.weights)
+    stacks = {*leaves_of(flow.experts)}.difference(*map(leaves_of, summed))
+    experts = {leaf for leaf in stacks if leaf.refusal() not in (OF_INPUTS, STACKED)}
+    rules: dict[str, Rule] = {}
+    for param in params:
+        entries: list[str | None] = [None] * len(param.array.dims)
+        note = None
+        # In the last dim, as of a router, they are results for each expert.
+        for dim, factors in enumerate(param.array.dims[:-1]):
+            leaves = leaves_of(factors)
+            if note is None and leaves and leaves[0] in experts:
+                size = leaves[0].size
+                note = f"whole; {size} experts do not divide into {num_shards} shards"
+                if size % num_shards == 0:
+                    entries[dim], note = axis, f"{size} experts in dim {dim}"
+        rules[param.path] = Rule(Layout(entries, mesh), note=note)
+    if not any(rule.note for rule in rules.values()):
+        msg = (
+            "expert_parallel: no parameter is a stack of matrices of which each "
+            "multiplies its own inputs. Experts that a loop calls one by one are not "
+            "spread: multiply with all of them at once, as by jnp.einsum or "
+            "jax.lax.ragged_dot, or write the rule: "
+            f"LayoutMap(mesh, {{'experts/': ({axis!r}, ...)}})."
+        )
+        raise LayoutMapError(msg)
     return LayoutMap(mesh, rules_for(rules))
 
 
