@@ -20,7 +20,7 @@ class Communication(Mapping[str, int]):
     """The collectives of a program; a mapping from kind to how many there are.
 
     In the counts each is counted once, in a loop or not; in the bytes, as often as it
-    runs. Text by `str` or `print`, a table in notebooks.
+    runs. `print` shows a table.
 
     Attributes:
         collectives: Every one, in the program's order.
@@ -81,9 +81,10 @@ class Communication(Mapping[str, int]):
         return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
-        count = len(self.collectives)
-        ending = "s" * (count != 1)
-        return f"{count} collective{ending}, {_render.bytes_text(self.wire_bytes)}"
+        nouns = (
+            f"{len(self.collectives)} collective{'s' * (len(self.collectives) != 1)}"
+        )
+        return f"{nouns}, {_render.bytes_text(self.wire_bytes)}"
 
     def _notes(self) -> list[str]:
         lines = [f"each device sends: {self._total()}"]
@@ -108,11 +109,7 @@ class Communication(Mapping[str, int]):
         return _render.text_table(["", *_HEADERS], rows, "l" + _ALIGN, notes)
 
     def to_lock(self) -> str:
-        """Returns the collectives as stable text, one line for those that are alike.
-
-        Commit the text next to a test that calls `check_lock` with it. Lines of source
-        code are not in it, because they move.
-        """
+        """Returns the collectives as text for `check_lock`, without lines of code."""
         counts = Counter(map(_lock_line, self.collectives))
         lines = [f"{count} x {line}" for line, count in sorted(counts.items())]
         total = f"# {self.wire_bytes} bytes sent by each device"
@@ -133,12 +130,11 @@ def read_communication(
 ) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
-    A compiled step has this as its `communication`. With JAX's persistent compilation
-    cache, source lines and scopes are those of the run that filled it.
+    With JAX's persistent compilation cache, source lines and scopes are those of the
+    run that filled it.
 
     Args:
-        program: What `jax.jit(...).lower(...).compile()` returns, for devices that are
-            here or described ones; or the text of an optimized program.
+        program: What `jax.jit(...).lower(...).compile()` returns, or its text.
         mesh: The mesh it runs on; if None, that of its arguments and results.
         arguments: Better names of arguments, by JAX's names as paths: `"state/w"`.
         results: Names of the program's first results, to know gradients by; those of

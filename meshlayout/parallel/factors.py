@@ -2,9 +2,9 @@
 
 To shard a dim of one array is to shard every array whose dim has to lie the same way.
 So each dim is a list of factors, the major one first: `(batch, 12, 64)` reshaped to
-`(batch, 768)` has the factors 12 and 64 in its last dim. An addition makes the factors
-of its operands the same ones, a matmul those that it sums over. What is the same in the
-end (a union-find) is sharded together or not at all.
+`(batch, 768)` has the factors 12 and 64 in its last dim. An addition unites the factors
+of its operands, a matmul those that it sums over. What is one factor in the end (a
+union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
 every factor below another one in its dim, because a sharding divides the major one,
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
+# The reason that comes before all others, because no program changes it.
 OF_INPUTS = "it is a dim of the example inputs"
-"""The reason that comes before all others, because no program changes it."""
 
 _MISALIGNED = "reshapes split it in two ways that do not line up"
 
