@@ -68,16 +68,14 @@ class Curves:
         # GitHub. It cannot know the color of the page, and brings its own.
         if not self.panels:
             return None
-        width, height = len(self.panels) * _PANEL_WIDTH, _HEIGHT + 60
-        panels = (
-            f'<g transform="translate({number * _PANEL_WIDTH + 70} 30)">{_svg(x)}</g>'
-            for number, x in enumerate(self.panels)
-        )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-            f'height="{height}" style="background:#fff;font-family:{SANS};'
-            f'font-size:12px" fill="#57606a">{"".join(panels)}</svg>'
-        )
+        panels = ""
+        for number, panel in enumerate(self.panels):
+            x = number * _PANEL_WIDTH + 70
+            panels += f'<g transform="translate({x} 30)">{_svg(panel)}</g>'
+        size = f'width="{len(self.panels) * _PANEL_WIDTH}" height="{_HEIGHT + 60}"'
+        style = f"background:#fff;font-family:{SANS};font-size:12px"
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}"'
+        return f'{svg} fill="#57606a">{panels}</svg>'
 
 
 def _scale(
@@ -103,8 +101,7 @@ def _svg(panel: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         points.append(points[-1])  # a line of one point twice is a dot
         style = f'stroke="{_COLORS[number]}" stroke-width="3" stroke-linecap="round"'
         svg += f'<polyline points="{" ".join(points)}" fill="none" {style}/>'
-        place = f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"'
-        texts.append((name, place))
+        texts += [(name, f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"')]
     for text, place in texts:
         svg += f"<text {place}>{html.escape(one_line(text))}</text>"
     return svg

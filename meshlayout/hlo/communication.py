@@ -81,10 +81,9 @@ class Communication(Mapping[str, int]):
         return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
-        nouns = (
-            f"{len(self.collectives)} collective{'s' * (len(self.collectives) != 1)}"
-        )
-        return f"{nouns}, {_render.bytes_text(self.wire_bytes)}"
+        nouns = "collective" + "s" * (len(self.collectives) != 1)
+        sent = _render.bytes_text(self.wire_bytes)
+        return f"{len(self.collectives)} {nouns}, {sent}"
 
     def _notes(self) -> list[str]:
         lines = [f"each device sends: {self._total()}"]

@@ -261,10 +261,8 @@ class FsdpRule:
             if self.tables is not None:
                 is_table = any(f"/{path}".endswith(f"/{x}") for x in self.tables)
                 is_kernel = not is_table
-            by_columns = columns >= _VOCABULARY * rows or (
-                is_kernel and rows >= columns
-            )
-            dims = (1, 0) if by_columns else (0, 1)
+            is_tall = is_kernel and rows >= columns
+            dims = (1, 0) if columns >= _VOCABULARY * rows or is_tall else (0, 1)
             if is_table or (rows > columns and not is_kernel):
                 dims = (0,)
         # A dim that is sharded already is the last choice: it gets smaller still.

@@ -279,11 +279,9 @@ class Flow:
         others = [operand for operand in operands if not operand.weights] or operands
         source = max(others, key=lambda array: array.size)
         bit = self.new_bits = 1 << len(self.contractions)
-        before = union(operand.history for operand in operands)
-        nbytes = self._nbytes(size)
-        self.contractions.append(
-            Contraction(factors, source, size, nbytes, weights, bit, before)
-        )
+        before, nbytes = union(x.history for x in operands), self._nbytes(size)
+        new = Contraction(factors, source, size, nbytes, weights, bit, before)
+        self.contractions.append(new)
 
     def sum_gradient(
         self, of: Value, dims: Iterable[Dim], other: int, weights: int = 0
