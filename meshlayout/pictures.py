@@ -108,7 +108,7 @@ def visualize(
             raise LayoutError(f"{fact} {way_out}")
         shape, dtype, array = array.shape, array.dtype, sharding
     if shape is None:
-        msg = "a layout alone has no size to draw: give the shape of the array, shape=."
+        msg = "a layout alone has no size to draw: give the shape of the array as shape=."
         raise LayoutError(msg)
     if isinstance(array, (Layout, NamedSharding)):
         layout = as_layout(array, len(shape))

@@ -864,8 +864,6 @@ BAD_CALLS = {
     "fsdp axes": lambda mesh, bad: ml.parallel.fsdp(mesh, axes=bad),
     "fsdp bytes": lambda mesh, bad: ml.parallel.fsdp(mesh, min_bytes=bad),
     "memory": lambda mesh, bad: ml.zero_rule(mesh, memory_kind=bad),
-    "first part": lambda mesh, bad: ml.parallel.compose(bad, ml.LayoutMap(mesh)),
-    "second part": lambda mesh, bad: ml.parallel.compose(ml.LayoutMap(mesh), bad),
 }
 WORKS = {("fsdp axes", None), ("fsdp bytes", 0), ("memory", None)}
 
