@@ -108,8 +108,8 @@ def visualize(
             raise LayoutError(f"{fact} {way_out}")
         shape, dtype, array = array.shape, array.dtype, sharding
     if shape is None:
-        msg = "a layout alone has no size to draw: give the shape of the array as shape=."
-        raise LayoutError(msg)
+        msg = "a layout alone has no size to draw: give the shape of the array, shape="
+        raise LayoutError(f"{msg}(8, 8).")
     if isinstance(array, (Layout, NamedSharding)):
         layout = as_layout(array, len(shape))
         layout.shard_shape(shape)  # says better than JAX what does not divide

@@ -73,8 +73,8 @@ def follow(
         _checks.function("call", call, "model", *names, **context)
     with eager_sharding_off(), _jax.no_mesh():
         model = _built(model_or_build, where)
-        arrays = filter(is_array, jax.tree.leaves(inputs))
-        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        examples = filter(is_array, jax.tree.leaves(inputs))
+        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in examples)
         named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
         tracing = _checks.noted(f"while {where} traces the model for inputs of {texts}")
         with named, _jaxprs.short_sharding_errors, tracing:
@@ -95,11 +95,11 @@ def follow(
         is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
         array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
         params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
-    batch = [
-        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
-        for x in shapes[len(params) :]
-    ]
-    _walk(flow, closed.jaxpr, [*(param.array for param in params), *batch])
+    arrays = [param.array for param in params]
+    for x in shapes[len(params) :]:
+        dims = fresh_dims(x.shape, OF_INPUTS)
+        arrays.append(Value(x.shape, dims, of_inputs=True))
+    _walk(flow, closed.jaxpr, arrays)
     return params, flow
 
 
