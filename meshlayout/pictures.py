@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout, as_layout, entry_text
+from meshlayout.layout import Layout, entry_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,15 +27,13 @@ class Shards:
     Attributes:
         shape: Shape of the whole array.
         dtype: Its dtype, if known.
-        layout: Its layout, if its sharding has axis names.
-        platform: The platform of the devices, such as `"cpu"`.
+        layout: Its layout.
         held: The id of each device, and the start and stop of its part in every dim.
     """
 
     shape: tuple[int, ...]
     dtype: DType
-    layout: Layout | None
-    platform: str
+    layout: Layout
     held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     def __repr__(self) -> str:
@@ -50,18 +48,14 @@ class Shards:
 
     def _axes(self) -> list[str]:
         """Returns the mesh axes that shard each dim; an empty string for none."""
-        specs = self.layout.specs if self.layout else [None] * len(self.shape)
-        return [entry_text(entry) if entry else "" for entry in specs]
+        return [entry_text(entry) if entry else "" for entry in self.layout.specs]
 
     def _title(self) -> str:
         axes = [f"@{axes}" * bool(axes) for axes in self._axes()]
         dims = [f"{size}{text}" for size, text in zip(self.shape, axes, strict=True)]
         dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
-        array = f"{dtype}[{', '.join(dims)}]"
-        if self.layout is None:
-            return array
         memory = f" in {self.layout.memory_kind}" if self.layout.memory_kind else ""
-        return f"{array} on {self.layout.mesh!r}{memory}"
+        return f"{dtype}[{', '.join(dims)}] on {self.layout.mesh!r}{memory}"
 
     def _note(self) -> str:
         """Returns a line on the shards: how many, their shape, bytes and copies."""
@@ -78,7 +72,8 @@ class Shards:
         else:
             text = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
             text += f", on {copies} devices each" * (copies > 1)
-        ids = f"Numbers in the blocks are ids of {self.platform.upper()} devices."
+        platform = self.layout.mesh.platform.upper()
+        ids = f"Numbers in the blocks are ids of {platform} devices."
         return f"{text}. {ids}"
 
 
@@ -113,7 +108,7 @@ def visualize(
         CPU devices.
     """
     array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
-    dtype = layout = None
+    dtype = None
     if not isinstance(array, (Layout, Sharding)):
         # Not `array.sharding`, for which traced values raise.
         sharding = _jax.sharding_of(array)
@@ -131,14 +126,11 @@ def visualize(
             "visualize(layout, shape=(8, 8))."
         )
         raise LayoutError(msg)
-    if isinstance(array, (Layout, NamedSharding)):
-        layout = as_layout(array, len(shape))
-        layout.shard_shape(shape)  # says better than JAX what does not divide
-        array = layout.sharding
     shape = tuple(shape)
+    layout = Layout.of(array, len(shape))
+    layout.check(shape)  # says better than JAX what does not divide
     held: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-    for device, index in array.devices_indices_map(shape).items():
+    for device, index in layout.sharding.devices_indices_map(shape).items():
         part = (s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         held.append((int(device.id), tuple(part)))
-    [platform] = {device.platform for device in array.device_set}
-    return Shards(shape, dtype, layout, platform, tuple(held))
+    return Shards(shape, dtype, layout, tuple(held))

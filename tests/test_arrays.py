@@ -150,16 +150,6 @@ def test_match_inside_jit_keeps_how_a_dim_is_sharded(value, mesh):
     assert_lies(moved, mesh.layout("batch", "model"))
 
 
-def test_relayout_inside_jit_works_on_mixed_axis_types(value):
-    mesh = mesh_of("batch=2,model=4", axis_types=["explicit", "auto"])
-    x = ma.relayout(value, mesh.layout(None, None))
-    for specs in (("batch", "model"), (("batch", "model"), None), (None, "batch")):
-        layout = mesh.layout(*specs)
-        moved = jax.jit(lambda x, layout=layout: ma.relayout(x, layout))(x)
-        assert_lies(moved, layout)
-        assert same_bits(moved, value)
-
-
 def test_relayout_moves_between_memories(value):
     on_host = BATCH_8.layout("batch", None, memory_kind="pinned_host")
     x = ma.relayout(value, on_host)
