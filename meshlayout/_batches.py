@@ -86,11 +86,10 @@ def num_examples(batch: Batch) -> int:
         msg = "the batch has no array with a batch dim."
         raise StepError(msg)
     # Paths are only needed for the message: finding them takes longer than a step.
-    names = {
-        np.shape(leaf.value)[0]: leaf.path or "the batch"
-        for leaf in _paths.flatten(batch).leaves
-        if np.ndim(leaf.value)
-    }
+    names: dict[int, str] = {}
+    for leaf in _paths.flatten(batch).leaves:
+        if np.ndim(leaf.value):
+            names.setdefault(np.shape(leaf.value)[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
     msg = (
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "

@@ -108,12 +108,12 @@ def compute_average_loss(
 ) -> jax.Array:
     """Divides the sum of losses by the global batch size; 0 without examples.
 
-    Use this in your own step, or to port one from tf.distribute. In a program over the
-    whole batch this is the mean. In replica code (a function that a strategy runs, or
-    inside `jax.shard_map`) it is this replica's share: the shares of all replicas add
-    up to the mean over the global batch. Rows that pad a strategy's short batch add
-    nothing, not even to the gradient, and are not counted. Losses of more dims are
-    summed, as by `tf.nn.compute_average_loss`; average them first (`per_example`).
+    Use this to port a step from tf.distribute. In a program over the whole batch it is
+    the mean. In replica code (a function that a strategy runs, or in `jax.shard_map`)
+    it is this replica's share: those of all replicas add up to the mean over the global
+    batch. Rows that pad a strategy's short batch add nothing, not even to the gradient,
+    and are not counted. Losses of more dims are summed, as by tf.nn; average them first
+    with `per_example`.
 
     Args:
         per_example_loss: Losses of shape (batch,) or (batch, ...); summed in float32.

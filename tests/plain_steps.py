@@ -18,16 +18,7 @@ from meshlayout import _paths
 
 
 class PlainTrainStep:
-    """Trains an NNX model on one device.
-
-    Args:
-        state: The state to start from.
-        loss_fn: A function `(model, batch) -> (losses, outputs)`.
-        clip_norm: The largest norm of all gradients together.
-        ema: The decay of the parameters' moving average.
-        accumulate: The number of microbatches.
-        denominator: What the sum of losses is divided by, or the sum of the weights.
-        l2: The factor of the squares of all kernels.
+    """Trains an NNX model on one device, with a loss that returns losses and outputs.
 
     Attributes:
         params: The parameters, by path.

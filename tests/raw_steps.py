@@ -30,21 +30,13 @@ KINDS = ("full", "partial")
 
 @dataclass(frozen=True)
 class RawModel:
-    """A model, and what its examples look like.
+    """A model, and what its examples look like."""
 
-    Attributes:
-        make: Makes the NNX module; or, for Linen, the variables.
-        module: The Linen module, or None.
-        example_shape: Shape of one example; of tokens, (length,).
-        weights_shape: Shape of one example's weights: (), or (length,) for tokens.
-        keywords: What the model is called with besides.
-    """
-
-    make: Callable[[], Any]
-    module: nn.Module | None = None
-    example_shape: tuple[int, ...] = (8, 8, 1)
-    weights_shape: tuple[int, ...] = ()
-    keywords: tuple[tuple[str, Any], ...] = ()
+    make: Callable[[], Any]  # the NNX module; or, for Linen, the variables
+    module: nn.Module | None = None  # of Linen
+    example_shape: tuple[int, ...] = (8, 8, 1)  # of tokens, (length,)
+    weights_shape: tuple[int, ...] = ()  # of an example: (), or (length,) for tokens
+    keywords: tuple[tuple[str, Any], ...] = ()  # that the model is called with
 
     @property
     def reads_tokens(self) -> bool:
@@ -61,21 +53,13 @@ class RawModel:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of training, on the host.
+    """What came of training, on the host; arrays by path."""
 
-    Attributes:
-        losses: Of every step.
-        gradients: Of every step, by path.
-        params: After the last step, by path.
-        statistics: The model's other floats after the last step, by path.
-        metrics: Over all steps, by name.
-    """
-
-    losses: np.ndarray
-    gradients: list[dict[str, np.ndarray]]
-    params: dict[str, np.ndarray]
-    statistics: dict[str, np.ndarray]
-    metrics: dict[str, float]
+    losses: np.ndarray  # of every step
+    gradients: list[dict[str, np.ndarray]]  # of every step
+    params: dict[str, np.ndarray]  # after the last one
+    statistics: dict[str, np.ndarray]  # the model's other floats, likewise
+    metrics: dict[str, float]  # over all steps
 
 
 def with_values(shapes: Any) -> Any:
@@ -87,13 +71,11 @@ def with_values(shapes: Any) -> Any:
             return jax.random.key(0)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        noise = rng.normal(size=leaf.shape)
+        noise = 0.1 * rng.normal(size=leaf.shape)
         if len(leaf.shape) > 1:
-            noise = noise / np.sqrt(np.prod(leaf.shape[:-1]))
+            noise = 10 * noise / np.sqrt(np.prod(leaf.shape[:-1]))
         elif str(keys[-1].key) in ("scale", "var"):
-            noise = 1 + 0.1 * noise
-        else:
-            noise = 0.1 * noise
+            noise = 1 + noise
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(values, shapes)
@@ -246,14 +228,7 @@ def compiled(model: RawModel, loss: Callable[..., Any]) -> tuple[Any, Any, Any, 
 
 
 def train(model: RawModel, kind: str, loss: Callable[..., Any] = right_loss) -> Run:
-    """Trains in raw JAX.
-
-    Args:
-        model: The model.
-        kind: Which batches.
-        loss: A right loss, which is given the real rows alone; or a wrong one, which
-            is given the padding, too.
-    """
+    """Trains in raw JAX; a right loss is given the real rows alone, a wrong one all."""
     step, params, rest, opt_state = compiled(model, loss)
     losses, gradients, seen = [], [], []
     for number, batch in enumerate(batches_of(model, kind)):
@@ -341,20 +316,13 @@ class Tolerance:
     Sums in another order differ by some float32 roundings of 6e-8; after 20 steps by
     at most 1e-6 in values and 1e-5 in gradients, measured. The least of the wrong means
     below is off by 2e-3 in losses and by 1e-1 in gradients.
-
-    Attributes:
-        values: Losses and their means, and batch statistics.
-        params: Parameters after the last step.
-        gradients: Gradients of every step.
-        first_gradients: Gradients of the first step, at the same parameters.
-        accuracy: Accuracies; less than one example.
     """
 
-    values: float = 5e-6
-    params: float = 5e-6
-    gradients: float = 5e-5
-    first_gradients: float = 5e-5
-    accuracy: float = 1e-6
+    values: float = 5e-6  # losses and their means, and batch statistics
+    params: float = 5e-6  # after the last step
+    gradients: float = 5e-5  # of every step
+    first_gradients: float = 5e-5  # at the same parameters
+    accuracy: float = 1e-6  # less than one example
 
 
 SMOOTH = Tolerance()

@@ -389,23 +389,15 @@ def test_zeros_ones_and_full_are_those_of_jax(layout, dtype):
         assert same_bits(made, plain)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        pytest.param(
-            *(layout, dtype), marks=[pytest.mark.slow] * (number % 4 != 2 - is_short)
-        )
-        for number, layout in enumerate(CREATED)
-        for is_short, dtype in enumerate(["float32", "bfloat16"])
-    ],
-)
+@pytest.mark.parametrize("layout", CREATED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
     key = jax.random.key(7)
-    made = ma.normal(key, (16, 24), layout, dtype)
-    assert_lies(made, layout)
-    assert same_bits(made, jax.random.normal(key, (16, 24), dtype))
-    made = ma.uniform(key, (16, 24), layout, dtype, minval=-2, maxval=3)
-    assert same_bits(made, jax.random.uniform(key, (16, 24), dtype, -2, 3))
+    normal = ma.normal(key, (16, 24), layout, dtype)
+    assert_lies(normal, layout)
+    assert same_bits(normal, jax.random.normal(key, (16, 24), dtype))
+    uniform = ma.uniform(key, (16, 24), layout, dtype, minval=-2, maxval=3)
+    assert same_bits(uniform, jax.random.uniform(key, (16, 24), dtype, -2, 3))
 
 
 def test_keys_may_be_on_any_device():
@@ -564,11 +556,6 @@ BAD = {
         ),
         f"x f64[2]: {ALIKE} f32[3] (Layout([batch], Mesh(batch=8))).",
     ),
-    "parts of two structures": (
-        lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
-        "parts 0 and 7 have different structures: PyTreeDef({'x': *}) and "
-        "PyTreeDef({'y': *}).",
-    ),
     "replicas that differ": (
         lambda: ma.pack(
             [{"w": [1.0, 2.0]}] * 5 + [{"w": [1.0, 3.0]}] * 3,
@@ -587,10 +574,6 @@ BAD = {
     "a dim that does not divide, inside jit": (
         lambda: jax.jit(lambda x: ma.relayout({"w": x}, B))(jnp.ones((9, 3))),
         f"w f32[9, 3]: dim 0 has size 9, which {UNEVEN}",
-    ),
-    "no layout": (
-        lambda: ma.relayout({"w": jnp.ones(8)}, "batch"),
-        "w f32[8]: expected a Layout or a NamedSharding, got 'batch'.",
     ),
     "match that takes an axis twice": (
         lambda: ma.relayout(

@@ -191,19 +191,19 @@ REFUSED = {
     f"and barrier 'b' on process 0. {ORDER}",
     "barrier": "processes are at different calls: the call is barrier 'c' on process "
     f"1, and barrier 'b' on process 0. {ORDER}",
-    "path": "all_gather: the trees differ between processes: ['y'] is missing on process "
+    "path": "all_gather: the trees differ between processes: 'y' is missing on process "
     "1, and int on process 0; the structure is PyTreeDef({{'x': *}}) on process 1, and "
     "PyTreeDef({{'x': *, 'y': *}}) on process 0.",
-    "shape": "all_gather: the trees differ between processes: ['x'] is f32[3] on process "
+    "shape": "all_gather: the trees differ between processes: 'x' is f32[3] on process "
     "1, and f32[2] on process 0.",
-    "dtype": "all_gather: the trees differ between processes: ['x'] is f64[2] on process "
+    "dtype": "all_gather: the trees differ between processes: 'x' is f64[2] on process "
     "1, and f32[2] on process 0.",
     "kind": "all_gather: the trees differ between processes: the value is float on "
     "process 1, and int on process 0.",
     "containers": "all_gather: the trees differ between processes: the structure is "
     "PyTreeDef((*,)) on process 1, and PyTreeDef([*]) on process 0.",
     "same": "worked",
-    "value": "the configuration must be the same on all processes: ['lr'] is 1.1 on "
+    "value": "the configuration must be the same on all processes: 'lr' is 1.1 on "
     "process 1, and 0.1 on process 0.",
     "number": "the seed must be the same on all processes: the value is 1 on process "
     "1, and 0 on process 0.",
@@ -211,10 +211,10 @@ REFUSED = {
     "process 1, and f64[2] [0.0, 0.0] on process 0.",
     "large": "x must be the same on all processes: the value is f64[1000] (digest "
     "{}) on process 1, and f64[1000] (digest {}) on process 0.",
-    "many": "the configuration must be the same on all processes: ['a'] is 1 on process "
-    "1, and 0 on process 0; ['b'] is 1 on process 1, and 0 on process 0; ['c'] is 1 on "
+    "many": "the configuration must be the same on all processes: 'a' is 1 on process "
+    "1, and 0 on process 0; 'b' is 1 on process 1, and 0 on process 0; 'c' is 1 on "
     "process 1, and 0 on process 0; and 2 more differ.",
-    "replicated": "the params must be the same on all processes: ['w'] is f32[2] [1.0, "
+    "replicated": "the params must be the same on all processes: 'w' is f32[2] [1.0, "
     "1.0] on process 1, and f32[2] [0.0, 0.0] on process 0.",
 }
 

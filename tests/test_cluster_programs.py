@@ -271,7 +271,7 @@ def test_of_several_processes_the_one_that_differs_from_most_is_named():
         assert " on process 2, and f32[8, 3] " in process["rows"]
         assert " on processes 0-1,3; " in process["rows"]
         assert process["value"] == (
-            "ClusterError: the configuration must be the same on all processes: ['lr'] is "
+            "ClusterError: the configuration must be the same on all processes: 'lr' is "
             "1.1 on process 1, and 0.1 on processes 0,2-3."
         )
         if index in (1, 3):

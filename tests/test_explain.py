@@ -62,15 +62,6 @@ def test_large_leaves_that_stay_whole_are_named(mesh, tree):
     assert report.large_replicated == ("embed/embedding",)
 
 
-def test_a_good_map_has_nothing_to_note(mesh, tree):
-    rules = {
-        r"attention/kernel": (None, "model"),
-        r"embed": ("model", None),
-        r"head/kernel": ("batch", "model"),
-    }
-    assert ml.LayoutMap(mesh, rules).explain(tree).notes == []
-
-
 def test_text_and_html_tell_every_leaf(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     html = report._repr_html_()

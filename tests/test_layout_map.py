@@ -322,12 +322,11 @@ def test_arrays_that_are_where_the_map_says_or_on_no_mesh_have_no_note(mesh):
 
 
 def test_python_numbers_are_not_arrays_in_a_report(mesh):
-    tree = {"w": array(8, 8), "steps": 3, "rate": 0.5, "on": True}
+    tree = {"w": array(8, 8), "steps": 3, "on": True}
     report = ml.LayoutMap(mesh).explain(tree)
     assert "1 arrays, 256 B on each of 8 devices" in str(report)
-    assert str(report).count("(not an array)") == 3
-    assert report.bytes_per_device == report.replicated_bytes == 256
-    assert "steps" not in ml.LayoutMap(mesh).resolve(tree).to_lock()
+    assert str(report).count("(not an array)") == 2
+    assert "steps" not in report.to_lock()
 
 
 # Merging maps.
@@ -362,11 +361,6 @@ REFUSED = {
         lambda m: m.__setitem__(3, ("batch",)),
         "a pattern must be a string, and not empty, got 3. For every path, give the "
         "layout as default=.",
-    ),
-    "no regular expression": (
-        lambda m: m.__setitem__("a(b", ("batch",)),
-        "pattern='a(b' is not a regular expression: missing ), unterminated subpattern "
-        "at position 1.",
     ),
     "a pattern that is there": (
         lambda m: m.__setitem__("there", ("batch",)),
@@ -408,11 +402,6 @@ REFUSED = {
         "no rule has the pattern 'ther'. Did you mean 'there'? To find the layout of a "
         "path, use match(path, shape, dtype).",
     ),
-    "deleting a missing pattern": (
-        lambda m: m.__delitem__("x"),
-        "no rule has the pattern 'x'. To find the layout of a path, use match(path, "
-        "shape, dtype).",
-    ),
     "a bad option": (
         lambda m: ml.LayoutMap(m.mesh, conflict="frist"),
         "LayoutMap: conflict must be 'error' or 'first', got 'frist'. Did you mean "
@@ -422,19 +411,10 @@ REFUSED = {
         lambda m: ml.LayoutMap(m.mesh, default=("batch",), unmatched="error"),
         "default= is never used with unmatched='error'; give one of them.",
     ),
-    "pairs with a pattern twice": (
-        lambda m: ml.LayoutMap(m.mesh, [("a", ("batch",)), ("a", ("model",))]),
-        f"the map already has the pattern 'a', with Layout([batch], {MESH}). Delete it "
-        "first to change it.",
-    ),
     "logical axes on an unknown mesh axis": (
         lambda m: ml.LayoutMap(m.mesh, logical_axes={"mlp": "modle"}),
         f"logical_axes maps 'mlp' to 'modle', which is not an axis of {MESH}. Did you "
         "mean 'model'?",
-    ),
-    "a lock that is no text": (
-        lambda m: m.resolve({"x": 1}).check_lock(None),
-        "check_lock takes the text of to_lock(), got None.",
     ),
     "an activation inside shard_map": (
         lambda m: jax.jit(

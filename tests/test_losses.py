@@ -59,15 +59,10 @@ def test_a_replica_of_nothing_but_padding_gives_zero():
     np.testing.assert_array_equal(shares, [0.75, 0.0])
 
 
-def test_the_average_of_a_whole_batch_is_its_mean_on_any_mesh():
-    layout = ml.create_mesh({"batch": 8}).layout("batch")
-    average = jax.jit(losses.compute_average_loss)(ml.relayout(LOSSES, layout))
-    np.testing.assert_allclose(average, LOSSES.mean(), rtol=1e-6)
-
-
 PIXELS = RNG.normal(size=(4, 3)).astype("float32")
 FOUR = np.array([1.0, 0.0, 2.0, 1.0])
 AVERAGES = [
+    ((LOSSES,), LOSSES.mean()),
     # Losses of more dims are summed, as by tf.nn.
     ((PIXELS, FOUR), (PIXELS * FOUR[:, None]).sum() / 4),
     # In float32.
@@ -146,20 +141,22 @@ PADDED = np.where(MASK > 0, ROWS, np.float32(np.nan))
 ROW_WEIGHTS = np.where(MASK > 0, RNG.uniform(0, 2, size=12), np.nan).astype("float32")
 
 
-@pytest.mark.parametrize("dims", [(), (2,)])
+@pytest.mark.parametrize(
+    ("mask", "dims"), [(MASK, ()), (MASK, (2,)), (0 * MASK, ())], ids=str
+)
 @pytest.mark.parametrize("size", [None, 5])
 @pytest.mark.parametrize("weights", [None, ROW_WEIGHTS])
 def test_shares_of_a_padded_batch_add_up_to_its_average_on_one_device(
-    weights, size, dims
+    weights, size, mask, dims
 ):
     rows = PADDED.reshape(12, *[1] * len(dims)) * np.ones(dims, "float32")
     # The gradient is of each replica's own share, as run sums these.
     average = jax.value_and_grad(losses.compute_average_loss)
     arrays = (rows,) if weights is None else (rows, weights)
     shares, grads = in_replicas(
-        lambda rows, weights=None: average(rows, weights, size), MASK, *arrays
+        lambda rows, weights=None: average(rows, weights, size), mask, *arrays
     )
-    real = MASK > 0
+    real = mask > 0
     real_weights = None if weights is None else weights[real]
     expected, expected_grads = average(rows[real], real_weights, size)
     np.testing.assert_allclose(shares.sum(), expected, rtol=1e-6)
@@ -169,22 +166,13 @@ def test_shares_of_a_padded_batch_add_up_to_its_average_on_one_device(
     np.testing.assert_array_equal(grads[~real], 0)
 
 
-def test_a_batch_of_nothing_but_padding_has_the_average_zero():
-    shares, grads = in_replicas(
-        jax.value_and_grad(losses.compute_average_loss), 0 * MASK, PADDED
-    )
-    np.testing.assert_array_equal(shares, 0)
-    np.testing.assert_array_equal(grads, 0)
-
-
 def test_without_padding_the_average_is_over_the_replicas_rows():
-    shares = in_replicas(losses.compute_average_loss, None, ROWS)
-    np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
-    # Without padding it does not matter how many losses a row has.
-    shares = in_replicas(
-        lambda rows: losses.compute_average_loss(jnp.repeat(rows, 2)), None, ROWS
-    )
-    np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
+    for count in (1, 2):  # of losses in a row
+        shares = in_replicas(
+            lambda rows, count=count: losses.compute_average_loss(rows.repeat(count)),
+            *(None, ROWS),
+        )
+        np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
 
 
 def test_regularization_is_divided_by_the_strategys_replicas():

@@ -139,13 +139,6 @@ def test_a_single_array_of_parameters(mesh):
     assert resolved["0/count"].layout.is_fully_replicated
 
 
-def test_a_rule_that_an_exact_one_hides_is_still_no_rule_for_slots(mesh, params):
-    layouts = ml.LayoutMap(mesh, {**RULES, "kernel$": (None, "batch")})
-    state = jax.eval_shape(optax.adam(1e-3).init, params)
-    resolved = layouts.resolve(state, params=params)
-    assert str(resolved["0/mu/mu/kernel"].layout) == "[model, batch]"
-
-
 # In a tree that holds both, nobody has to say which parameters are meant.
 
 

@@ -416,7 +416,7 @@ MODELS = {
     "transformers Wav2Vec2": (wav2vec2, 0.73),
     "transformers ResNet": (transformers_resnet, 0.64),
     "flaxmodels ResNet18": (flaxmodels_resnet, 0.73),
-    "gemma": (google_gemma, 0.52),
+    "gemma": (google_gemma, 0.67),
     "haiku MLP": (haiku_mlp, 0.70),
     "haiku ResNet": (haiku_resnet, 0.70),
     "haiku MobileNetV1": (haiku_mobilenet, 0.66),
@@ -521,6 +521,14 @@ def test_a_published_model_computes_on_a_mesh_what_it_does_on_one_device(
     step = ml.compile_step(sgd_step(model, treedef))
     whole = sum(leaf.nbytes for leaf in leaves)
     per_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    if (name, rule) == ("transformers Wav2Vec2", "tensor_parallel"):
+        # The kernel of its grouped convolution is normalized on the way: refused, not
+        # wrong.
+        with pytest.raises(
+            ml.errors.StepError, match="XLA would multiply the gradient"
+        ):
+            step(leaves, batch)
+        return
     _, aux = step(leaves, batch)
     # Sums are split over the devices, and rounded in another order.
     assert float(aux["loss"]) == pytest.approx(expected_loss, rel=1e-5)

@@ -120,9 +120,6 @@ def test_tracing_a_model_changes_nothing_of_it(mesh_2x4):
     before = nnx.clone(model)
     tensor_parallel(mesh_2x4, model, jnp.ones((4, 8)))
     assert_same_bits(model, before)
-    model(jnp.ones((4, 8)))  # which does change statistics and random numbers
-    with pytest.raises(AssertionError):
-        assert_same_bits(model, before)
 
 
 class Depthwise(nn.Module):
@@ -845,22 +842,6 @@ def test_experts_on_devices_of_their_own_send_one_all_reduce_each_way():
 # With other rules.
 
 
-def test_fsdp_shards_what_tensor_parallelism_left(mesh_2x4):
-    build, forward = pytrees.llama()
-    layouts = ml.parallel.compose(
-        tensor_parallel(mesh_2x4, build, TOKENS, call=forward),
-        ml.parallel.fsdp(mesh_2x4, axes="batch", min_bytes=0),
-    )
-    tree = jax.eval_shape(build)
-    resolved = layouts.resolve(tree)
-    assert resolved["blocks/0/attn/q"].layout.specs == ("batch", "model")
-    # A table's features stay whole: both shard its rows.
-    assert resolved["embed"].layout.specs == (("model", "batch"), None)
-    assert resolved["norm"].layout.specs == ("batch",)
-    assert resolved.bytes_per_device < resolved.nbytes / 7.5
-    assert "columns; the results stay sharded" in str(layouts.explain(tree))
-
-
 def test_experts_and_matrices_inside_them_go_on_different_axes():
     mesh = ml.create_mesh({"batch": 2, "expert": 2, "model": 2})
     build, forward = pytrees.mixture(capacity=4)
@@ -877,7 +858,6 @@ def test_experts_and_matrices_inside_them_go_on_different_axes():
 
 
 BAD_CALLS = {
-    "mesh": lambda mesh, bad: tensor_parallel(bad, {"w": TOKENS}, TOKENS),
     "model": lambda mesh, bad: tensor_parallel(mesh, bad, IMAGES),
     "inputs": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), bad),
     "axis": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), IMAGES, bad),
@@ -885,7 +865,6 @@ BAD_CALLS = {
         mesh, mlp.LinenMLP(), IMAGES, call=_bad_call(bad)
     ),
     "expert axis": lambda mesh, bad: expert_parallel(mesh, bad, TOKENS, TOKENS),
-    "expert model": lambda mesh, bad: expert_parallel(mesh, "model", bad, IMAGES),
     "fsdp mesh": lambda mesh, bad: ml.parallel.fsdp(bad),
     "fsdp axes": lambda mesh, bad: ml.parallel.fsdp(mesh, axes=bad),
     "fsdp bytes": lambda mesh, bad: ml.parallel.fsdp(mesh, min_bytes=bad),
@@ -923,16 +902,6 @@ def test_messages_say_what_to_write(mesh_2x4):
         "tensor_parallel: axis 'batch' shards the rows of batches, and matrices sharded "
         "over it would gather all of them. Give an axis of another name, as of "
         'create_mesh({"batch": 2, "model": 4}).'
-    )
-    assert message(mlp.LinenMLP(), IMAGES, "modle") == (
-        "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?"
-    )
-    assert message(mlp.LinenMLP(), IMAGES, call=lambda model: 0) == (
-        "tensor_parallel: call is called as call(model, input_0), but takes (model)."
-    )
-    assert message(mlp.LinenMLP(), None) == (
-        "tensor_parallel: example_inputs holds no arrays, got (None,). Give arrays, or "
-        "jax.ShapeDtypeStruct(shape, dtype)."
     )
 
 

@@ -170,7 +170,8 @@ def _exchange(
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
     """Returns a text for each leaf of a tree by its path, and the tree's structure."""
     pairs = jax.tree.leaves_with_path(_on_host(tree))
-    texts = {jax.tree_util.keystr(p) or "the value": text(leaf) for p, leaf in pairs}
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    texts = {repr(name(p)) if p else "the value": text(leaf) for p, leaf in pairs}
     # Nodes of other libraries may show where they are in memory.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
     return {**texts, "the structure": structure}

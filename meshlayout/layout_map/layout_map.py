@@ -4,6 +4,7 @@
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
+import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -364,9 +365,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def _changed_options(self) -> dict[str, Any]:
         """Returns the arguments, besides mesh and rules, that are not the defaults."""
-        defaults = LayoutMap.__init__.__kwdefaults__ or {}
+        parameters = inspect.signature(LayoutMap).parameters.values()
+        options = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
         arguments = self._arguments()
-        return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
+        return {k: arguments[k] for k in options if arguments[k] != options[k]}
 
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:

@@ -230,7 +230,6 @@ class Resolver:
     ) -> tuple[Layout, OnUneven, str | None] | None:
         """Returns a rule's layout, policy and note; None if it has no opinion."""
         rule, function = parsed.rule, parsed.function
-        where = f"{array}: rule {parsed.pattern!r}"
         if function is not None:
             context = f"in the function of rule {parsed.pattern!r}, called for {array}"
             with _checks.noted(context):
@@ -238,7 +237,7 @@ class Resolver:
                     result = function(*array)
                 else:
                     result = function.extend(*array, layout)
-            rule = checked_rule(result, where)
+            rule = checked_rule(result, f"{array}: rule {parsed.pattern!r}")
             if rule.layout is None:
                 return None
         try:
@@ -250,7 +249,8 @@ class Resolver:
                 return None
             found = found.with_rank(len(array.shape))
         except LayoutError as error:
-            raise LayoutMapError(f"{where}: {error}") from None
+            msg = f"{array}: rule {parsed.pattern!r}: {error}"
+            raise LayoutMapError(msg) from None
         policy = rule.on_uneven or parsed.rule.on_uneven or self._options.on_uneven
         return found, policy, rule.note or parsed.rule.note
 

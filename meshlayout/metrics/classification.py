@@ -305,8 +305,7 @@ class Precision(_ClassShare):
 
     A division by 0 gives 0; a class that occurs neither among labels nor among
     predictions has the value NaN, and does not count in the mean over classes. For
-    other means, `sums` has a row for the hits, one for the positive predictions and one
-    for the positive labels, with a column per class.
+    other means, `sums` has the rows hits, predictions and labels, a column per class.
 
     Args:
         threshold: For two classes; 0.0 by default, for logits. Use 0.5 for

@@ -112,7 +112,7 @@ class Metrics(Mapping[str, Any]):
         *,
         outputs: Mapping[str, Any] | None,
         batch: Batch,
-        losses: Any = None,
+        losses: ArrayLike | None = None,
         weights: ArrayLike | None = None,
     ) -> "Metrics":
         """Returns the metrics with one step's batch added.
@@ -303,7 +303,7 @@ def _on_host(value: Leaf) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, np.ndarray) and value.size > 8:

@@ -58,7 +58,8 @@ def run_on_shards(
         values[var] = copy_to_mesh(_array(given.pop(var)), layout)
     for index, (out, target) in enumerate(zip(inner.outvars, targets, strict=True)):
         if isinstance(out, Literal):
-            results[index] = copy_to_mesh(_array(out.val, out.aval.dtype), target)
+            aval: Any = out.aval
+            results[index] = copy_to_mesh(_array(out.val, aval.dtype), target)
         elif out in given:
             results[index] = copy_to_mesh(_array(given[out]), target)
     # Neither the user's `disable_jit` nor a mesh that is set may change the programs.

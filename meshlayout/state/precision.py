@@ -1,7 +1,7 @@
 """The dtypes in which a step computes.
 
-Parameters stay in the dtype that they were built in, and are cast where they are used:
-a cast inside the differentiated function makes their gradients full precision again.
+Parameters keep their dtype, and are cast where they are used: inside the differentiated
+function, so that their gradients have full precision again.
 """
 
 import contextlib

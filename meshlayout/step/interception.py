@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from flax import linen as nn, nnx
 
-from meshlayout import _checks, _paths
+from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StepError
@@ -100,7 +100,7 @@ def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
 
 def _wrapper(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         proceed = original.__get__(self, type(self))
         # A subclass that calls super().__call__ has been intercepted already.
         if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
@@ -179,16 +179,6 @@ def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
 Remat: TypeAlias = str | Callable[..., Any]
 
 
-def check_remat(remat: Remat) -> None:
-    """Raises StepError if `remat=` is not a valid choice."""
-    if remat not in ("none", "blocks", "full") and not callable(remat):
-        msg = (
-            f"remat={_checks.shown(remat)} is none of 'none', 'blocks', 'full', or a "
-            "policy of jax.checkpoint_policies, for the blocks."
-        )
-        raise StepError(msg)
-
-
 class Rematting:
     """Recomputes submodules; an `Interceptor`. What is inside of one is not done twice.
 
@@ -204,8 +194,7 @@ class Rematting:
         if not self._paths:
             msg = (
                 "remat: the model has no blocks (numbered submodules, as 'layers/0', "
-                "that hold submodules with parameters). Use nnx.remat or nn.remat in "
-                "the model, or remat='full'."
+                "that hold submodules with parameters). Take remat='full'."
             )
             raise StepError(msg)
 

@@ -54,7 +54,7 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
             if blamed:
                 raise StepError(_refusal(eqn, blamed, meshes[0].shape))
 
-    def tell(index: int, sharding: Any) -> None:
+    def tell(index: int, sharding: object) -> None:
         shardings[index] = sharding
         waiting.discard(index)
         if not waiting:
@@ -76,7 +76,7 @@ def _is_kernel_gradient(eqn: Equation) -> bool:
     return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: Any) -> _Sharded:
+def _array(shape: tuple[int, ...], sharding: object) -> _Sharded:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
     return _Sharded(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])

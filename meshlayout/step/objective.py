@@ -6,9 +6,8 @@ regularizers, which do not depend on the batch. Parts stay one number per exampl
 as long as possible: to add up what is sharded takes a round of communication, and the
 compiler can combine it with that of the gradients only if nothing reads it before.
 
-Which metrics there are, and in which dtypes, is known when a step has been traced: a
-model may record losses. So a step measures its batch alone and merges that into the
-metrics of earlier batches, and what it is first given are empty ones of these shapes.
+Which metrics there are is known when a step has been traced: a model may record losses.
+So a step measures its batch alone, and what it is first given are empty metrics.
 """
 
 import inspect
@@ -19,6 +18,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,7 +33,6 @@ from meshlayout.step.interception import (
     Interceptor,
     Remat,
     Rematting,
-    check_remat,
     weight_mask,
 )
 from meshlayout.step.model_call import call_model
@@ -159,18 +158,19 @@ def _losses_and_outputs(
     loss_fn: Callable[..., Any], result: PyTree
 ) -> tuple[Any, dict[str, Any]]:
     """Returns losses and outputs from what a loss function returned."""
-    values, outputs = result, {}
-    if isinstance(result, tuple) and len(result) == 2:
-        values, outputs = result
-    dtype = getattr(values, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    if not is_float or not isinstance(outputs, Mapping):
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    values, outputs = result if is_pair else (result, {})
+    dtype = getattr(values, "dtype", np.void)
+    if not jnp.issubdtype(dtype, jnp.floating) or not isinstance(outputs, Mapping):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        what = _checks.type_text(result) if dtype is None else f"losses of {dtype}"
-        if isinstance(result, tuple):
-            what = f"a tuple of {', '.join(map(_checks.type_text, result))}"
-        raise StepError(f"{name} returned {what}; {_RETURNS}")
+        each = map(_text, result if isinstance(result, tuple) else [result])
+        raise StepError(f"{name} returned {' and '.join(each)}; {_RETURNS}")
     return values, dict(outputs)
+
+
+def _text(value: PyTree) -> str:
+    kind = getattr(value, "dtype", None)
+    return _checks.type_text(value) if kind is None else f"an array of {kind}"
 
 
 def _weighted_rows(
@@ -264,7 +264,10 @@ def make_loss(
     check_function("loss_fn", where, loss_fn)
     choices = get_args(losses.Denominator)
     _checks.choice("denominator", denominator, choices, error=LossError)
-    check_remat(remat)
+    if not callable(remat):
+        hint = "Or give one of jax.checkpoint_policies, for the blocks."
+        options: Any = {"hint": hint, "error": StepError}
+        _checks.choice("remat", remat, ("none", "blocks", "full"), **options)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
         msg = (
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
@@ -284,6 +287,6 @@ def make_loss(
             kind = "metrics" if name in users else "regularizers"
             msg = f"{kind}=: {name!r} is reported by the step; take another name."
             raise StepError(msg)
-    policy = parse_precision(precision)
-    options = loss_fn, policy, weights, denominator, penalties, users.empty()
-    return Loss(*options, remat, train)
+    policy, users = parse_precision(precision), users.empty()
+    basis = loss_fn, policy, weights, denominator, penalties, users
+    return Loss(*basis, remat, train)

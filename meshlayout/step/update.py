@@ -158,7 +158,7 @@ def _scanned(
     jaxpr, shapes = jax.make_jaxpr(part, return_shape=True)(*first)
     traced = jaxpr_as_fun(jaxpr)
 
-    def add(carry: Any, xs: Any) -> tuple[Any, Any]:
+    def add(carry: PyTree, xs: PyTree) -> tuple[Any, Any]:
         sums, before, metrics = carry
         rows, index, has_examples = xs
         results = traced(*jax.tree.leaves((before, rows, index)))
@@ -234,7 +234,7 @@ def _split(leaf: jax.Array, microbatches: Microbatches) -> jax.Array:
     return _jax.constrain(split, NamedSharding(rows.mesh, spec))
 
 
-def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
+def _constrained(x: jax.Array, sharding: object) -> jax.Array:
     if not isinstance(sharding, NamedSharding):
         return x
     return _jax.constrain(x, NamedSharding(sharding.mesh, sharding.spec))

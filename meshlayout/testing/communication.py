@@ -93,10 +93,11 @@ def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
             f"{len(args)} arguments."
         )
         raise VerificationError(msg)
+    step: Any = program
     if not is_lowered and not hasattr(program, "lower"):
-        program = compile_step(program)
-    if isinstance(program, StepInspection):
-        return program.communication(*args)
-    program = program if is_lowered else program.lower(*args)
-    is_compiled = not hasattr(program, "compile")
-    return read_communication(program if is_compiled else program.compile())
+        step = compile_step(program)
+    if isinstance(step, StepInspection):
+        return step.communication(*args)
+    lowered = step if is_lowered else step.lower(*args)
+    is_compiled = not hasattr(lowered, "compile")
+    return read_communication(lowered if is_compiled else lowered.compile())

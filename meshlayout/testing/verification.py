@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh, to_numpy
-from meshlayout.errors import MeshError, RecompileWarning
+from meshlayout.errors import MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
@@ -160,11 +159,7 @@ def verify(
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    step_on_one: Any = step
-    if isinstance(step, StateStep):
-        step_on_one = step.without_layouts()
-    elif isinstance(step, CompiledStep):
-        step_on_one = jax.jit(step.function, static_argnames=step.static_argnames)
+    step_on_one = _for_one_device(step)
     args_on_one, kwargs_on_one = _to_one_device((args, kwargs), one)
 
     def results(result: Any, state: PyTree) -> tuple[PyTree, dict[str, Leaf]]:
@@ -201,11 +196,11 @@ def verify(
         state, leaves = results(step(state, batch, *args, **kwargs), state)
         whole, expected = on_one(whole, _to_one_device(batch, one))
         moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
-        if leaves.keys() != expected.keys():
-            names = ", ".join(sorted(map(repr, leaves.keys() ^ expected.keys())))
+        if other := sorted(leaves.keys() ^ expected.keys()):
             msg = (
-                f"step {number}: the step returns {names} only on the mesh or only on "
-                "one device. Its results must not depend on the number of devices."
+                f"step {number}: the step returns {str(other)[1:-1]} only on the mesh "
+                "or only on one device. Its results must not depend on the number of "
+                "devices."
             )
             raise VerificationError(msg)
         differences = []
@@ -220,9 +215,8 @@ def verify(
                 differences.append(_compared(path, number, leaf, values, allowed))
         if any(difference.text for difference in differences):
             raise VerificationError(_message(mesh, differences))
-        for leaf in differences:
-            before = worst.setdefault(leaf.path, leaf)
-            worst[leaf.path] = max(before, leaf, key=lambda x: x.largest)
+        for x in differences:
+            worst[x.path] = max(worst.get(x.path, x), x, key=lambda x: x.largest)
     return Verification(mesh, num_steps, tuple(worst.values()))
 
 
@@ -352,15 +346,21 @@ _map_without_rules = functools.lru_cache(maxsize=8)(LayoutMap)
 @contextlib.contextmanager
 def _alone(mesh: Mesh) -> Iterator[None]:
     """Makes a mesh of one device the mesh in force, and leaves layout maps no rules."""
-    outer = _jax.concrete_mesh()
-    with contextlib.ExitStack() as stack:
-        if outer is not None:
-            stack.enter_context(jax.set_mesh(one_device_mesh(outer).jax_mesh))
-        # Without a rule, `constrain` leaves every value where it is.
-        stack.enter_context(activate(_map_without_rules(mesh)))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RecompileWarning)
+    outer, ambient = _jax.concrete_mesh(), contextlib.nullcontext()
+    if outer is not None:
+        ambient = jax.set_mesh(one_device_mesh(outer).jax_mesh)
+    # Without a rule, `constrain` leaves every value where it is.
+    with ambient, activate(_map_without_rules(mesh)):
         yield
+
+
+def _for_one_device(step: Any) -> Any:
+    """Returns a step that follows no layout map of its own."""
+    if isinstance(step, StateStep):
+        return step.without_layouts()
+    if isinstance(step, CompiledStep):
+        return jax.jit(step.function, static_argnames=step.static_argnames)
+    return step
 
 
 def _to_one_device(
