@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 from jax.extend.core import Literal
 
-from meshlayout import _checks, _jax, _jaxprs, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Equation, Leaf, PyTree
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, activate
@@ -77,7 +77,7 @@ def follow(
         texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in examples)
         named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
         tracing = _checks.noted(f"while {where} traces the model for inputs of {texts}")
-        with named, _jaxprs.short_sharding_errors, tracing:
+        with named, _jax.short_sharding_errors, tracing:
             tree, run = _as_function(model, inputs, call, where)
             shapes, rebuild = _split_arrays((tree, *inputs))
 

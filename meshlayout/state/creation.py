@@ -18,7 +18,7 @@ from flax import errors as flax_errors, nnx
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax, _jaxprs, _paths
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout._tracebacks import user_call
@@ -242,7 +242,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             # Without jit, its operations would not be fused, and have other bits.
             stack.enter_context(jax.disable_jit(disable=False))
             stack.enter_context(eager_sharding_off())
-            stack.enter_context(_jaxprs.short_sharding_errors)
+            stack.enter_context(_jax.short_sharding_errors)
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)

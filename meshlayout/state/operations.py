@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from meshlayout import _jax, _jaxprs
+from meshlayout import _jax
 from meshlayout._annotations import DType, Equation
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
@@ -195,7 +195,7 @@ def _program(
     def apply(*operands: jax.Array) -> list[jax.Array]:
         if primitive.name == "sharding_constraint":  # the layout map decides
             return list(operands)
-        results = _jaxprs.apply_operation(primitive, dict(params), context, operands)
+        results = _jax.apply_operation(primitive, dict(params), context, operands)
         if is_safe:
             return results
         # Without this, the compiler would shard the operation like its result.
