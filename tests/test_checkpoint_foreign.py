@@ -151,15 +151,6 @@ def test_what_is_no_array_is_refused_by_name():
 # What is wanted.
 
 
-def test_dims_that_cannot_be_turned_are_refused():
-    state = {"w": values((6, 3))}
-    load = functools.partial(error_of, checkpoint.load_arrays, state)
-    for dims, problem in (((1, 0, 2), "(1, 0, 2)"), ((1, 2), "(1, 2)"), ("10", "'10'")):
-        message = load(state, transpose={"w": dims})
-        assert message.startswith(f"w f32[6, 3]: transpose= gives it {problem}: ")
-    assert "shape    w f32[6, 3]  w f32[3, 6]" in load(state, transpose={"w": (1, 0)})
-
-
 def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
     like = {"w": jnp.zeros((4, 4)), "head": jnp.ones((4, 8)), "key": jax.random.key(1)}
     layouts = ml.LayoutMap(mesh_2x4, {"head": (None, "model")})
@@ -629,13 +620,6 @@ def test_every_option_works_or_is_refused_in_a_sentence(saved, name, option):
 # What a state to restore may hold.
 
 
-def test_restoring_inside_jit_is_a_sentence(saved):
-    ck = ml.Checkpointer(saved / "own")
-    assert error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"]) == (
-        "like= is inside jit. Restore outside of it."
-    )
-
-
 def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
     key = jax.random.key(0, impl="rbg")
     saved = {"n": 2**70, "w": np.ones(3, ">f4"), "key": key}
@@ -656,9 +640,3 @@ def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
             )
         message = error_of(ck.restore, saved | {"key": jax.random.key(0)})
         assert "dtype    key key<fry>[]  key key<rbg>[]\n" in message
-
-
-def test_a_name_of_very_many_keys_is_a_sentence():
-    name = "a." * 1500 + "w"
-    message = error_of(checkpoint.load_arrays, {name: STATE["w"]}, None)
-    assert message.endswith("... has more than 200 keys.")

@@ -296,9 +296,6 @@ FIX = "with the dataset's map or filter."
 MISSING = f"has rows that are None. Fill them in, or leave them out, {FIX}"
 WRONG_COLUMNS = {
     "missing": ([None, 2] * 4, MISSING),
-    "missing floats": ([None, 2.5] * 4, MISSING),
-    "missing in lists": ([[1, None], [2, 3]] * 4, MISSING),
-    "missing floats in lists": ([[1.5, None], [2.5, 3.5]] * 4, MISSING),
     "missing floats in structures": (
         [{"a": None}, {"a": 2.5}] * 4,
         MISSING,
@@ -311,10 +308,6 @@ WRONG_COLUMNS = {
     "ragged inside": (
         [[[1], [2, 3]]] * 8,
         f"is ragged: items differ in shape. Pad or crop them to one, {FIX}",
-    ),
-    "structures": (
-        [[{"a": 1}, {"a": 2}]] * 8,
-        f"is a list of structures. Make arrays of their fields {FIX}",
     ),
 }
 

@@ -1,7 +1,6 @@
 """What a user is promised of input, sentence by sentence, as a stranger would try it."""
 
 import time
-import tomllib
 
 import numpy as np
 import optax
@@ -9,7 +8,6 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from tests.processes import ROOT
 from tests.tfds_directory import tiny_directory
 
 
@@ -150,18 +148,6 @@ def test_shuffle_is_a_seed(mesh, directory, place):
 
 # "tensorflow-datasets is a plain dependency again; from_tfds says within ten seconds,
 # and in one sentence with `make data` and `data_dir` ..."
-
-
-def test_dependencies_are_plain_or_belong_to_extras():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    plain = " ".join(project["dependencies"])
-    assert "tensorflow-datasets" in plain
-    assert "importlib_resources" in plain
-    assert "pillow" in plain
-    extras = project["optional-dependencies"]
-    assert "tfds" not in extras
-    assert "cloudpickle" not in plain
-    assert all("cloudpickle" in " ".join(extras[name]) for name in ("data", "ray"))
 
 
 @pytest.mark.parametrize("name", ["cifar10", "fashon_mnist", "mnist:9.9.9"])

@@ -129,18 +129,6 @@ def test_a_damaged_directory_is_an_error_that_names_it(copied, damage, reason):
     )
 
 
-def test_a_directory_in_tensorflows_format_is_refused(copied):
-    info = copied / "dataset_info.json"
-    info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(DataError) as error:
-        load_dataset("mnist", copied.parent.parent)
-    assert str(error.value) == (
-        f"the dataset in {copied} is prepared as tfrecord, which only TensorFlow "
-        "reads. Prepare it as array_record in another directory with `python -m "
-        "models.prepare_data --dataset mnist --data-dir DIR`."
-    )
-
-
 # Names
 
 
@@ -354,16 +342,3 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
 
 
 # The command line of `make data`
-
-
-def test_preparing_without_internet_and_apt_says_both(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_data, "unreachable", lambda builder: "it is away")
-    monkeypatch.setattr(prepare_data.shutil, "which", lambda name: None)
-    monkeypatch.setattr(prepare_data, "INSTALLED_FILES", tmp_path / "none")
-    status = prepare_data.main(["--data-dir", str(tmp_path)])
-    assert status == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "it is away; taking Debian's package dataset-fashion-mnist.",
-        "python -m models.prepare_data: fashion_mnist cannot be prepared: it is away, "
-        "and there is no apt-get here to download Debian's package with.",
-    ]

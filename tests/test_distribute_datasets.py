@@ -131,14 +131,6 @@ def test_batches_on_the_devices_and_other_datasets_are_sources(two):
     )
 
 
-def test_a_dataset_says_what_it_yields():
-    source = (np.zeros((9, 3), np.float32), {"y": np.zeros(9, np.uint8)})
-    data = mirrored(4).distribute_dataset(source, 8)
-    assert (len(data), data.global_batch_size) == (2, 8)
-    found = [(x.shape, x.dtype) for x in jax.tree.leaves(data.element_spec)]
-    assert found == [((8, 3), np.float32), ((8,), np.uint8)]
-
-
 def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):
     source = np.arange(14, dtype=np.int32)
 

@@ -29,16 +29,6 @@ def test_every_option_has_a_section_with_code_that_runs(capsys):
     assert "waited" in capsys.readouterr().out  # the report
 
 
-def test_the_table_links_to_the_sections():
-    anchors = {title.lower().replace(" ", "-") for title, _ in SECTIONS}
-    linked = set(re.findall(r"\]\(#([\w-]+)\)", PAGE))
-    assert linked == anchors - {"resuming"}
-
-
-def test_the_guide_is_on_the_site():
-    assert "guides/input_options.md" in (ROOT / "mkdocs.yml").read_text()
-
-
 def decode(row):
     return {"x": np.full(4, row, np.float32), "y": np.int32(row % 10)}
 

@@ -128,13 +128,6 @@ def initial():
 
 
 @pytest.mark.slow
-def test_blocks_begin_as_their_shortcuts(initial):
-    for path, scale in by_path(initial).items():
-        if path.endswith("scale"):
-            np.testing.assert_array_equal(scale, 0 if "norm3" in path else 1, path)
-
-
-@pytest.mark.slow
 def test_initial_values_have_the_variances_of_the_field(initial):
     for path, kernel in by_path(initial).items():
         if kernel.ndim == 4:
@@ -270,35 +263,6 @@ def step_on_one_device(batch):
     return float(loss), grads, by_path(model, nnx.BatchStat)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        pytest.param("DATA_PARALLEL", marks=pytest.mark.slow),
-        pytest.param("MODEL_PARALLEL", marks=pytest.mark.slow),
-        pytest.param("FSDP", marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_on_a_mesh_is_the_step_on_one_device(
-    rules, batch, step_on_one_device, mesh_2x4
-):
-    loss, grads, statistics = step_on_one_device
-    layouts = ml.LayoutMap(mesh_2x4, getattr(resnet, rules))
-    state = ml.TrainState.create(narrow, optax.sgd(1.0), layouts)
-    before = by_path(state.model)
-    before = {path: np.asarray(leaf) for path, leaf in before.items()}
-    rows = ml.relayout(batch, mesh_2x4.layout("batch", ...))
-    state, metrics = ml.make_train_step(losses_of)(state, rows)
-    # Sums are split over the devices, and rounded in another order.
-    assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-5)
-    after = by_path(state.model)
-    assert after.keys() == grads.keys()
-    for path, grad in grads.items():
-        np.testing.assert_allclose(before[path] - after[path], grad, atol=2e-5)
-    running = by_path(state.model, nnx.BatchStat)
-    for path, statistic in statistics.items():
-        np.testing.assert_allclose(running[path], statistic, atol=1e-5)
-
-
 # On the replicas of a strategy.
 
 
@@ -343,22 +307,6 @@ def test_replicas_with_synchronized_norms_take_the_step_of_one_device(
     strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     step = mirrored_step(strategy, batch, synchronized=True)
     assert_same_step(step, step_on_one_device)
-
-
-@pytest.mark.slow
-def test_replicas_normalize_their_own_images_otherwise(batch):
-    """The mean of what one device does with each half of the batch."""
-    halves = []
-    for half in (slice(0, 4), slice(4, 8)):
-        model = narrow()
-        rows = {name: x[half] for name, x in batch.items()}
-        loss, grads = nnx.jit(nnx.value_and_grad(mean_loss))(model, rows)
-        flat = nnx.to_flat_state(grads)
-        grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
-        halves.append((float(loss), grads, by_path(model, nnx.BatchStat)))
-    expected = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
-    strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert_same_step(mirrored_step(strategy, batch, synchronized=False), expected)
 
 
 def test_synchronized_norms_are_for_replicas_until_they_are_undone():

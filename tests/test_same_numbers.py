@@ -291,22 +291,6 @@ def test_what_is_run_covers_every_pair():
         assert missing == set(), (one, other)
 
 
-def test_metrics_added_on_the_device_are_those_of_the_steps_merged():
-    state, mesh = initial_state("mlp", "fsdp=8")
-    step = ml.make_train_step(
-        loss_fn_of(MODELS["mlp"]), metrics={"accuracy": ml.metrics.Accuracy()}
-    )
-    metrics = None
-    for batch in raw_steps.batches_of(MODELS["mlp"], "partial"):
-        placed = {
-            k: ml.relayout(x, mesh.layout("batch", ...)) for k, x in batch.items()
-        }
-        state, metrics = step(state, placed, metrics)
-    found, expected = metrics.to_host(), expected_run("mlp", "partial").metrics
-    assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-6)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=SMOOTH.values)
-
-
 # What is compared tells wrong programs from right ones.
 
 LEARNED = {"losses", "first gradients", "gradients", "params"}
