@@ -288,13 +288,6 @@ def test_copy_to_mesh_copies(value, layout):
         assert same_bits(copy, value)
 
 
-def test_a_copy_outlives_its_source(value):
-    x = ma.relayout(value, LAYOUTS[2])
-    copy = ma.copy_to_mesh(x, LAYOUTS[2])
-    x.delete()
-    assert same_bits(copy, value)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fetch_layout_is_the_layout_it_was_placed_with(value, layout):
     tree = {"a": ma.relayout(value, layout), "b": None}
@@ -404,34 +397,6 @@ def test_creators_work_inside_jit_and_on_explicit_axes():
     layout = BATCH_8.layout("batch", None)
     made = jax.jit(lambda key: ma.normal(key, (8, 8), layout))(jax.random.key(0))
     assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
-
-
-def test_created_arrays_have_gradients():
-    layout = BATCH_8.layout("batch", None)
-    x = jnp.linspace(0.0, 1.0, 32).reshape(8, 4)
-    grad = jax.grad(lambda v: ma.call_with_layout(jnp.sin, layout, v).sum())(x)
-    np.testing.assert_allclose(grad, np.cos(x), rtol=1e-6)
-    assert jax.grad(lambda s: ma.full((8, 4), s, layout).sum())(2.0) == 32
-    key = jax.random.key(0)
-    grad = jax.grad(lambda s: ma.uniform(key, (8, 4), layout, maxval=s).sum())(3.0)
-    np.testing.assert_allclose(grad, jax.random.uniform(key, (8, 4)).sum(), rtol=1e-6)
-
-
-def test_creating_the_same_again_compiles_nothing(caplog):
-    layout = MESH_4X2.layout("batch", "model")
-
-    def everything(value):
-        ma.zeros((16, 32), layout)
-        ma.full((16, 32), value, layout)
-        ma.normal(jax.random.key(3), (16, 32), layout)
-        ma.arange(64, layout=MESH_4X2.layout("batch"))
-        ma.call_with_layout(jnp.eye, layout, 16)
-
-    everything(1.0)
-    with jax.log_compiles():
-        caplog.clear()
-        everything(2.0)
-    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
 
 
 @pytest.mark.parametrize("name", ["zeros", "normal", "uniform", "arange"])

@@ -47,18 +47,6 @@ def fitted(mesh, data, **options):
     return np.asarray(trainer.state.params["kernel"]).tolist()
 
 
-# "steps_per_epoch of the Trainer does just that"
-
-
-def test_steps_per_epoch_of_the_trainer_does_just_that(mesh):
-    def data():
-        return ml.distribute_dataset({"x": X, "y": Y}, mesh, global_batch_size=8)
-
-    # Ten steps over all rows, twice.
-    expected = fitted(mesh, data(), epochs=2)
-    assert fitted(mesh, data(), epochs=5, steps_per_epoch=2) == expected
-
-
 # "It takes pandas DataFrames and Series (anything with __array__) and lists, and says
 # which entry is wrong and of what type."
 

@@ -15,6 +15,7 @@ from flax import nnx
 import meshlayout as ml
 from models import resnet
 from models.resnet import Bottleneck, LinenResNet50, ResNet50, synchronize_norms
+from tests.test_models_more import by_path, path_text
 
 
 # As torchvision states for its weights ResNet50_Weights.IMAGENET1K_V1: "num_params",
@@ -27,16 +28,6 @@ SIBLINGS = {(3, 4, 23, 3): 44_549_160, (3, 8, 36, 3): 60_192_808}
 NARROW = {"num_classes": 10, "width": 8, "depths": (1, 1)}
 RULES = ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP")
 PHOTO = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
-
-
-def path_text(keys):
-    return "/".join(str(getattr(key, "key", key)) for key in keys)
-
-
-def by_path(model, kind=nnx.Param):
-    """Path -> array, of an NNX model's variables of one kind."""
-    flat = nnx.to_flat_state(nnx.state(model, kind))
-    return {path_text(path): variable[...] for path, variable in flat}
 
 
 @functools.cache

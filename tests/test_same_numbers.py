@@ -305,17 +305,10 @@ def test_a_denominator_that_counts_padding_is_found(name):
     assert {*found["partial"]} >= LEARNED
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        raw_steps.mean_of_microbatch_means,
-        pytest.param(raw_steps.mean_of_shards, marks=pytest.mark.slow),
-    ],
-)
-def test_an_average_of_averages_is_found(loss):
+def test_an_average_of_averages_is_found():
     found = {
         kind: disagreements(
-            raw_steps.train(MODELS["mlp"], kind, loss),
+            raw_steps.train(MODELS["mlp"], kind, raw_steps.mean_of_microbatch_means),
             expected_run("mlp", kind),
             KINKED,  # even so
         )
@@ -336,17 +329,11 @@ def normalized():
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [
-        pytest.param("full", raw_steps.mean_of_shards, marks=pytest.mark.slow),
-        ("partial", raw_steps.padded_statistics),
-    ],
-)
-def test_batch_statistics_of_shards_and_of_padding_are_found(kind, loss):
+def test_batch_statistics_of_padding_are_found():
     model = RawModel(normalized, example_shape=(6, 6, 1))
     wrong, expected = (
-        raw_steps.train(model, kind, one) for one in (loss, raw_steps.right_loss)
+        raw_steps.train(model, "partial", loss)
+        for loss in (raw_steps.padded_statistics, raw_steps.right_loss)
     )
     found = disagreements(wrong, expected, KINKED)
     assert {*found} >= LEARNED | {"statistics"}
