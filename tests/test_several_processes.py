@@ -454,6 +454,10 @@ def errors_are_those_of_all(run):
         "replicas": message(lambda: ml.pack(replicas, whole, verify=True)),
         "batch": message(lambda: _step_on_other_batches(mesh)),
     }
+    # JAX's own reason, and the shape of this process's first part, differ.
+    reason = found["to some"].index("Mesh(own=2)): ") + len("Mesh(own=2)): ")
+    found["to some"] = found["to some"][:reason]
+    found["shapes"] = found["shapes"].partition("]: ")[2]
     if own.local_devices:
         assert ml.to_numpy(of_first).tolist() == list(range(16))
     else:
@@ -632,12 +636,12 @@ def test_several_processes_do_what_one_does(request, name, count):
 def test_what_cannot_be_done_on_several_processes_is_said(two):
     found = two[1][0]["errors_are_those_of_all"]["of several"]
     words = {
-        "differs": "'a i64[4]' is i64[4] [1, 1, 1, 1] on process 1, and i64[4] [0, 0, ",
+        "differs": "a i64[4]'] is i64[4] [1, 1, 1, 1] on process 1, and i64[4] [0, 0, ",
         "to some": "i32[16]: JAX cannot move it to Layout([own], Mesh(own=2)): ",
         "from some": "'an array on devices of other processes' on process 1, and i32[16]",
         "shapes": "part 0 of process 0 has f32[1], and part 0 of process 1 has f32[2]",
         "replicas": "replicas of shard (0,) must be alike: part 0 of process 0 ",
-        "batch": "must be the same on all processes: 'label i32[8]' is i32[8] (digest ",
+        "batch": "an array that goes to devices of all processes must be the same on all ",
     }
     assert found.keys() == words.keys()
     for name, text in found.items():

@@ -48,7 +48,7 @@ from meshlayout.data.agreement import Agreement
 from meshlayout.data.plan import DataPlan
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
-from meshlayout.step.placement import check_batch
+from meshlayout.step.state_step import check_batch
 
 
 if TYPE_CHECKING:
