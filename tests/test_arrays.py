@@ -269,14 +269,6 @@ def test_pack_takes_one_tree_per_device():
     assert same_bits(ma.unpack(packed)[5]["x"], np.full((2, 3), 5, np.int32))
 
 
-def test_pack_takes_parts_on_other_devices_and_trusts_the_caller(value):
-    part = jax.device_put(value, jax.devices()[7])
-    packed = ma.pack([part] * 8, BATCH_8.layout(...), verify=True)
-    assert_lies(packed, BATCH_8.layout(None, None))
-    packed = ma.pack([[float(at)] for at in range(8)], BATCH_8.layout(None))
-    assert [float(part[0]) for part in ma.unpack(packed)] == list(range(8))
-
-
 # copy_to_mesh, fetch_layout, check_layout, to_numpy
 
 
@@ -301,14 +293,6 @@ def test_fetch_layout_knows_single_devices_and_abstract_arrays(value):
         (8,), np.float32, sharding=BATCH_8.layout("batch").sharding
     )
     assert ma.fetch_layout(struct) == BATCH_8.layout("batch")
-
-
-def test_fetch_layout_works_inside_jit_on_explicit_axes(value):
-    seen = []
-    x = ma.relayout(value, EXPLICIT.layout("batch", None))
-    with jax.set_mesh(EXPLICIT.jax_mesh):
-        jax.jit(lambda x: seen.append(ma.fetch_layout(x * 2)))(x)
-    assert seen == [EXPLICIT.layout("batch", None)]
 
 
 def test_check_layout_compares_by_meaning(value):

@@ -477,12 +477,9 @@ def test_steps_that_do_not_exist_are_refused(ck):
 
 
 def test_what_a_checkpointer_is_given_is_checked(tmp_path):
-    for options, message in (
-        ({"keep": 0}, "keep must be a positive integer, got 0."),
-        ({"every": 2.5}, "every must be a positive integer, got 2.5."),
-        ({"best": "loss"}, "best must be ('val_accuracy', 'max') or such, got 'loss'."),
-    ):
-        assert error_of(Checkpointer, tmp_path, **options) == message
+    assert error_of(Checkpointer, tmp_path, best="loss") == (
+        "best must be ('val_accuracy', 'max') or such, got 'loss'."
+    )
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         message = functools.partial(error_of, ck.save, 1, {"x": 1})
         assert message(metrics={"acuracy": 1}) == (

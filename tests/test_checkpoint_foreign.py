@@ -136,13 +136,7 @@ def test_what_is_no_array_is_refused_by_name():
     assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
         "the mapping: a.w is {1, 2}, which is neither an array nor a number."
     )
-    assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
-        "the mapping: two arrays have the path 'a.w'."
-    )
-    for empty in ({}, None, [values(2)]):
-        assert error_of(load, empty, like).startswith(
-            "the mapping holds no arrays by name: it is "
-        )
+    assert error_of(load, {}, like).startswith("the mapping holds no arrays by name: ")
     assert error_of(load, {"a": values(2), "a.b": values(2)}, None) == (
         "'a/b': one name is the beginning of another. Change rename=."
     )

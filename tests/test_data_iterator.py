@@ -115,14 +115,6 @@ def test_epochs_may_have_no_end(source, remainder):
         assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
 
 
-@pytest.mark.parametrize("source", [columns(12), examples(12)])
-def test_the_next_iteration_has_the_next_epochs(source):
-    options = {"shuffle": 0} if isinstance(source, dict) else {}
-    whole = distributed(source, epochs=4, **options)
-    parts = distributed(source, **options)
-    assert [*itertools.chain(*(rows_of(parts) for _ in range(4)))] == rows_of(whole)
-
-
 # Sources that can be read once
 
 

@@ -130,14 +130,6 @@ def test_a_rule_on_the_slot_alone_overrides(mesh, params):
     assert str(resolved["0/nu/trace"].layout) == "[unsharded, model]"
 
 
-def test_a_single_array_of_parameters(mesh):
-    params = array(8, 4)
-    state = jax.eval_shape(optax.adam(1e-3).init, params)
-    resolved = ml.LayoutMap(mesh, default=("model", ...)).resolve(state, params=params)
-    assert str(resolved["0/mu"].layout) == "[model, unsharded]"
-    assert resolved["0/count"].layout.is_fully_replicated
-
-
 # In a tree that holds both, nobody has to say which parameters are meant.
 
 
