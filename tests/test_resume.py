@@ -197,8 +197,7 @@ def test_a_run_begins_in_no_directory_of_another_one(count, tmp_path):
         trainer = Counting()
         assert error_of(trainer.count, ONES[:count], ck) == (
             f"fit begins at step 0, but {tmp_path} holds steps of another run, up to "
-            f"{count}: resume=True would later resume from there, not from this run. "
-            "Give resume=True to resume from there now, or save to another directory."
+            f"{count}. Give resume=True to resume from there, or save to another directory."
         )
         assert (trainer.position.step, trainer.state) == (0, {"count": 0})
         assert trainer.count(ONES * 2, ck, resume=True) == (6, 6 - count)
@@ -209,8 +208,8 @@ def test_a_run_begins_in_no_directory_of_another_one(count, tmp_path):
 def test_resuming_needs_a_checkpoint_of_a_trainer(tmp_path):
     resume = functools.partial(Counting().count, ONES, resume=True)
     assert message_of(resume, None) == (
-        "fit(resume=True) needs a Checkpoint among the callbacks, from whose directory "
-        "it resumes. Add ml.callbacks.Checkpoint(checkpointer)."
+        "fit(resume=True) needs a Checkpoint among the callbacks, to resume from: "
+        "ml.callbacks.Checkpoint(checkpointer)."
     )
     with ml.Checkpointer(tmp_path) as ck:
         ck.save(3, {"count": np.zeros(())})
@@ -292,7 +291,7 @@ def test_what_callbacks_know_comes_along(mesh, tmp_path):
         trainer.state, trainer.history = create_state(mesh), ml.History()
         callbacks = [
             ml.callbacks.Log(tmp_path / f"{name}.csv"),
-            ml.callbacks.Log(tmp_path / f"{name}.jsonl", every=1),
+            ml.callbacks.Log(tmp_path / f"{name}.jsonl"),
             ml.callbacks.EarlyStopping("row", patience=2),  # stays as it is
         ]
         callbacks += [] if until is None else [InterruptAt(until)]
@@ -312,5 +311,4 @@ def test_what_callbacks_know_comes_along(mesh, tmp_path):
     for kind in ("csv", "jsonl"):
         files = (tmp_path / f"{x}.{kind}" for x in ("cut", "whole"))
         cut, whole = (file.read_text().splitlines() for file in files)
-        # A step that is repeated after a resume is written again.
-        assert [*dict.fromkeys(cut)] == [*dict.fromkeys(whole)] != []
+        assert cut == whole != []

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from meshlayout import _checks, _render
+from meshlayout import _render
 from meshlayout._render.curves import Curves
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import did_you_mean
 
 
 class History(Mapping[str, list[Any]]):
@@ -44,10 +44,6 @@ class History(Mapping[str, list[Any]]):
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Adds an epoch, by its number from 1, and its values by name."""
-        epoch = _checks.count("epoch", epoch, where="History.add")
-        if not isinstance(logs, Mapping):
-            msg = "History.add: logs must be a dict from names to values, got"
-            raise MeshLayoutError(f"{msg} {_checks.shown(logs)}.")
         # A name that is new in this epoch gets NaN for the epochs before it.
         for name in logs:
             self._values.setdefault(name, [math.nan] * len(self.epochs))

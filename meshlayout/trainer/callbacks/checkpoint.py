@@ -21,13 +21,7 @@ from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import (
-    Callback,
-    Logs,
-    Trainer,
-    is_due,
-    scalars,
-)
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scalars
 from meshlayout.trainer.epochs import TrainerInput
 
 
@@ -38,10 +32,9 @@ _METRICS = "epoch_metrics"
 class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and at preemption.
 
-    A checkpoint holds the state and the position in the data. Its metadata has the
-    epoch, the epoch's values (`"logs"`) if it is over, and whatever else
-    `fit(resume=True)` needs, such as the history; the metrics of the epoch so far are a
-    tree of their own. `checkpointer.restore(like=state)` restores the state alone.
+    A checkpoint holds the state, the position in the data, and as metadata the epoch,
+    its values (`"logs"`) if it is over, and what else `fit(resume=True)` needs.
+    `checkpointer.restore(like=state)` restores the state alone.
 
     If the checkpointer has `every=`, too, a save happens when both are due. If it has
     `best=`, the end of every epoch is saved, due or not; one that was stopped and not
@@ -56,7 +49,7 @@ class Checkpoint(Callback):
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        if isinstance(checkpointer, type) or not hasattr(checkpointer, "save"):
+        if not isinstance(checkpointer, Checkpointer):
             msg = "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got"
             raise MeshLayoutError(f"{msg} {_checks.shown(checkpointer)}.")
         if every != "epoch":
@@ -77,16 +70,18 @@ class Checkpoint(Callback):
         if later:
             msg = (
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
-                f"steps of another run, up to {later[-1]}: resume=True would later "
-                "resume from there, not from this run. Give resume=True to resume from "
-                "there now, or save to another directory."
+                f"steps of another run, up to {later[-1]}. Give resume=True to resume "
+                "from there, or save to another directory."
             )
             raise CheckpointError(msg)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
-        if self._every != "epoch" and is_due(trainer, int(self._every)):
-            self._save(trainer, metrics)
+        # With `steps_per_call`, the multiple need not be the call's last step.
+        if self._every != "epoch":
+            every = int(self._every)
+            if step // every > (step - trainer.steps_in_call) // every:
+                self._save(trainer, metrics)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
@@ -120,24 +115,20 @@ class Checkpoint(Callback):
             # Stopped in its first epoch, without validation: no history has the name.
             measured.setdefault(self._best, math.nan)
 
-        def metadata() -> dict[str, Any]:
-            counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
-            notes = {
-                "place": place,
-                "is_end": is_end,
-                "stopped": trainer.stopped,
-                "batch_rows": source.size,
-                "position": {name: getattr(trainer.position, name) for name in counts},
-                "history": {"epochs": history.epochs, "values": history.to_dict()},
-            }
-            ends = {"logs": logs} if is_end else {}
-            return {"epoch": trainer.position.epoch, "resume": notes, **ends}
-
+        counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
+        notes = {
+            "place": place,
+            "is_end": is_end,
+            "stopped": trainer.stopped,
+            "position": {name: getattr(trainer.position, name) for name in counts},
+            "history": {"epochs": history.epochs, "values": history.to_dict()},
+        }
+        metadata = {"epoch": trainer.position.epoch, "resume": notes}
         if self.checkpointer.save(
             step,
             trainer.state,
             data=data,
-            metadata=metadata,
+            metadata={**metadata, **({"logs": logs} if is_end else {})},
             metrics=measured or None,
             force=force,
             _beside={_METRICS: metrics} if jax.tree.leaves(metrics) else None,
@@ -153,10 +144,8 @@ class Checkpoint(Callback):
         abstract: list[Any] = []  # the state and the metrics after a step
 
         def read(saved: SavedStep) -> tuple[SavedStep, Any, Metrics | None]:
-            notes = _notes(saved)
+            is_end = _notes(saved)["is_end"]
             if not abstract:  # else an older checkpoint is tried
-                # Padded as before, so that the same program computes the same bits.
-                source.size = notes["batch_rows"]
                 batch, count = source.first_batch(), trainer._steps.group_size
                 batches = batch if count == 1 else [batch] * count
                 result = trainer.train_step(trainer.state, batches, None)
@@ -166,7 +155,7 @@ class Checkpoint(Callback):
             if _METRICS in saved.facts["items"]:
                 metrics = saved.load(Request(like=metrics), _METRICS)
             state = saved.load(Request(like=state))
-            return saved, state, None if notes["is_end"] else metrics
+            return saved, state, None if is_end else metrics
 
         checkpointer = self.checkpointer
         try:
@@ -207,8 +196,9 @@ def _notes(saved: SavedStep) -> Mapping[str, Any]:
 
 
 def _abstract(leaf: Leaf) -> Any:
+    # Only a leaf's type and layout are kept: its array may be large.
     if not isinstance(leaf, jax.Array):
         return leaf
-    weak = getattr(leaf, "weak_type", False)
-    kind = leaf.shape, leaf.dtype
-    return jax.ShapeDtypeStruct(*kind, sharding=leaf.sharding, weak_type=weak)
+    kind = jax.typeof(leaf)
+    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
