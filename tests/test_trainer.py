@@ -135,7 +135,7 @@ def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
     np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
     measured = trainer.evaluate(lambda: iter(batches))["loss"]
     np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
-    said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
+    said = "a batch of 6 rows does not divide into 4 shards: every device computes the whole batch."
     assert [record.getMessage() for record in caplog.records].count(said) == 1
 
 
@@ -723,8 +723,8 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     expected = quiet_fit(whole, first, validation_data=last, **options)
     assert found.to_dict() == expected.to_dict()
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
-        "fit: validation_split= holds out rows of arrays. With batches, or validation "
-        "data of your own, give validation_data= alone."
+        "fit: validation_split= holds out rows of arrays, and takes the place of "
+        "validation_data=."
     )
 
 

@@ -61,7 +61,7 @@ _END: Any = object()
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is, in numbers that the host knows without asking the device."""
+    """How far training is, as the host knows without asking the device."""
 
     epoch: int = 0  # the current one, from 1
     last_epoch: int = 0  # of this `fit`
@@ -78,6 +78,7 @@ class PlacedBatch:
 
     batch: Batch
     num_examples: int  # without padding that was added here
+    is_odd: bool = False  # whether a program is compiled for its size
 
 
 class TrainerInput:
@@ -108,6 +109,9 @@ class TrainerInput:
         self._layout, self._key = _batch_layout(trainer.state), trainer._steps.weights
         if batch_size is not None or labels is not None or is_columns(data):
             rows = rows_of(where, name, data, labels, batch_size)
+            weights = get_weights(data if labels is None else (data, labels), self._key)
+            if weights is not None:  # negative ones are refused
+                check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
         if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
             msg = f"{name} must be an iterable of batches, or a function that returns"
@@ -116,7 +120,7 @@ class TrainerInput:
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
-        self.size = 0  # rows of the first batch
+        self._size = 0  # rows of the first batch
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
@@ -147,7 +151,6 @@ class TrainerInput:
                 what = f"{name} of {self._name}"
                 _log.warning("%s has no rows, or only rows of weight 0: left out", what)
                 continue
-            self.size = self.size or num_examples(placed.batch)
             group.append(placed)
             if len(group) == size:
                 yield group
@@ -204,14 +207,14 @@ class TrainerInput:
         check_batch(batch, self._key)
         weights, rows = weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            self._trainer._tell(
-                f"examples are weighted by {self._key!r} of their batch."
-            )
+            sentence = f"examples are weighted by {self._key!r} of their batch."
+            self._trainer._tell(sentence)
         # With weights of 0 gradients are 0, but momentum and weight decay would still
         # move the parameters.
         if not rows or (self._marks and weights is not None and not np.any(weights)):
             return None
-        return PlacedBatch(self._on_mesh(batch), rows)
+        self._size = self._size or rows
+        return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self._size)
 
     def _on_mesh(self, batch: Batch) -> Batch:
         if self._layout is None:
@@ -221,7 +224,7 @@ class TrainerInput:
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
                 f"a batch of {rows} rows does not divide into {num_row_shards(layout)} "
-                "shards, and cannot be padded: every device computes the whole batch."
+                "shards: every device computes the whole batch."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.
@@ -255,8 +258,7 @@ class TrainerInput:
         plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
 
-    # Positions. Data resumes by `set_state` if its iterator has that; other data is
-    # read up to the place.
+    # Positions.
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -268,17 +270,13 @@ class TrainerInput:
         for batch in self._begin():
             self._num_given, placed = self._num_given + 1, self._placed(batch)
             if placed is not None:
-                self.size = num_examples(placed.batch)
                 return placed.batch
         raise CheckpointError(f"{self._name} yielded no batch to resume with.")
 
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
-        """Goes to a place from which the rest of an epoch is read, or the next one.
-
-        `positions` are those of the processes' iterators; None if none was saved.
-        """
+        """Goes to a place, by the processes' iterators' positions if they were saved."""
         self.is_resumed = self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()

@@ -1,7 +1,7 @@
 """`History`: the metrics of a trainer's epochs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,20 +83,19 @@ class History(Mapping[str, list[Any]]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        if not self.epochs:
-            return "History(no epochs)"
-        return _render.text_table(*self._table(), notes=self._notes())
+        return (
+            self._rendered(_render.text_table) if self.epochs else "History(no epochs)"
+        )
 
     def _repr_html_(self) -> str:
-        return _render.html_table(*self._table(), notes=self._notes())
+        return self._rendered(_render.html_table)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str]:
+    def _rendered(self, render: Callable[..., str]) -> str:
         columns = [map(value_text, values) for values in self._values.values()]
         rows = [list(row) for row in zip(map(str, self.epochs), *columns, strict=True)]
-        return ["epoch", *self._values], rows, "r" * (1 + len(columns))
-
-    def _notes(self) -> list[str]:
-        return [f"stopped: {self.stopped}"] if self.stopped else []
+        notes = [f"stopped: {self.stopped}"] if self.stopped else []
+        names = ["epoch", *self._values]
+        return render(names, rows, "r" * len(names), notes=notes)
 
 
 def value_text(value: float | np.ndarray) -> str:

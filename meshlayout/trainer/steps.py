@@ -22,10 +22,7 @@ PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
 
 
 class TrainerSteps:
-    """A trainer's train, eval and predict steps; each compiles at its first call.
-
-    A call of the train step takes `group_size` batches, whose weights are at `weights`.
-    """
+    """A trainer's steps, for batches of weights at `weights`, `group_size` in a call."""
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.adapters.arrays import is_columns
@@ -224,11 +223,8 @@ class Trainer:
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         if validation_split is not None:
             if validation_data is not None or not is_columns(train):
-                msg = (
-                    "fit: validation_split= holds out rows of arrays. With batches, or"
-                )
-                hint = "validation data of your own, give validation_data= alone."
-                raise MeshLayoutError(f"{msg} {hint}")
+                msg = "fit: validation_split= holds out rows of arrays, and takes the"
+                raise MeshLayoutError(f"{msg} place of validation_data=.")
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         source = TrainerInput(
@@ -243,12 +239,11 @@ class Trainer:
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
+            array = self.state.step
+            if isinstance(array, jax.Array) and array.is_deleted():
                 msg = "fit: the trainer's state is used up: a step reused its memory."
-                raise MeshLayoutError(
-                    f"{msg} Give it the state that the step returned."
-                )
-            step = int(self.state.step)  # waits, but nothing is running yet
+                raise MeshLayoutError(f"{msg} Give it the state that came of the step.")
+            step = int(array)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
@@ -339,21 +334,21 @@ class Trainer:
         self._notify("on_epoch_start", epoch)
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
             with _checks.noted(source.where):
-                self._train(group, source.size)
+                self._train(group)
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
             if self.stopped:
                 break
 
-    def _train(self, group: list[PlacedBatch], size: int) -> None:
+    def _train(self, group: list[PlacedBatch]) -> None:
         """Calls the train step on a group of batches."""
         position, count = self.position, len(group)
         batches = [placed.batch for placed in group]
         rows = sum(placed.num_examples for placed in group)
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
-            # A short batch is a second program: advice to pad it would not help.
-            if any(num_examples(batch) != size for batch in batches):
+            # A short batch is a second program, of which the user knows.
+            if any(placed.is_odd for placed in group):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]

@@ -84,9 +84,8 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 class AsyncMetrics:
     """A queue of metrics, each of which is read once the device has computed it.
 
-    Values are computed from this process's copy, so that processes may read at
-    different times. With `in_step`, because something is decided by them, all processes
-    read the same values after the same step: a fixed number of calls later.
+    Processes may read at different times. With `in_step`, because something is decided
+    by the values, all read them after the same step: a fixed number of calls later.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:

@@ -7,7 +7,6 @@ come from the checkpoint, where the metrics of the epoch are a tree beside the s
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -114,7 +113,6 @@ class Checkpoint(Callback):
         if is_end and self._best is not None and trainer.stopped:
             # Stopped in its first epoch, without validation: no history has the name.
             measured.setdefault(self._best, math.nan)
-
         counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
         notes = {
             "place": place,
@@ -138,13 +136,15 @@ class Checkpoint(Callback):
     def resume(self, trainer: Trainer, source: TrainerInput) -> Metrics | None:
         """Restores a trainer from the newest intact checkpoint, if there is one.
 
-        Returns the metrics of the epoch so far; None if it is over. Raises
-        CheckpointError if the newest one cannot be resumed from, or all are damaged.
+        Returns the metrics of the epoch so far; None if it is over.
         """
         abstract: list[Any] = []  # the state and the metrics after a step
 
         def read(saved: SavedStep) -> tuple[SavedStep, Any, Metrics | None]:
-            is_end = _notes(saved)["is_end"]
+            if "place" not in (saved.facts["metadata"] or {}).get("resume", {}):
+                msg = f"{saved.path} holds a state, but not its position in the data."
+                hint = "Restore it with Checkpointer.restore."
+                raise CheckpointError(f"{msg} {hint}")
             if not abstract:  # else an older checkpoint is tried
                 batch, count = source.first_batch(), trainer._steps.group_size
                 batches = batch if count == 1 else [batch] * count
@@ -154,20 +154,15 @@ class Checkpoint(Callback):
             # A metric without arrays is what the first step returned.
             if _METRICS in saved.facts["items"]:
                 metrics = saved.load(Request(like=metrics), _METRICS)
-            state = saved.load(Request(like=state))
-            return saved, state, None if is_end else metrics
+            return saved, saved.load(Request(like=state)), metrics
 
         checkpointer = self.checkpointer
-        try:
-            newest = checkpointer.newest(lambda step: checkpointer.read(step, read))
-        except Exception as error:
-            if abstract:
-                error.add_note("The trainer's state is used up: make a new Trainer.")
-            raise
+        newest = checkpointer.newest(lambda step: checkpointer.read(step, read))
         if newest is None:
             return None
         saved, trainer.state, metrics = newest
-        notes, history, position = _notes(saved), trainer.history, trainer.position
+        notes = saved.facts["metadata"]["resume"]
+        history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
         history._restore(**notes["history"])
         trainer.position = replace(
@@ -177,22 +172,10 @@ class Checkpoint(Callback):
             step=saved.number,
             **notes["position"],
         )
-        if notes["is_end"]:
-            trainer.stopped = history.stopped = notes["stopped"]
-        return metrics
-
-
-def _notes(saved: SavedStep) -> Mapping[str, Any]:
-    """Returns the metadata to resume from."""
-    notes = (saved.facts["metadata"] or {}).get("resume", {})
-    if "place" not in notes:
-        msg = (
-            f"{saved.path} holds a state, but not its position in the data: it was "
-            "saved with Checkpointer.save. Restore it with Checkpointer.restore, or "
-            "resume from another directory."
-        )
-        raise CheckpointError(msg)
-    return notes
+        if not notes["is_end"]:
+            return metrics
+        trainer.stopped = history.stopped = notes["stopped"]
+        return None
 
 
 def _abstract(leaf: Leaf) -> Any:

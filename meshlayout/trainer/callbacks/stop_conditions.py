@@ -10,29 +10,12 @@ import jax
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._tracebacks import user_call
-from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.callback import (
-    AsyncMetrics,
-    Callback,
-    Logs,
-    Trainer,
-    scalars,
-)
+from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
 
 
 _log = logging.getLogger("meshlayout")
-
-
-def _measured(where: str, name: str, values: Logs) -> float:
-    """Returns a value that a callback watches, which must be a single number."""
-    numbers = scalars(values)
-    if name not in numbers:
-        names, near = ", ".join(map(repr, numbers)), did_you_mean(name, numbers)
-        msg = f"{where}: no number is named {name!r}, only {names or 'none'}.{near}"
-        raise MeshLayoutError(msg)
-    return numbers[name]
 
 
 class EarlyStopping(Callback):
@@ -79,18 +62,16 @@ class EarlyStopping(Callback):
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
-        _measured(type(self).__name__, self._monitor, logs)
-        best, self._best_epoch, bad_epochs = math.inf, 0, 0
-        epochs, values = trainer.history.epochs, trainer.history[self._monitor]
-        for number, value in [*zip(epochs, values, strict=True)][self._first :]:
-            bad_epochs += 1
+        best, self._best_epoch = math.inf, 0
+        for number, value in enumerate(trainer.history[self._monitor], 1):
+            score = value * self._sign
             # False for NaN, which thus counts as an epoch without improvement.
-            if value * self._sign < best - self._min_delta:
-                best, self._best_epoch, bad_epochs = value * self._sign, number, 0
-        if not bad_epochs and self._restore_best:
+            if number > self._first and score < best - self._min_delta:
+                best, self._best_epoch = score, number
+        if self._best_epoch == epoch and self._restore_best:
             # A copy, as the next step donates the state.
             self._weights = _map_states(_copied_weights, trainer.state)
-        if bad_epochs >= self._patience:
+        if epoch - max(self._best_epoch, self._first) >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
             never = "was not a number in any epoch"
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
@@ -153,13 +134,13 @@ class StopOnNaN(Callback):
         watched = Metrics({name: metrics.metric(name) for name in names})
         self._pending.add(trainer.position, watched)
         for position, values in self._pending.read():
-            # Another name, or one with dims, is refused at the end of the epoch.
+            # Another name is refused at the end of the epoch.
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
-            value = _measured("StopOnNaN", self._monitor, logs)
+            value = trainer.history[self._monitor][-1]
             self._check(trainer, trainer.position.step, value)
 
     def _check(self, trainer: Trainer, step: int, value: float) -> None:
