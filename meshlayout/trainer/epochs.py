@@ -207,11 +207,11 @@ class TrainerInput:
         check_batch(batch, self._key)
         weights, rows = weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            sentence = f"examples are weighted by {self._key!r} of their batch."
-            self._trainer._tell(sentence)
-        # With weights of 0 gradients are 0, but momentum and weight decay would still
-        # move the parameters.
-        if not rows or (self._marks and weights is not None and not np.any(weights)):
+            text = f"examples are weighted by {self._key!r} of their batch."
+            self._trainer._tell(text)
+            # Momentum and weight decay would still move the parameters.
+            rows = rows if np.any(weights) else 0
+        if not rows:
             return None
         self._size = self._size or rows
         return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self._size)
@@ -276,7 +276,7 @@ class TrainerInput:
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
-        """Goes to a place, by the processes' iterators' positions if they were saved."""
+        """Goes to a place; in data without saved positions by reading up to it."""
         self.is_resumed = self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()

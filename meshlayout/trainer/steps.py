@@ -22,7 +22,7 @@ PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
 
 
 class TrainerSteps:
-    """A trainer's steps, for batches of weights at `weights`, `group_size` in a call."""
+    """A trainer's steps, for `group_size` batches in a call, with `weights` as key."""
 
     def __init__(
         self,

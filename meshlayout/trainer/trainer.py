@@ -76,7 +76,7 @@ class Trainer:
         state: The state after the last finished step.
         history: The finished epochs of all calls of `fit`.
         position: How far training is; a `TrainingPosition`.
-        stopped: Why training stops before its last epoch; empty if it does not.
+        stopped: Why training ends before its last epoch; empty if it does not.
 
     Example:
         >>> import jax.numpy as jnp
@@ -165,11 +165,9 @@ class Trainer:
         """Trains for a number of epochs, or resumes an interrupted run.
 
         `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
-        dicts for a dict of arrays; `fit(batches, 5)` on batches.
-
-        Ctrl-C, and any error of the data or a callback, leaves in `state` the result of
-        the last finished step, and in `history` the finished epochs; another `fit`
-        continues from there.
+        dicts for a dict of arrays; `fit(batches, 5)` on batches. Ctrl-C, and any error
+        of the data or a callback, leaves in `state` the result of the last finished
+        step, and in `history` the finished epochs; another `fit` continues from there.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75,

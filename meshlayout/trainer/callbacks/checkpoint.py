@@ -76,11 +76,10 @@ class Checkpoint(Callback):
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
+        every = 0 if self._every == "epoch" else int(self._every)
         # With `steps_per_call`, the multiple need not be the call's last step.
-        if self._every != "epoch":
-            every = int(self._every)
-            if step // every > (step - trainer.steps_in_call) // every:
-                self._save(trainer, metrics)
+        if every and step // every > (step - trainer.steps_in_call) // every:
+            self._save(trainer, metrics)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""

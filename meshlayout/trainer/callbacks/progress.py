@@ -158,8 +158,7 @@ class Progress(Callback):
         while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
         line = f"{line}  ({', '.join(facts)})" if facts else line
-        short = line if len(line) <= width else f"{line[: width - 1]}…"
-        self._display.add_line(short)
+        self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
         if trainer.stopped:
             self._display.add_line(f"stopped: {trainer.stopped}")
 

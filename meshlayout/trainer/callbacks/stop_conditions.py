@@ -21,8 +21,7 @@ _log = logging.getLogger("meshlayout")
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
-    Use this with `validation_data`, so that training ends before it overfits. A run
-    that is resumed counts the epochs before its interruption, too.
+    A run that is resumed counts the epochs before its interruption, too.
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
