@@ -6,10 +6,11 @@ what is measured is the call. All are run in turn, window by window, in one proc
 the figures are medians over the windows, and ratios are medians of the ratios within
 a round.
 
-`python benchmarks/dispatch.py --train-step` prints CPU microseconds of a call of
-`make_train_step` and of `jax.jit` of the same function on the same pytrees, on one
-device, in many short windows in turn; and of loops that read the loss at each step. The
-times are the best of the windows, and ratios are medians of the ratios within a round.
+`python benchmarks/dispatch.py --train-step --devices 2` prints CPU microseconds of the
+calling thread for a call of `make_train_step`, of `compile_step` and of `jax.jit` of
+the same function on the same pytrees (a TrainState with its PRNG key, a batch,
+metrics), in many short windows in turn; and of loops that read the loss at each step.
+The times are the best of the windows, and ratios are medians of those within a round.
 """
 
 import argparse
@@ -117,9 +118,9 @@ class Sum(nnx.Module):
         return x * sum(weight[...] for weight in self.weights)
 
 
-def train_step_calls(size: int) -> dict[str, Callable[[], Any]]:
+def train_step_calls(size: int, devices: int) -> dict[str, Callable[[], Any]]:
     """Returns calls of a train step, and of `jax.jit` on the same pytrees."""
-    mesh = ml.create_mesh({"batch": 1})
+    mesh = ml.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
     batch = ml.arrays.zeros(8, mesh.layout("batch"))
     start = ml.TrainState.create(
         lambda: Sum(size), optax.adam(1e-3), ml.LayoutMap(mesh)
@@ -161,11 +162,14 @@ def train_step_calls(size: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def compare_train_steps() -> None:
+def compare_train_steps(devices: int) -> None:
     """Measures all ways in turn, and prints a table."""
+    print(
+        f"{devices} devices, jax {jax.__version__}, Python {platform.python_version()}"
+    )
     print("| parameters | way | CPU us a call | ratio |\n|---|---|---|---|")
     for size in (4, 70):
-        calls = train_step_calls(size)
+        calls = train_step_calls(size, devices)
         for call in calls.values():
             cpu_window(call)
         rounds = [
@@ -179,12 +183,14 @@ def compare_train_steps() -> None:
 
 
 def cpu_window(call: Callable[[], Any]) -> float:
-    """Returns CPU microseconds a call."""
+    """Returns CPU microseconds of this thread a call; waiting takes none."""
     jax.block_until_ready(call())
-    start = time.process_time()
-    for _ in range(100):
-        call()
-    return (time.process_time() - start) / 100 * 1e6
+    start = time.thread_time()
+    for index in range(96):
+        result = call()
+        if index % 8 == 7:
+            jax.block_until_ready(result)
+    return (time.thread_time() - start) / 96 * 1e6
 
 
 def main() -> None:
@@ -194,10 +200,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--train-step", action="store_true")
     options = parser.parse_args()
-    if options.train_step:
-        compare_train_steps()
-        return
     ml.virtual_devices(options.devices)
+    if options.train_step:
+        compare_train_steps(options.devices)
+        return
     ways = contestants(ml.create_mesh({"batch": options.devices}))
     for call, wait in ways.values():
         window(call, wait=wait)

@@ -120,6 +120,7 @@ def choice(
 ) -> T:
     """Returns a value that must be one of a few."""
     allowed = list(choices)
+    value = value.item() if isinstance(value, np.generic) else value
     for known in allowed:
         # By type as well: True == 1, and == on an array returns an array.
         if type(known) is type(value) and known == value:

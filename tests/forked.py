@@ -57,6 +57,9 @@ class Program:
             os.kill(self.pid, number)
 
 
+_starting = threading.Lock()
+
+
 @functools.cache
 def _server():
     """Starts the server; returns its process, and a list for the programs."""
@@ -93,13 +96,14 @@ def _server():
 
 def start(log, function, *args):
     """Starts a program that calls a function of a module with arguments of JSON."""
-    process, programs = _server()
-    name = f"{function.__module__}:{function.__name__}"
-    line = json.dumps([len(programs), str(log), name, args]) + "\n"
-    programs.append(Program(log))
-    process.stdin.write(line.encode())
-    process.stdin.flush()
-    return programs[-1]
+    name, program = f"{function.__module__}:{function.__name__}", Program(log)
+    with _starting:  # threads of a test start programs at the same time
+        process, programs = _server()
+        line = json.dumps([len(programs), str(log), name, args]) + "\n"
+        programs.append(program)
+        process.stdin.write(line.encode())
+        process.stdin.flush()
+    return program
 
 
 # In the programs.

@@ -181,7 +181,7 @@ def test_rows_that_do_not_divide_and_are_replicated_by_hand_are_told(caplog):
     five = jax.tree.map(lambda leaf: leaf[:5], DATA)
     batch = ml.relayout(five, mesh.layout(...))
     ml.make_train_step(loss_fn)(state_on(mesh), batch)
-    assert "the batch has 5 rows, which do not divide into 8 shards" in caplog.text
+    assert "so that all 8 devices compute all of its 5 rows" in caplog.text
 
 
 @pytest.mark.parametrize("axis", _batches.BATCH_AXES)

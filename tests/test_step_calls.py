@@ -117,42 +117,6 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     )
 
 
-def test_a_model_that_records_for_some_batches_alone_is_refused():
-    class Sometimes(Recording):
-        def __call__(self, x):
-            return super().__call__(x) if x.shape[0] > 8 else self.up(x)
-
-    mesh = ml.create_mesh({"batch": 8})
-    state = ml.TrainState.create(Sometimes, optax.sgd(0.1), ml.LayoutMap(mesh, {}))
-    step = ml.make_train_step(loss_fn, on_recompile="ignore")
-    x = jnp.ones((16, 2))
-    state, _ = step(state, ml.relayout({"x": x[:8]}, mesh.layout("batch", ...)))
-    with pytest.raises(ml.errors.StepError) as caught:
-        step(state, ml.relayout({"x": x}, mesh.layout("batch", ...)))
-    assert str(caught.value) == (
-        "Metrics of loss do not merge with Metrics of loss, data_loss, size. Start with "
-        "None, and pass on what the step returned."
-    )
-
-
-def test_metrics_with_other_settings_are_refused():
-    _, state, batch = make()
-    batch = {**batch, "label": jnp.zeros(8, "int32")}
-
-    def with_logits(model, batch):
-        logits = model(batch["x"])
-        return jnp.square(logits).mean(-1), {"logits": logits}
-
-    accuracies = (ml.metrics.Accuracy(), ml.metrics.Accuracy(top_k=2))
-    steps = [ml.make_train_step(with_logits, metrics={"a": x}) for x in accuracies]
-    state, metrics = steps[0](state, batch)
-    with pytest.raises(ml.errors.StepError) as caught:
-        steps[1](state, batch, metrics)
-    text = str(caught.value)
-    assert "Accuracy(predictions='logits', labels='label', top_k=2" in text
-    assert text.endswith("Start with None, and pass on what the step returned.")
-
-
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_used_up_state_is_named_even_if_it_was_never_read(devices):
     step, state, batch = make(devices)
@@ -229,18 +193,6 @@ def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(devices, kind):
                 step(make(devices)[1], batch)
         results.append(step(state, batches[kind])[1].to_host())
     assert results[0] == pytest.approx(results[1], rel=1e-5)
-
-
-def test_a_used_up_state_and_other_shapes_are_refused_for_the_state():
-    step, state, batch = make()
-    state, _ = step(state, batch)
-    assert int(state.step) == 1  # a state that was read
-    step(state, batch)
-    with (
-        pytest.warns(ml.errors.RecompileWarning, match="batch/x changed"),
-        pytest.raises(ml.errors.StepError, match="was used up by an earlier call"),
-    ):
-        step(state, {"x": jnp.ones((16, 2))})
 
 
 def test_a_batch_in_another_layout_is_named_by_the_call_that_is_given_it():

@@ -11,20 +11,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    ParamSpec,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -33,9 +25,8 @@ from meshlayout._tracebacks import show_user_frames, user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.step.inspection import StepInspection
+from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 from meshlayout.step.kernel_gradients import check_kernel_gradients
-from meshlayout.step.placement import layout_of, mesh_text
 
 
 P = ParamSpec("P")
@@ -116,10 +107,10 @@ class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
     """The arguments have another structure than those that the program is for."""
 
 
-class _Program:
+class _Jitted:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
-    def __init__(self, treedef: Any, layouts: list[Any]) -> None:
+    def __init__(self, treedef: PyTree, layouts: list[Any]) -> None:
         meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
         self.mesh: Any = next(meshes, None)
         # For what is on no mesh: it would come back on one, and be a recompilation.
@@ -185,7 +176,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         layouts: LayoutMap | None = None,
         donate: bool = True,
     ) -> None:
-        choices = get_args(OnRecompile)
+        choices = ("warn", "error", "ignore")
         _checks.choice("on_recompile", on_recompile, choices, error=StepError)
         if layouts is not None and not isinstance(layouts, LayoutMap):
             msg = f"layouts must be a LayoutMap, got {_checks.shown(layouts)}."
@@ -201,8 +192,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=names)
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._programs: dict[Any, _Jitted] = {}
+        self._last: _Jitted | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -256,7 +247,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._last = None
         return self(*args, **kwargs)
 
-    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Program, Any]:
+    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
         program = self._last = self._program(args, kwargs)
@@ -276,10 +267,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
-    ) -> _Program:
+    ) -> _Jitted:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Program(treedef, list(map(layout_of, leaves)))
+        program = _Jitted(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -308,13 +299,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.is_looked_at = False
 
-    def _traced(self, program: _Program | None, args: PyTree, kwargs: PyTree) -> Any:
+    def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         why, now = "", None
         agreement = contextlib.nullcontext(lambda facts: None)
         if program is None:
-            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+            program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
             if treedef != program.treedef:
                 raise _OtherProgram
@@ -330,16 +321,17 @@ class CompiledStep(StepInspection, Generic[P, R]):
             with agreement as compare:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
-                compare(functools.partial(self._facts, program, jaxpr))
+                compare(functools.partial(self._facts, program.arguments, jaxpr))
             result = self._inner(*args, **kwargs)
         if self._donates:
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
+            self._last = None  # what the next call is given may be on a mesh now
         return result
 
     @contextlib.contextmanager
-    def _agreement(self, program: _Program, why: str) -> Iterator[Any]:
+    def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
         """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
@@ -349,12 +341,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             counts.steps += program.is_shared
 
-    def _facts(self, program: _Program, jaxpr: Any) -> dict[str, str]:
+    def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
         """Returns what processes compare of a program."""
-        arguments = self._named(*program.arguments)
-        constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
-        arguments |= {f"constant {i}": value for i, value in enumerate(constants)}
-        return program_facts(arguments, str(jaxpr.jaxpr))
+        constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
+        named = {f"constant {index}": value for index, value in constants}
+        return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
@@ -387,31 +378,27 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 "apart at every call, and what it shares would be doubled."
             )
             raise StepError(msg)
-        owners: dict[int, list[str]] = {}
-        named = self._named(args, kwargs)
-        for name, leaf in named.items():
-            owners.setdefault(id(leaf), []).append(name)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
-        for names in owners.values():
-            leaf, fact = named[names[0]], ""
+        owners: dict[int, str] = {}
+        for name, leaf in self._named(args, kwargs).items():
+            msg, other = "", owners.setdefault(id(leaf), name)
             if _is_deleted(leaf):
-                fact = (
-                    "was used up by an earlier call of a step, which reuses the "
-                    "memory of its state. Continue with the state that the step "
-                    "returned."
+                msg = (
+                    f"{self.__name__}: {name!r} was used up by an earlier call of a "
+                    "step, which reuses the memory of its state. Continue with the "
+                    "state that the step returned."
                 )
-            elif isinstance(leaf, jax.Array) and id(leaf) in donated and names[1:]:
-                fact = (
-                    "are the same array, whose memory the step reuses. Copy one of "
-                    "them with jax.numpy.copy."
+            elif name != other and isinstance(leaf, jax.Array) and id(leaf) in donated:
+                msg = (
+                    f"{self.__name__}: {other!r} and {name!r} are the same array, "
+                    "whose memory the step reuses. Copy one with jax.numpy.copy."
                 )
-            if fact:
-                which = " and ".join(map(repr, names))
-                raise StepError(f"{self.__name__}: {which} {fact}") from None
+            if msg:
+                raise StepError(msg) from None
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(seen, now) for seen in self._seen), key=len)
+        changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
         change = [*changes, _SETTING][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
@@ -428,14 +415,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if layouts:
             treedef = jax.tree.structure((args, kwargs))
             texts = self._named(*treedef.unflatten(map(_layout_text, layouts)))
-        is_static = self.static_argnames.__contains__
-        return {
-            name: (
-                repr(x) if is_static(name.partition("/")[0]) else _type(x),
-                texts.get(name, ""),
-            )
-            for name, x in self._named(args, kwargs).items()
-        }
+
+        def text(name: str, leaf: Leaf) -> str:
+            if name.partition("/")[0] in self.static_argnames:
+                return repr(leaf)
+            return _render.array_text(jax.typeof(leaf).dtype, jax.typeof(leaf).shape)
+
+        named = self._named(args, kwargs)
+        return {name: (text(name, x), texts.get(name, "")) for name, x in named.items()}
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
@@ -453,14 +440,14 @@ def _is_deleted(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _placed(leaf: Leaf, layout: Any) -> Any:
+def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     """Returns a traced array with its layout, which only the program knows."""
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
 
-def _layout_now(leaf: Leaf, layout: Any) -> Any:
+def _layout_now(leaf: Leaf, layout: Sharding | None) -> Any:
     """Returns a layout, or None for an argument that came from no mesh."""
     is_on_mesh = isinstance(leaf, Tracer) and jax.typeof(leaf).sharding.mesh.axis_names
     return None if isinstance(layout, NamedSharding) and not is_on_mesh else layout
@@ -480,7 +467,7 @@ def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
     return jax.device_put(_jax.constrain(leaf, on_device), layout)
 
 
-def _key(layout: Any) -> Any:
+def _key(layout: Sharding | None) -> Any:
     """Returns a layout without `None` at the end of its spec, which means nothing."""
     if not isinstance(layout, NamedSharding):
         return layout
@@ -490,12 +477,7 @@ def _key(layout: Any) -> Any:
     return layout.mesh, *spec, layout.memory_kind
 
 
-def _type(leaf: Leaf) -> str:
-    kind = jax.typeof(leaf)
-    return _render.array_text(kind.dtype, kind.shape)
-
-
-def _layout_text(layout: Any) -> str:
+def _layout_text(layout: Sharding | None) -> str:
     if isinstance(layout, NamedSharding):
         return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
     return "no layout of its own" if layout is None else str(layout)

@@ -43,21 +43,8 @@ def make_eval_step(
     """Makes a compiled step that measures a model and changes nothing.
 
     The model is in evaluation mode: no dropout, running averages for batch statistics.
-
-    Args:
-        loss_fn: As for `make_train_step`; `train` is False.
-        metrics: What is measured besides the loss, by name.
-        regularizers: As for `make_train_step`; they count in the loss.
-        weights: As for `make_train_step`.
-        denominator: As for `make_train_step`.
-        precision: As for `make_train_step`.
-        layouts: The layout map that `constrain` follows in the model.
-        on_recompile: As for `compile_step`.
-
-    Raises:
-        StepError: If an option is wrong.
-        LossError: If the denominator is.
-        StateError: If the precision is.
+    All arguments are those of `make_train_step`; `loss_fn` receives `train=False`, and
+    penalties count in the loss.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -70,10 +57,9 @@ def make_eval_step(
         >>> def loss_fn(model, batch):
         ...     return jnp.square(model(batch["x"]) - batch["y"])
         >>> eval_step = make_eval_step(loss_fn)
-        >>> batch = {"x": jnp.zeros((8, 2)), "y": jnp.full((8, 1), 3.0)}
-        >>> metrics = eval_step(state, batch)
+        >>> metrics = eval_step(state, {"x": jnp.zeros((8, 2)), "y": jnp.ones((8, 1))})
         >>> float(metrics["loss"])
-        9.0
+        1.0
     """
     loss = make_loss(
         "make_eval_step",
@@ -101,22 +87,8 @@ class EvalStep(StateStep):
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> Metrics:
-        """Measures one batch.
-
-        Args:
-            state: The state.
-            batch: The global batch, as for a train step.
-            metrics: Metrics to add to; None starts with empty ones.
-
-        Raises:
-            StepError: If the state, the batch or the metrics do not fit, or if several
-                devices would all compute the same.
-            LossError: If what the loss function returns does not fit the batch.
-        """
+        """Measures one batch, added to metrics; raises as a train step does."""
         return self._run(state, batch, metrics)
-
-    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        return super()._placed(without_optimizer(state), batch)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         loss = self._loss
@@ -155,21 +127,16 @@ def make_predict_step(
     Args:
         predict_fn: A function of the model, in evaluation mode, and a batch.
         precision: As for `make_train_step`.
-        layouts: The layout map that `constrain` follows in the model.
+        layouts: As for `make_train_step`.
         on_recompile: As for `compile_step`.
-
-    Raises:
-        StepError: If `predict_fn` is not a function.
-        StateError: If the precision is wrong.
 
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
         >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}))
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = ml.TrainState.create(build, optax.sgd(0.1), layouts)
         >>> predict_step = make_predict_step(lambda model, x: model(x))
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
@@ -197,16 +164,8 @@ class PredictStep(StateStep):
         self._policy = policy
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        """Returns the model's predictions for a global batch.
-
-        Raises:
-            StepError: If the state or the batch does not fit, or if several devices
-                would all compute the same.
-        """
+        """Returns the model's predictions; raises StepError for what does not fit."""
         return self._run(state, batch, None)
-
-    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        return super()._placed(without_optimizer(state), batch)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function, policy = self._function, self._policy
@@ -219,8 +178,3 @@ class PredictStep(StateStep):
             ).result
 
         return CompiledStep(predict_step, donate=False, **self._options)
-
-
-def without_optimizer(state: TrainState) -> TrainState:
-    """Returns a state with only what a model's forward pass needs."""
-    return state.replace(opt_state=(), extra={})

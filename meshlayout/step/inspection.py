@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 import meshlayout
@@ -27,36 +28,19 @@ class StepMemory:
     arithmetic: shapes of shards times the sizes of their dtypes, without the padding
     that TPUs add to small arrays. Arguments that the program does not use count in
     neither.
-
-    Attributes:
-        parameter_bytes: The parameters, by their layouts.
-        optimizer_bytes: The optimizer's state, by its layouts.
-        other_state_bytes: The rest of the state, by its layouts; of a state that is no
-            `TrainState`, all of it.
-        batch_bytes: The batch, the metrics and other arguments, by their layouts.
-        host_bytes: Arguments in the host's memory, by their layouts; not in any of the
-            above, but among the measured ones of CPUs, whose memory it is.
-        gradient_bytes: The gradients, if all are held at once; part of the temporary
-            bytes.
-        argument_bytes: State, batch and metrics, measured.
-        output_bytes: What comes out, the donated state's memory included, measured.
-        donated_bytes: How much of the output takes the memory of arguments, measured.
-        temporary_bytes: What is held in between, measured: gradients, activations, and
-            what operations need for themselves.
-        code_bytes: The program itself, measured; 0 where it is in the host's memory.
     """
 
-    parameter_bytes: int
+    parameter_bytes: int  # this and the next five by the layouts
     optimizer_bytes: int
-    other_state_bytes: int
-    batch_bytes: int
-    host_bytes: int
-    gradient_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    donated_bytes: int
-    temporary_bytes: int
-    code_bytes: int
+    other_state_bytes: int  # or a state that is no `TrainState`
+    batch_bytes: int  # and the metrics, and other arguments
+    host_bytes: int  # arguments in the host's memory, which are in none of the above
+    gradient_bytes: int  # if all are held at once; part of the temporary bytes
+    argument_bytes: int  # this and the next ones measured
+    output_bytes: int  # the donated state's memory included
+    donated_bytes: int  # how much of the output takes the memory of arguments
+    temporary_bytes: int  # gradients, activations and the like
+    code_bytes: int  # the program itself; 0 where it is in the host's memory
 
     @property
     def activation_bytes(self) -> int:
@@ -81,6 +65,7 @@ class StepMemory:
         return _render.html_table(_HEADERS, self._rows(), "lrl")
 
     def _rows(self) -> list[list[str]]:
+        known = {"in host memory": self.host_bytes, "program": self.code_bytes}
         rows = [
             ("parameters", self.parameter_bytes, "by layouts"),
             ("optimizer", self.optimizer_bytes, "by layouts"),
@@ -95,11 +80,10 @@ class StepMemory:
             ("program", self.code_bytes, "measured"),
             ("peak", self.peak_bytes, "sum of measured"),
         ]
-        optional = {"in host memory", "program"}
         return [
             [name, _render.bytes_text(size), how]
             for name, size, how in rows
-            if size or name not in optional
+            if known.get(name, 1)
         ]
 
 
@@ -134,7 +118,7 @@ class StepInspection:
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
         """
         compiled: Any = self.lower(*args, **kwargs).compile()
-        state = _state_of(compiled)
+        state = compiled.args_info[0][0]
         leaves = _paths.flatten(state).leaves
         paths = [leaf.path.removeprefix("params/") for leaf in leaves]
         entries = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -157,7 +141,7 @@ class StepInspection:
         shardings = treedef.flatten_up_to(compiled.input_shardings)
         pairs = list(zip(infos, shardings, strict=True))
         # A program takes a state's arrays in the order of its fields.
-        state = _state_of(compiled)
+        state = compiled.args_info[0][0]
         is_state = isinstance(state, TrainState)
         fields = [state.params, state.opt_state] if is_state else [(), ()]
         params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
@@ -177,21 +161,29 @@ class StepInspection:
         )
 
 
-def _state_of(compiled: Any) -> Any:
-    """Returns the first argument of a program, with its shapes in place of arrays."""
-    args, _ = compiled.args_info
-    return args[0]
-
-
 def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:
-    return sum(_bytes(x, s) for x, s in pairs if s and _is_on_host(s) == on_host)
-
-
-def _bytes(x: Leaf, sharding: Sharding) -> int:
-    return math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
+    return sum(
+        math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
+        for x, sharding in pairs
+        if sharding and _is_on_host(sharding) == on_host
+    )
 
 
 def _is_on_host(sharding: Sharding) -> bool:
     kind = sharding.memory_kind or ""
     _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
     return "host" in kind and kind != default
+
+
+def layout_of(leaf: Leaf) -> Any:
+    """Returns the sharding of a leaf that is bound to one, else None."""
+    if isinstance(leaf, Tracer):  # the step is called inside another jit
+        return None
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+    """Returns the axes of a mesh as `"batch=2, model=4"`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

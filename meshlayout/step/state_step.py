@@ -1,73 +1,60 @@
-"""What train, eval and predict steps share: how they are called.
+"""What train, eval and predict steps share: how they are called, and with what.
 
-A call places the batch, looks up what is compiled for the state's mesh, and calls it.
-The first one on a mesh traces the step, and JAX keeps that trace for the call itself.
+A batch from the host is sharded over the batch axes of the state's mesh: every device
+would otherwise compute all of its rows, and nothing would say so. Then the function
+that is compiled for that mesh is called. The first call on a mesh traces it, for its
+empty metrics, and JAX keeps that trace for the call itself.
 """
 
 import copy
+import logging
+import math
+import re
+import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax
-from meshlayout._annotations import Batch
-from meshlayout._batches import marked_weights
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, Leaf
+from meshlayout._batches import (
+    BATCH_AXES,
+    batch_axes,
+    check_weights_key,
+    get_weights,
+    marked_weights,
+)
 from meshlayout._tracebacks import show_user_frames
+from meshlayout.arrays import relayout
+from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
+from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.train_state import ModelCode
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.inspection import StepInspection
-from meshlayout.step.placement import (
-    check_batch,
-    check_divided,
-    check_state,
-    note_weights,
-    place_batch,
-)
+from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 
 
-class _LastCall(NamedTuple):
-    """A call that took its state and batch as they are, and returned a state."""
-
-    compiled: CompiledStep[..., Any]
-    empty: Metrics | None
-    program: ModelCode
-    mesh: Any  # the sharding of the returned state's step number
-    extra: frozenset[str]  # the names of the state's extra arrays
-    batch: list[Any]  # the shardings of the batch
-
-    def is_like(self, state: TrainState, batch: Batch) -> bool:
-        """Returns, fast, whether the next call is the same but for its values."""
-        try:
-            return (
-                state.program is self.program
-                and state.step.sharding is self.mesh
-                and state.extra.keys() == self.extra
-                and [x.sharding for x in jax.tree.leaves(batch)] == self.batch
-            )
-        except (AttributeError, TypeError):  # NumPy arrays, tracers, another state
-            return False
+_log = logging.getLogger("meshlayout")
+# Loss functions whose weighted batches were told of, by a train or an eval step.
+_told: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 class StateStep(StepInspection):
     """A step of a train state and a batch, compiled at its first call.
 
-    Args:
-        function: The user's function.
-        weights: Where a batch carries its weights; None for a step that measures
-            nothing.
-        layouts: The layout map that `constrain` follows.
-        on_recompile: As for `compile_step`.
+    A step that measures nothing has no `weights`.
     """
 
     __name__: str
     _row_dim = 0  # of what a call takes
     _repeats = False  # whether calls are alike if states and batches are
-    _last: _LastCall | None = None
+    # What calls like the last one have in common, and what they call.
+    _last: tuple[Any, CompiledStep[..., Any], Metrics | None] | None = None
 
     def __init__(
         self,
@@ -77,10 +64,8 @@ class StateStep(StepInspection):
         on_recompile: OnRecompile,
     ) -> None:
         self._function, self.weights = function, weights
-        self._options: dict[str, Any] = {
-            "layouts": layouts,
-            "on_recompile": on_recompile,
-        }
+        options = {"layouts": layouts, "on_recompile": on_recompile}
+        self._options: dict[str, Any] = options
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.
@@ -105,58 +90,45 @@ class StateStep(StepInspection):
     ) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does.
 
-        Args:
-            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings, here
-                and in the batch.
-            batch: The global batch.
-            metrics: As for a call; a step that predicts takes none.
+        Arrays may be `jax.ShapeDtypeStruct` with shardings.
         """
-        compiled, args = self._call_of(state, batch, metrics)
+        compiled, args, _ = self._call_of(state, batch, metrics)
         return compiled.trace(*args)
 
     def _run(self, state: TrainState, batch: Batch, metrics: Metrics | None) -> Any:
         last = self._last
         try:
             # To look all up again would take Python longer than a small step.
-            if last is not None and last.is_like(state, batch):
+            if last is not None and last[0] == _signature(state, batch):
+                _, compiled, empty = last
                 if marked_weights:
                     check_batch(batch, self.weights)
-                metrics = last.empty if metrics is None else metrics
-                return last.compiled(state, batch, metrics)
-            compiled, args = self._call_of(state, batch, metrics)
+                return compiled(state, batch, empty if metrics is None else metrics)
+            compiled, args, empty = self._call_of(state, batch, metrics)
             result = compiled(*args)
             if self._repeats and args[0] is state and args[1] is batch:
-                self._last = self._repeatable(compiled, state, batch, result[0])
+                signature = _signature(result[0], batch)
+                self._last = None if signature is None else (signature, compiled, empty)
             return result
         except Exception as error:
             show_user_frames(error)
             raise
 
-    def _repeatable(
-        self,
-        compiled: CompiledStep[..., Any],
-        state: TrainState,
-        batch: Batch,
-        new: TrainState,
-    ) -> _LastCall | None:
-        empty = self._empty.get((self._key(state, batch), state.program))
-        rows = [getattr(x, "sharding", None) for x in jax.tree.leaves(batch)]
-        if empty is None or None in rows:  # inside another jit, or on the host
-            return None
-        extra = frozenset(state.extra)
-        return _LastCall(compiled, empty, state.program, new.step.sharding, extra, rows)
-
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> tuple[CompiledStep[..., Any], tuple[Any, ...]]:
-        """Returns what to call, and with what."""
-        check_state(self.__name__, state)
+    ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
+        """Returns what to call, with what, and the empty metrics."""
+        if type(state) is not TrainState:
+            article = "an" if self.__name__[0] in "aeiou" else "a"
+            words = f"{article} {self.__name__.replace('_', ' ')}"
+            msg = f"{words} takes a TrainState, and got {_checks.shown(state)}."
+            raise StepError(msg)
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
-            note_weights(self._function, batch, self.weights)
+            self._tell_of_weights(batch)
         program = key, state.program
         if program in self._empty:
             empty = self._empty[program]
@@ -165,8 +137,17 @@ class StateStep(StepInspection):
             if not isinstance(state.step, (jax.ShapeDtypeStruct, Tracer)):
                 self._empty[program] = empty
         if self.weights is None:
-            return compiled, (state, placed)
-        return compiled, (state, placed, empty if metrics is None else metrics)
+            return compiled, (state, placed), None
+        metrics = empty if metrics is None else metrics
+        return compiled, (state, placed, metrics), empty
+
+    def _tell_of_weights(self, batch: Batch) -> None:
+        """Logs once that a loss is weighted by weights that a batch on the host has."""
+        first = batch[0] if isinstance(batch, list) and batch else batch
+        weights = None if self.weights is None else get_weights(first, self.weights)
+        if isinstance(weights, np.ndarray) and self._function not in _told:
+            _told.add(self._function)
+            _log.warning("examples are weighted by %r of each batch.", self.weights)
 
     def _start(
         self, compiled: CompiledStep[..., Any], state: TrainState, batch: Batch
@@ -174,17 +155,14 @@ class StateStep(StepInspection):
         """Traces the step on a new mesh, and returns its empty metrics there."""
         args = (state, batch) if self.weights is None else (state, batch, None)
         traced = compiled.trace(*args)
-        check_divided(state, batch, lambda: traced.lower().as_text(), self._row_dim)
+        _check_divided(state, batch, lambda: traced.lower().as_text(), self._row_dim)
         if self.weights is None:
             return None
         out: Any = traced.out_info
         measured = out[1] if isinstance(out, tuple) else out
-        sharding = _jax.sharding_of(state.step)
+        sharding: Any = _jax.sharding_of(state.step)
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                measured,
-            )
+            return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
         empty = measured.empty()
         if sharding is None:  # inside another jit
             return empty
@@ -193,7 +171,8 @@ class StateStep(StepInspection):
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Returns the state and the batch as the compiled function takes them."""
         check_batch(batch, self.weights)
-        return state, place_batch(state, batch)
+        # What a forward pass needs; a step that trains takes all.
+        return state.replace(opt_state=(), extra={}), place_batch(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         """Returns what needs a compiled function of its own."""
@@ -203,3 +182,123 @@ class StateStep(StepInspection):
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
+
+
+def _signature(state: TrainState, batch: Batch) -> Any:
+    """Returns what calls that differ in values alone have in common; or None."""
+    try:
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(batch)]
+        return state.program, state.step.sharding, (*state.extra,), shardings
+    except (AttributeError, TypeError):  # NumPy arrays, tracers, another state
+        return None
+
+
+def check_batch(batch: Batch, key: str | int | None) -> None:
+    """Raises StepError if the weights of a batch are elsewhere, or not weights."""
+    if key is None:
+        return
+    check_weights_key(batch, key)
+    weights = get_weights(batch, key)
+    # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
+    on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
+    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
+        msg = (
+            f"the weights of a batch must be finite and not negative; {key!r} has "
+            f"values from {weights.min()} to {weights.max()}."
+        )
+        raise StepError(msg)
+
+
+def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Shards the rows, in a dim, of a batch from the host over the mesh's batch axes.
+
+    A batch with any array on a mesh is left as its owner has placed it.
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    if any(isinstance(leaf, Tracer) or layout_of(leaf) for leaf in leaves):
+        return batch
+    sharding = _jax.sharding_of(state.step)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return batch
+    mesh: Any = sharding.mesh
+    axes = batch_axes(mesh)
+    with_rows = [leaf for leaf in leaves if np.ndim(leaf) > dim]
+    if not axes or not with_rows:
+        return batch
+    _check_rows(mesh, axes, {np.shape(leaf)[dim] for leaf in with_rows})
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
+        placed = [leaf.update(sharding=sharding) for leaf in with_rows]
+    else:  # in one call, as processes compare what they place
+        placed = relayout(with_rows, Mesh(mesh).layout(*[None] * dim, axes, ...))
+    each = iter(placed)
+    return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
+
+
+def _check_rows(mesh: Any, axes: tuple[str, ...], sizes: set[int]) -> None:
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    for size in sorted(sizes):
+        if size % shards:
+            below = max(shards, size // shards * shards)
+            near = sorted({below, -(-size // shards) * shards})
+            msg = (
+                f"the batch has {size} rows, which do not divide into {shards} shards "
+                f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
+                "device would compute all of them. Pad or drop rows (sizes that "
+                f"divide: {' and '.join(map(str, near))}), or take "
+                "ml.distribute_dataset(source, mesh), which pads the last batch and "
+                "gives the padding weight 0."
+            )
+            raise StepError(msg)
+
+
+def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
+    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
+            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
+    return None
+
+
+def _check_divided(
+    state: TrainState, batch: Batch, text: Callable[[], str], dim: int
+) -> None:
+    """Raises StepError, before the first call on a mesh, if its devices do the same.
+
+    The program's text shows what is sharded inside it alone.
+    """
+    sharding = _jax.sharding_of(state.step)
+    leaves = jax.tree.leaves(batch)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    if is_traced or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return
+    mesh: Any = sharding.mesh
+    shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+    rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
+    is_divided = any(map(_is_sharded, [*leaves, *jax.tree.leaves(state)]))
+    if not is_divided and re.search(r'\{"\w|devices=\[', text()):
+        return
+    if is_divided or rows % shards:  # or a short last batch that cannot be padded
+        if shards > 1 and row_sharding(batch, dim) is None:
+            _log.warning(
+                "the batch is sharded over no axis, so that all %d devices compute all "
+                "of its %d rows. Place it with ml.relayout(batch, mesh.layout(%r, "
+                "...)), or take ml.distribute_dataset.",
+                *(mesh.size, rows, next(iter(batch_axes(mesh)))),
+            )
+        return
+    msg = (
+        f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the same: "
+        "no array of the batch, and none of the state, is sharded over an axis. Shard "
+        "the rows: ml.distribute_dataset(source, mesh) does over axes called "
+        f"{', '.join(map(repr, BATCH_AXES))}, or ml.relayout(batch, mesh.layout("
+        f"{mesh.axis_names[0]!r}, ...)) over any. Or shard the state, with a "
+        "LayoutMap's rules; or make a mesh of one device."
+    )
+    raise StepError(msg)
+
+
+def _is_sharded(leaf: Leaf) -> bool:
+    sharding = _jax.sharding_of(leaf)
+    return sharding is not None and not sharding.is_fully_replicated

@@ -1,7 +1,6 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
-`_one_step` is all of it, from top to bottom; `placement`, `objective` and `update` are
-its parts.
+`_one_step` is all of it, from top to bottom; `objective` and `update` are its parts.
 """
 
 import functools
@@ -11,9 +10,10 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -23,14 +23,18 @@ from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.interception import Remat
 from meshlayout.step.objective import Loss, make_loss, merged, metrics_of_batch
-from meshlayout.step.placement import check_batch, place_batch, row_sharding
-from meshlayout.step.state_step import StateStep
-from meshlayout.step.steps_per_call import stacked, steps_of
+from meshlayout.step.state_step import (
+    StateStep,
+    check_batch,
+    place_batch,
+    row_sharding,
+)
 from meshlayout.step.update import (
     Microbatches,
     OnNonfinite,
     Update,
     gradients_of,
+    in_device_memory,
     select,
 )
 
@@ -72,19 +76,14 @@ def make_train_step(
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or an index of a tuple. A batch without an entry there
             has none. One whose weights are all 0 has no loss and gradients of 0, and
-            is still a step: `step` counts it, and momentum and weight decay move the
-            parameters. Leave such batches out of your own loop, as `Trainer` does.
+            is still a step, by which momentum and weight decay move the parameters.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; or `"global_batch_size"`, padding included.
-        accumulate: The number of microbatches in a global batch; they go through the
-            model one after another, and their gradients are added. Microbatch i
-            of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
-            on every mesh, and so are random draws. Losses are divided by the whole
-            batch's denominator. Operations that mix examples see one microbatch at a
-            time: batch statistics are of each microbatch over all devices, and
-            move the running averages k times; scalars that the loss function returns
-            or the model records are averaged over the microbatches. Compilers for
-            TPU and GPU add up the devices' gradients once, after the last.
+        accumulate: The number of microbatches in a global batch, whose gradients are
+            added. Microbatch i of k holds the rows i, i + k, i + 2k, ... of the global
+            batch, so the same on every mesh, and so are random draws. Operations that
+            mix examples see one microbatch at a time: batch statistics move the running
+            averages k times, and scalar losses are averaged over the microbatches.
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`,
             or `"skip"`, leave the state as it was and count it in `state.extra`.
@@ -96,7 +95,8 @@ def make_train_step(
             `jax.checkpoint_policies` for the blocks.
         steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
             or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all.
+            metrics are those of all. It saves host time, but XLA compiles the body of a
+            loop less well on CPUs: try it.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -189,16 +189,9 @@ class TrainStep(StateStep):
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one step.
+        """Runs one step, and returns the next state and the metrics.
 
-        Args:
-            state: The state; it is used up.
-            batch: The global batch. One on the host is sharded over the batch axes of
-                the state's mesh.
-            metrics: Metrics to add to; None starts with empty ones.
-
-        Returns:
-            The next state, and the metrics.
+        A batch on the host is sharded over the batch axes of the state's mesh.
 
         Raises:
             StepError: If the state, the batch or the metrics do not fit, or if several
@@ -210,12 +203,13 @@ class TrainStep(StateStep):
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self._plan.update.prepared(state)
         if not self._row_dim:
-            return super()._placed(state, batch)
-        if isinstance(batch, list):
+            check_batch(batch, self.weights)
+        elif isinstance(batch, list):
             for one in batch:
                 check_batch(one, self.weights)
             batch = [place_batch(state, one) for one in batch]
-        batch = stacked(batch, self._plan.steps_per_call)
+        if self._row_dim:
+            batch = _stacked(batch, self._plan.steps_per_call)
         return state, place_batch(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
@@ -230,8 +224,7 @@ class TrainStep(StateStep):
         return mesh, Microbatches(count, rows, params, slots)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
-        function = functools.partial(_one_step, self._plan, key[1])
-        one_step = jax.jit(function)
+        one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
 
         def train_step(
             state: TrainState, batch: Batch, metrics: Metrics | None
@@ -239,5 +232,55 @@ class TrainStep(StateStep):
             new, measured = one_step(state, batch)
             return new, measured if metrics is None else merged(metrics, measured)
 
-        function = steps_of(train_step) if self._row_dim else train_step
+        def train_steps(
+            state: TrainState, batch: Batch, metrics: Metrics | None
+        ) -> tuple[TrainState, Metrics]:
+            state = in_device_memory(state)  # a loop wants it in one memory throughout
+            if metrics is None:  # to be traced, for the shapes of its metrics
+                return train_step(state, jax.tree.map(lambda x: x[0], batch), None)
+
+            def body(carry: Any, batch: Batch) -> tuple[Any, None]:
+                after = train_step(carry[0], batch, carry[1])
+                return jax.tree.map(_as_weak_as, carry, after), None
+
+            return jax.lax.scan(body, (state, metrics), batch)[0]
+
+        function = train_steps if self._row_dim else train_step
         return CompiledStep(function, **self._options)
+
+
+def _as_weak_as(before: Leaf, after: Leaf) -> Any:
+    # A loop refuses a carry whose leaves become weakly typed, or strongly.
+    return _jax.with_weak_type(after, weak_type=jax.typeof(before).weak_type)
+
+
+def _stacked(batches: Batch, count: int) -> Batch:
+    """Returns the batches of one call, stacked in a dim before the rows."""
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    number = len(batches) if isinstance(batches, list) else None
+    if number not in (None, count) or (number is None and sizes != {(count,)}):
+        got = sorted(size[0] if size else 0 for size in sizes)
+        msg = (
+            f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
+            f"first dim of {count}; this call was given "
+            f"{got if number is None else f'a list of {number}'}."
+        )
+        raise StepError(msg)
+    if number is None:
+        return batches
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batches)):
+        return jax.tree.map(_stacked_shape, *batches)
+    return _stack(batches)
+
+
+def _stacked_shape(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(None, *sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
+
+
+@jax.jit
+def _stack(batches: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)

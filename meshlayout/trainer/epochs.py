@@ -44,7 +44,7 @@ from meshlayout.data.plan import DataPlan
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
-from meshlayout.step.placement import check_batch
+from meshlayout.step.state_step import check_batch
 
 
 if TYPE_CHECKING:
