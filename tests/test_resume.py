@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -217,56 +216,6 @@ def test_resuming_needs_a_checkpoint_of_a_trainer(tmp_path):
             f"{tmp_path}/3 holds a state, but not its position in the data. Restore it "
             "with Checkpointer.restore."
         )
-
-
-# Loops written by hand.
-
-
-@pytest.fixture(scope="module")
-def loop(mesh):
-    """Runs a loop; returns the rows of each step, and the bits of the state at its end."""
-    train_step = ml.make_train_step(loss_fn, ema=0.9)
-
-    def run(directory, every=100, until=None, told=None):
-        rows = []
-        data = ml.distribute_dataset(
-            examples(), mesh, global_batch_size=BATCH, shuffle=3, epochs=EPOCHS
-        )
-        batches, first = iter(data), next(iter(data))
-        state, _ = train_step(create_state(mesh), first)  # has the EMA
-        with ml.Checkpointer(directory, every=every, keep=1) as ck:
-            state = ck.resume(state, data=batches)
-            for batch in batches:
-                state, _ = train_step(state, batch)
-                step = int(state.step)
-                rows.append((step, np.asarray(batch["row"]).tolist()))
-                if step == told:
-                    signal.raise_signal(signal.SIGTERM)
-                ck.save(step, state, data=batches)
-                if step == until:
-                    break
-        return rows, bits(state)
-
-    return run
-
-
-def test_a_loop_continues_at_the_exact_batch(loop, tmp_path):
-    rows, end = loop(tmp_path / "whole")
-    assert [step for step, _ in rows] == [*range(2, STEPS + 2)]
-    for step in (2, 4, 5):  # the first, the last of an epoch, the first of another
-        directory = tmp_path / str(step)
-        before, _ = loop(directory, every=1, until=step)
-        after, found = loop(directory)
-        assert (before + after, found) == (rows, end)
-    # Asked to end, it saves that step, and continues later.
-    handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        loop(tmp_path / "told", told=3)
-    assert ended.value.code == ml.checkpoint.EXIT_STATUS == 75
-    assert signal.getsignal(signal.SIGTERM) is handler
-    assert ml.Checkpointer(tmp_path / "told").all_steps() == [3]
-    assert loop(tmp_path / "told") == (rows[2:], end)
-    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path):

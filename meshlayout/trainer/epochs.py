@@ -86,8 +86,8 @@ class TrainerInput:
 
     With `steps_per_epoch`, an epoch is that many batches, and the next one continues
     where it stopped; otherwise it is one pass. An iterator has only one. A dataset's
-    passes are its epochs if it `trains`, and otherwise its first one again and again.
-    Padding is marked by weights if it `marks`.
+    passes are its epochs in `fit`, and otherwise its first one again and again. `where`
+    is the method that reads it; all but `predict` mark padding by weights.
     """
 
     def __init__(
@@ -99,13 +99,11 @@ class TrainerInput:
         labels: PyTree = None,
         batch_size: int | None = None,
         shuffle: int | None = None,
-        *,
         steps_per_epoch: int | None = None,
-        trains: bool = False,
-        marks: bool = True,
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
-        self._steps, self._trains, self._marks = steps_per_epoch, trains, marks
+        self._trains, self._marks = where == "fit", where != "predict"
+        self._steps = steps_per_epoch
         self._layout, self._key = _batch_layout(trainer.state), trainer._steps.weights
         if batch_size is not None or labels is not None or is_columns(data):
             rows = rows_of(where, name, data, labels, batch_size)
@@ -196,8 +194,8 @@ class TrainerInput:
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
         if isinstance(batch, PlacedBatch):  # of arrays
-            rows = batch.num_examples
-            if rows == num_examples(batch.batch) or not self._marks:
+            rows, self._size = batch.num_examples, num_examples(batch.batch)
+            if rows == self._size or not self._marks:
                 return batch
             batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)

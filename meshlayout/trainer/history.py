@@ -14,8 +14,7 @@ from meshlayout.errors import did_you_mean
 class History(Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
-    Values are floats, or NumPy arrays for metrics that have dims. In an epoch without
-    a value for a name, the value is NaN.
+    Values are floats, or NumPy arrays for metrics that have dims; NaN if there was none.
 
     Attributes:
         epochs: The numbers of the finished epochs, from 1.

@@ -155,3 +155,12 @@ def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[st
     """Returns the options that a `make_*_step` function takes."""
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}
+
+
+def checked_metrics(step: str, metrics: object) -> Metrics:
+    """Returns the metrics of a step, which may be overridden."""
+    if not isinstance(metrics, Metrics):
+        shown = _checks.shown(metrics)
+        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
+        raise MeshLayoutError(msg)
+    return metrics

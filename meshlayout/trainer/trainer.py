@@ -38,7 +38,7 @@ from meshlayout.trainer.epochs import (
     split_rows,
 )
 from meshlayout.trainer.history import History
-from meshlayout.trainer.steps import PredictFn, TrainerSteps
+from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
 _log = logging.getLogger("meshlayout")
@@ -225,12 +225,8 @@ class Trainer:
                 raise MeshLayoutError(f"{msg} place of validation_data=.")
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
-        source = TrainerInput(
-            *(self, "fit", "train", train, labels, batch_size, seed),
-            steps_per_epoch=steps_per_epoch,
-            trains=True,
-        )
-        validation = None
+        arrays = train, labels, batch_size, seed, steps_per_epoch
+        source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
             size = batch_size if is_columns(validation_data) else None
             names = "fit: validation", "validation_data"
@@ -297,9 +293,7 @@ class Trainer:
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        source = TrainerInput(
-            *(self, "predict", "data", data, None, batch_size), marks=False
-        )
+        source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
@@ -351,7 +345,7 @@ class Trainer:
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
             state, metrics = self.train_step(self.state, batch, self._metrics)
-            self.state, self._metrics = state, _checked("train_step", metrics)
+            self.state, self._metrics = state, checked_metrics("train_step", metrics)
             self.steps_in_call = count
             self.position = replace(
                 position,
@@ -384,8 +378,7 @@ class Trainer:
             self._tell(
                 f"the loss of epoch {position.epoch} is NaN, and training continues. "
                 "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
-                "leaves such steps out, and jax.config.update('jax_debug_nans', True) "
-                "shows where NaN comes from.",
+                "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
                 topic="NaN",
             )
         self._notify("on_epoch_end", position.epoch, logs)
@@ -405,7 +398,7 @@ class Trainer:
         for (placed,) in source.groups():
             with _checks.noted(source.where):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
-            _checked("eval_step", metrics)
+            checked_metrics("eval_step", metrics)
         return {} if metrics is None else metrics.to_host()
 
     def _notify(self, moment: str, *args: Any) -> None:
@@ -451,12 +444,3 @@ def _sorted(callbacks: object, *, progress: bool) -> list[Callback]:
         chosen.insert(0, Progress())
     # Those that save come last: what others do, such as stopping, is saved.
     return sorted(chosen, key=lambda x: isinstance(x, Checkpoint))
-
-
-def _checked(step: str, metrics: object) -> Metrics:
-    """Returns the metrics of a step, which may be overridden."""
-    if not isinstance(metrics, Metrics):
-        shown = _checks.shown(metrics)
-        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
-        raise MeshLayoutError(msg)
-    return metrics

@@ -21,8 +21,8 @@ class Log(Callback):
     The path says how. `log.csv` gets a line per epoch with the columns of the first
     one; `log.jsonl` a JSON object per line, with lists for metrics with dims and null
     for what is not finite; any other path is a directory of TensorBoard's event files.
-    A later `fit` of the same callback, and a run that resumes, add to the file; an epoch
-    that ends again after a resume has two lines.
+    A later `fit` of the same callback, and a run that resumes, add to the file, maybe
+    an epoch once more.
 
     Args:
         path: The file or directory; it is overwritten, and created.
