@@ -14,7 +14,7 @@ from meshlayout.errors import did_you_mean
 class History(Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
-    Values are floats, or NumPy arrays for metrics that have dims; NaN if there was none.
+    Values are floats, or NumPy arrays for metrics with dims; NaN if there is none.
 
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
@@ -99,7 +99,7 @@ class History(Mapping[str, list[Any]]):
 
 def value_text(value: float | np.ndarray) -> str:
     """Returns a metric's value with four decimals, or in powers of ten."""
-    if not isinstance(value, float):
+    if isinstance(value, np.ndarray):
         return _render.array_text(value.dtype, value.shape)
     is_plain = not value or 0.01 <= abs(value) < 1e5
     return f"{value:.4f}" if is_plain else f"{value:.2e}"

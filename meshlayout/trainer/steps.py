@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
-from jax.tree_util import PyTreeDef
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
@@ -106,13 +105,11 @@ class TrainerSteps:
         if self._structure is None and batch is not None:
             self._structure = jax.tree.structure(_without(batch, self.weights))
 
-    def _new_predict_step(
-        self, function: PredictFn | None, structure: PyTreeDef | None
-    ) -> Any:
+    def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
         function = function or functools.partial(self._predict, structure)
         return make_predict_step(function, **self._predict_options)
 
-    def _predict(self, structure: PyTreeDef | None, model: Any, batch: Batch) -> PyTree:
+    def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
         assert loss_fn is not None
