@@ -1,11 +1,14 @@
 """The data of a loop: epochs, and the batches of each call of a step, on the mesh.
 
-Steps are compiled for one shape, and a mesh divides rows into equal shards. Arrays go
-through `distribute_dataset`'s pipeline, which pads their last batch with weights of 0.
-Iterables of batches do not: it cuts what it reads anew, into batches that are not the
-user's. A short one of these keeps its size: a second program is compiled and, if the
-rows do not divide, every device computes the whole batch; the numbers are right either
-way. They are not read ahead, so the data's position is that of the state.
+Steps are compiled for one shape, and a mesh divides rows into equal shards. So a short
+batch is padded to the size of the first, and weights of 0 mark the padding. If nothing
+can leave padding out (a loss function that returns a mean, a tuple without a place for
+weights), it keeps its size: a second program is compiled and, if the rows do not divide,
+every device computes the whole batch. The numbers are right either way.
+
+Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
+what it reads anew, into batches that are not the user's. They are not read ahead, so
+the data's position is that of the state.
 """
 
 import contextlib
@@ -30,10 +33,13 @@ from meshlayout._batches import (
     get_weights,
     is_marked,
     map_batch,
+    mask_padding,
     num_examples,
     num_row_shards,
+    pad_rows,
     takes_weights,
     weights_of,
+    with_weights,
 )
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.checkpoint.positions import Continues, move_to_position
@@ -118,7 +124,7 @@ class TrainerInput:
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
-        self._size = 0  # rows of the first batch
+        self.size = 0  # rows of the first batch
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
@@ -194,8 +200,8 @@ class TrainerInput:
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
         if isinstance(batch, PlacedBatch):  # of arrays
-            rows, self._size = batch.num_examples, num_examples(batch.batch)
-            if rows == self._size or not self._marks:
+            rows, self.size = batch.num_examples, num_examples(batch.batch)
+            if rows == self.size or not self._marks:
                 return batch
             batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)
@@ -211,8 +217,30 @@ class TrainerInput:
             rows = rows if np.any(weights) else 0
         if not rows:
             return None
-        self._size = self._size or rows
-        return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self._size)
+        can_mark = weights is not None or takes_weights(batch, self._key)
+        if self._trainer._pads is not False and (can_mark or not self._marks):
+            padded = self._on_mesh(self._padded(batch, rows))
+            if not self._marks or self._trainer._accepts(padded, train=self._trains):
+                self.size = self.size or num_examples(padded)
+                is_odd = num_examples(padded) != self.size
+                return PlacedBatch(padded, rows, is_odd)
+        self.size = self.size or rows
+        return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self.size)
+
+    def _padded(self, batch: Batch, rows: int) -> Batch:
+        """Returns a batch of the first one's size, with weights if they mark padding.
+
+        A larger one does not raise the size, as a resumed run may not see that one.
+        """
+        shards = 1 if self._layout is None else num_row_shards(self._layout)
+        size = max(self.size, -(-rows // shards) * shards)
+        padded = map_batch(lambda x: pad_rows(x, size), batch)
+        if not self._marks:
+            return padded
+        weights = get_weights(padded, self._key)
+        weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
+        weights = mask_padding(weights, np.arange(size) < rows)
+        return with_weights(padded, self._key, weights)
 
     def _on_mesh(self, batch: Batch) -> Batch:
         if self._layout is None:
@@ -222,7 +250,7 @@ class TrainerInput:
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
                 f"a batch of {rows} rows does not divide into {num_row_shards(layout)} "
-                "shards: every device computes the whole batch."
+                "shards, and cannot be padded: every device computes the whole batch."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.

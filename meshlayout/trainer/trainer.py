@@ -53,11 +53,12 @@ class Trainer:
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
     devices are used unchanged. Others are sharded over the mesh axes called `batch`,
-    `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`. The last batch of arrays
-    is padded to the size of the others, and gets weights, 0 for padding: in a dict
-    under the key `weight` (or another one, `weights=`), in a tuple at the end if
-    `weights` is that index. A short batch of an iterable, or for a loss function that
-    returns a mean, keeps its size, which takes a second program.
+    `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is
+    padded to the size of the first, so that one program serves all. To mark the
+    padding, with weight 0, batches get weights: in a dict under the key `weight` (or
+    another one, `weights=`), in a tuple at the end if `weights` is that index. If
+    nothing can leave padding out (the loss function returns a mean, or a tuple has no
+    place for weights), a short batch keeps its size, which takes a second program.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
@@ -67,7 +68,7 @@ class Trainer:
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`.
-        pad: Whether batches of arrays get weights and padding where possible.
+        pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
             `steps_per_call=n`, `train_step` gets a list of n batches, and at the end
             of an epoch of those left over.

@@ -117,6 +117,7 @@ class Checkpoint(Callback):
             "place": place,
             "is_end": is_end,
             "stopped": trainer.stopped,
+            "batch_rows": source.size,
             "position": {name: getattr(trainer.position, name) for name in counts},
             "history": {"epochs": history.epochs, "values": history.to_dict()},
         }
@@ -145,6 +146,8 @@ class Checkpoint(Callback):
                 hint = "Restore it with Checkpointer.restore."
                 raise CheckpointError(f"{msg} {hint}")
             if not abstract:  # else an older checkpoint is tried
+                # Padded as before, so that the same program computes the same bits.
+                source.size = saved.facts["metadata"]["resume"]["batch_rows"]
                 batch, count = source.first_batch(), trainer._steps.group_size
                 batches = batch if count == 1 else [batch] * count
                 result = trainer.train_step(trainer.state, batches, None)
