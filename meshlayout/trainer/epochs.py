@@ -3,8 +3,8 @@
 Steps are compiled for one shape, and a mesh divides rows into equal shards. So a short
 batch is padded to the size of the first, and weights of 0 mark the padding. If nothing
 can leave padding out (a loss function that returns a mean, a tuple without a place for
-weights), it keeps its size: a second program is compiled and, if the rows do not divide,
-every device computes the whole batch. The numbers are right either way.
+weights), it keeps its size: a second program is compiled and, if the rows do not
+divide, every device computes the whole batch. The numbers are right either way.
 
 Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
 what it reads anew, into batches that are not the user's. They are not read ahead, so
