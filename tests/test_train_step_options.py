@@ -537,6 +537,21 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
     assert str(caught.value) == message
 
 
+def test_a_batch_that_every_device_computes_is_logged_once(caplog):
+    mesh, host = ml.create_mesh({"batch": 4, "model": 2}), {"x": X, "y": Y}
+    layouts = ml.LayoutMap(mesh, {".*kernel": ("model", None)})
+    train_step = ml.make_train_step(squares)
+    everywhere = ml.relayout(host, mesh.layout(...))
+    state = ml.TrainState.create(linear, optax.sgd(0.1), layouts)
+    for _ in range(2):
+        state, _ = train_step(state, everywhere)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"the batch is sharded over no axis, so that all {mesh.size} devices compute "
+        "all of its 16 rows. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
+        "take ml.distribute_dataset."
+    ]
+
+
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
 def test_a_step_wants_a_train_state(make, mesh, batch):
     state = create(mesh)

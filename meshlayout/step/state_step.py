@@ -276,6 +276,13 @@ def _check_divided(
     shardings = map(_jax.sharding_of, [*leaves, *jax.tree.leaves(state)])
     is_divided = any(x and not x.is_fully_replicated for x in shardings)
     if is_divided or rows % shards:  # or a short last batch that cannot be padded
+        if shards > 1 and row_sharding(batch, dim) is None:
+            _log.warning(
+                "the batch is sharded over no axis, so that all %d devices compute all "
+                "of its %d rows. Place it with ml.relayout(batch, mesh.layout(%r, "
+                "...)), or take ml.distribute_dataset.",
+                *(mesh.size, rows, batch_axes(mesh)[0]),
+            )
         return
     # The program's text shows what is sharded inside it alone.
     if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
