@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.cluster.agreement import assert_same
@@ -267,7 +267,6 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:
-    """Returns a copy of an array that shares no memory with any other."""
     # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
     # where it stays; the words of PRNG keys it shares in any case.
     if _jax.is_extended(x.dtype):
