@@ -6,19 +6,14 @@ the fast ways to place an array shard by shard read its raw memory: bytes came o
 swapped, and masks were lost. So all code that places host arrays calls these functions.
 """
 
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshlayout import _jax
-from meshlayout._annotations import DType
 from meshlayout._checks import shown
 from meshlayout.errors import LayoutError, MeshLayoutError
-
-
-_ALIGNMENT = 64  # bytes
 
 
 def plain_array(
@@ -73,16 +68,3 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         )
         raise LayoutError(msg)
     return array
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: DType) -> np.ndarray[Any, Any]:
-    """Returns an uninitialized array that a CPU device can use without a copy.
-
-    XLA's CPU client takes over memory that starts at a multiple of 64 bytes.
-    """
-    if dtype.hasobject:
-        return np.empty(shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)

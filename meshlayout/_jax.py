@@ -2,8 +2,7 @@
 
 Everything else in the library uses the public API that jax 0.7.2 and later share. Each
 private API below says what it is for, what breaks if JAX changes it (if nothing is
-said, the import of this module), and which test notices. Those that rewrite jaxprs are
-in `_jaxprs`.
+said, the import of this module), and which test notices.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -12,7 +11,7 @@ in `_jaxprs`.
 import contextlib
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,23 +28,13 @@ from jax._src import (
 from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
 from meshlayout._counts import taking_part
+from meshlayout._patches import SharedPatches
 from meshlayout.errors import ClusterError
 
-
-try:
-    from jax._src.random import prng
-except ImportError:  # jax 0.7
-    from jax._src import prng
 
 if TYPE_CHECKING:
     # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
@@ -53,12 +42,8 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
-_trace_phase = jax.make_user_context()
-
-
-def trace_phase(value: Hashable) -> AbstractContextManager[Any]:
-    """Returns a context in which JAX traces compiled functions anew."""
-    return _trace_phase(value)
+# A context for any hashable value, in which JAX traces compiled functions anew.
+trace_phase: Any = jax.make_user_context()
 
 
 def current_trace() -> Any:
@@ -261,10 +246,37 @@ def without_set_mesh() -> AbstractContextManager[Any]:
     `no_mesh` removes only the axes; this also removes the devices, as JAX refuses
     arrays on other devices than those of the mesh that is set.
     """
-    try:
-        return jax.set_mesh(None)
-    except (TypeError, ValueError):  # older than jax 0.8
-        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def apply_operation(
+    primitive: Any, params: dict[str, Any], context: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """Runs one operation of a jaxpr in the context that it was traced in.
+
+    But without its mesh: the operands have layouts, perhaps on another one, and JAX
+    would refuse them. If JAX binds operations in another way, tests/test_create.py
+    notices.
+    """
+    bound = primitive.get_bind_params(params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    with context.manager, no_mesh():
+        results = primitive.bind(*functions, *operands, **params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+# Flax asks every value of a Variable for its sharding. For a traced value, JAX answers
+# with an AttributeError whose text names its origin, for which it walks all operations
+# so far: quadratic in the size of a model. Inside this, the text is short. Once Flax or
+# JAX fix it, test_describing_takes_time_in_proportion_to_the_layers passes without it.
+short_sharding_errors = SharedPatches(
+    (jax_core.Tracer, "sharding", lambda _: property(_no_sharding))
+)
+
+
+def _no_sharding(tracer: jax.core.Tracer) -> Any:
+    msg = f"the 'sharding' attribute is not available on {type(tracer).__name__}."
+    raise AttributeError(msg)
 
 
 @contextlib.contextmanager
@@ -297,8 +309,6 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
         words = put(jax.random.key_data(x), sharding, **options)
         return jax.random.wrap_key_data(words, impl=key_impl(x.dtype))
     is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
-    if is_shared and _memory_kind(x.sharding) != _memory_kind(sharding):
-        return _put_in_memory(x, sharding)
     if is_shared or not isinstance(sharding, NamedSharding):
         return jax.device_put(x, sharding, **options)
     # Copied: a CPU device would use the memory that it is given.
@@ -307,36 +317,6 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
     placed = jax.make_array_from_callback(values.shape, main, values.__getitem__)
     placed = with_weak_type(placed, weak_type=jax.typeof(x).weak_type)
     return put(placed, sharding)
-
-
-def _put_in_memory(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array of several processes to another kind of memory.
-
-    Shard by shard, and in main memory from one layout to another: jax 0.7 cannot
-    compile a program that does both. tests/test_several_processes.py notices.
-    """
-    x = _shards_in_memory(x, _main_memory(sharding))
-    x = jax.device_put(x, NamedSharding(sharding.mesh, sharding.spec))
-    return _shards_in_memory(x, _memory_kind(sharding))
-
-
-def _shards_in_memory(x: jax.Array, kind: str) -> jax.Array:
-    if _memory_kind(x.sharding) == kind:
-        return x
-    shards = [
-        jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=kind))
-        for s in x.addressable_shards
-    ]
-    there = x.sharding.with_memory_kind(kind)
-    return jax.make_array_from_single_device_arrays(x.shape, there, shards)
-
-
-def _memory_kind(sharding: Any) -> str:
-    return sharding.memory_kind or _main_memory(sharding)
-
-
-def _main_memory(sharding: Any) -> str:
-    return next(iter(sharding.addressable_devices)).default_memory().kind
 
 
 def concrete_value(x: Leaf) -> Any:
@@ -386,32 +366,24 @@ def is_tracing() -> bool:
 
 
 def constrain(x: Leaf, sharding: NamedSharding) -> Any:
-    """Constrains a value inside jit to a sharding, on axes of any type.
+    """Constrains a value inside jit to a sharding, on Auto axes or on Explicit ones.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
     and are left to the compiler on Auto axes. What JAX cannot express is a ValueError.
     """
-    mesh, spec = sharding.mesh, sharding.spec
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
-    now = getattr(jax.typeof(x), "sharding", None)
-    if explicit:
+    mesh, now = sharding.mesh, getattr(jax.typeof(x), "sharding", None)
+    if is_explicit(sharding):
         # `reshard` takes no UNCONSTRAINED: it stands for the present entry.
         known = [*(now.spec if now else ()), *[None] * np.ndim(x)]
         entries = [
             here if entry is PartitionSpec.UNCONSTRAINED else entry
-            for entry, here in zip(spec, known, strict=False)
+            for entry, here in zip(sharding.spec, known, strict=False)
         ]
-        first = PartitionSpec(*[_only(x, explicit, first=True) for x in entries])
-        x = jax.sharding.reshard(x, NamedSharding(mesh, first))
-    elif is_explicit(now):
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    if is_explicit(now):
         # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
-    auto = set(types) - explicit
-    if auto:
-        last = PartitionSpec(*[_only(entry, auto, first=False) for entry in spec])
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, last))
-    return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def is_explicit(sharding: object) -> bool:
@@ -424,35 +396,10 @@ def _has_axes(sharding: object, kind: AxisType) -> bool:
     return kind in getattr(getattr(sharding, "mesh", None), "axis_types", ())
 
 
-def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
-    """Returns the part of an entry on some axes, which must be first or last in it."""
-    if not isinstance(entry, tuple):
-        return entry if entry in axes or not isinstance(entry, str) else None
-    part = tuple(axis for axis in entry if axis in axes)
-    if part != (entry[: len(part)] if first else entry[len(entry) - len(part) :]):
-        msg = f"in {entry}, Explicit axes must come before Auto axes."
-        raise ValueError(msg)
-    return part or None
-
-
 def with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """Returns a mesh with Auto axes only, on the same devices."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Returns an array that `device_put` can move to a mesh, without copying it.
-
-    jax 0.7.2 cannot move an array from Explicit axes to a mesh with other names.
-    """
-    now: Any = x.sharding
-    if hasattr(jax, "reshard") or not is_explicit(now) or now.mesh == mesh:
-        return x
-    auto = with_auto_axes(now.mesh)
-    parts = [shard.data for shard in x.addressable_shards]
-    sharding = NamedSharding(auto, now.spec, memory_kind=now.memory_kind)
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def in_device_memory(x: Leaf) -> Leaf:
@@ -478,7 +425,8 @@ def is_committed(x: Leaf) -> bool:
 
 def is_in_other_memory(sharding: jax.sharding.Sharding) -> bool:
     """Returns whether a sharding is not in the memory that its devices compute in."""
-    return _memory_kind(sharding) != _main_memory(sharding)
+    _, main = memory_kinds(next(iter(sharding.addressable_devices)))
+    return sharding.memory_kind not in (None, main)
 
 
 def with_shards(x: jax.Array) -> jax.Array:
@@ -519,13 +467,7 @@ def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
 def manual_axis_sizes() -> dict[str, int]:
     """Returns the sizes of the axes that are manual here, as inside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    return {
-        axis: size
-        for axis, size, kind in zip(
-            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-        )
-        if kind == AxisType.Manual
-    }
+    return {axis: mesh.shape[axis] for axis in mesh.manual_axes}
 
 
 def key_impl(dtype: DType) -> str:
@@ -535,20 +477,6 @@ def key_impl(dtype: DType) -> str:
     tests/test_checkpoint.py notices.
     """
     return str(dtype._impl.name)
-
-
-# JAX's public `key_data` and `wrap_key_data` each run a program. If a key keeps no
-# words in `_base_array` any more, copies of keys fail: tests/test_arrays.py notices.
-def words_of_key(key: Any) -> jax.Array:
-    """Returns the words inside a PRNG key, without a copy."""
-    return key._base_array
-
-
-def key_of_words(words: jax.Array, dtype: DType) -> Any:
-    """Returns a PRNG key around its words, which may have been donated."""
-    if isinstance(words, jax.core.Tracer):
-        return prng.random_wrap(words, impl=dtype._impl)
-    return prng.PRNGKeyArray(dtype._impl, words)
 
 
 def x64_mode(*, enabled: bool) -> Any:

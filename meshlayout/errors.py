@@ -1,24 +1,4 @@
-"""All errors that meshlayout raises on purpose, and helpers for their messages.
-
-```
-MeshLayoutError(ValueError)
-├── MeshError            devices and axes that do not make a mesh
-├── ClusterError         processes that do not come together, differ or fail
-├── LayoutError          a layout that is not one, or does not fit an array
-├── LayoutMapError       rules that are wrong, disagree or match nothing
-│   └── LayoutMapKeyError    a pattern that the map does not hold (also a KeyError)
-├── StateError           a builder or a state that cannot be created or placed
-├── StepError            a step with arguments or results that it cannot have
-├── CommunicationError   a program that sends what was not expected, or cannot be read
-├── LossError            losses, weights and denominators that do not fit
-├── MetricError          a metric that is misconfigured, or got unsuitable inputs
-├── StrategyError        replicas that cannot run, differ or be combined
-├── DataError            a source that cannot be split into global batches
-└── CheckpointError      a state that cannot be saved or restored
-    ├── RestoreDiffError     saved arrays that differ from the requested state
-    └── DamagedCheckpointError   files that are not as they were saved
-```
-"""
+"""All errors that meshlayout raises on purpose, and helpers for their messages."""
 
 import difflib
 from collections.abc import Iterable

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, Final, TypeAlias, Union
+from typing import Any, Final, NamedTuple, TypeAlias, Union
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -49,8 +49,7 @@ SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
 """What a user may write for the entries of a layout."""
 
 
-@dataclass(frozen=True)
-class Misfit:
+class Misfit(NamedTuple):
     """One dim of a shape that does not divide into the shards of its mesh axes."""
 
     dim: int
@@ -76,10 +75,6 @@ class Misfit:
             f"Nearest {sizes if below else f'size that fits: {above}'}. "
             f"To keep the size, leave dim {self.dim} UNSHARDED."
         )
-
-    def __str__(self) -> str:
-        """Returns the fact and the fix, without saying which array."""
-        return f"{self.fact}. {self.fix}"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -292,20 +287,11 @@ class Layout:
             raise LayoutError(f"{misfit.fact} ({self!r}). {misfit.fix}")
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the piece that each device holds.
-
-        Every device holds a piece of the same shape; an array that does not divide
-        evenly has no shard shape, and is refused rather than rounded down.
-
-        Args:
-            global_shape: Shape of the whole array, one entry per dim of this layout.
-
-        Returns:
-            One size per dim: `global_shape[d] // num_shards(d)`, in elements.
+        """Returns the shape of the piece that each device holds, the same on all.
 
         Raises:
             LayoutError: If the rank differs from the layout's, or a dim does not
-                divide by its number of shards.
+                divide by its number of shards: nothing is rounded down.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -322,18 +308,11 @@ class Layout:
     def shard_slices(
         self, global_shape: Sequence[int], device: _jax.Device | int
     ) -> tuple[slice, ...]:
-        """Returns the slices of an array that a device holds.
+        """Returns the slices of an array that a device holds, one per dim.
 
         Args:
-            global_shape: Shape of the whole array.
+            global_shape: Shape of the whole array, which must fit.
             device: A device of the mesh, or its index in the flattened mesh.
-
-        Returns:
-            One `slice(start, stop)` per dim.
-
-        Raises:
-            LayoutError: If the shape does not fit.
-            MeshError: If the mesh has no such device.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -348,11 +327,7 @@ class Layout:
         return tuple(slice(*part.indices(size)[:2]) for part, size in sizes)
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
-        """Returns the bytes of an array on each device; of PRNG keys, those of words.
-
-        Raises:
-            LayoutError: If the shape does not fit.
-        """
+        """Returns the bytes of an array on each device; of words for PRNG keys."""
         return math.prod(self.shard_shape(global_shape)) * _jax.itemsize(dtype)
 
     # DTensor's names, for code that comes from TensorFlow.
@@ -429,15 +404,9 @@ class Layout:
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
-    """Returns a user's layout as a `Layout`.
+    """Returns a user's `Layout` or `NamedSharding` as a `Layout`.
 
-    Args:
-        value: A `Layout` or a `NamedSharding`.
-        rank: Dims of the array, if known: fills in `...`, and for a sharding the
-            trailing dims that its PartitionSpec leaves out.
-
-    Raises:
-        LayoutError: If it is neither, or its rank differs.
+    A `rank` fills in `...`, and trailing dims that a PartitionSpec leaves out.
     """
     if not isinstance(value, (Layout, NamedSharding)):
         is_spec = isinstance(value, (list, tuple, PartitionSpec))

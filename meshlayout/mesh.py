@@ -248,7 +248,7 @@ class Mesh:
         return create_mesh(axes, devices=chosen, axis_types=types.split(","))
 
     def __repr__(self) -> str:
-        parts = [self._axes_text()]
+        parts = [sizes_text(self.shape)]
         for attribute, unit in _UNITS.items():
             names, count = _axes_across(self.jax_mesh, attribute)
             if names:
@@ -270,20 +270,12 @@ class Mesh:
     def __reduce__(self) -> tuple[Any, ...]:
         return Mesh.from_string, (self.to_string(),)
 
-    def _axes_text(self) -> str:
-        """Returns axes and sizes alone, the same on any number of processes."""
-        return ", ".join(f"{name}={size}" for name, size in self.shape.items())
-
     def _devices_text(self) -> str:
         return f"{self.platform}:{_render.ranges_text(self.global_device_ids())}"
 
 
 def as_mesh(value: Any) -> Mesh:
-    """Returns a user's mesh as a `Mesh`.
-
-    Raises:
-        MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.
-    """
+    """Returns a user's mesh as a `Mesh`, or raises MeshError."""
     return value if isinstance(value, Mesh) else Mesh(value)
 
 
@@ -384,8 +376,8 @@ def _parse_axes(axes: Any) -> dict[str, int]:
     counts = [*sizes.values()]
     if min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
         msg = (
-            f"in {sizes_text(sizes)}, a size must be a positive number of devices, or "
-            "-1 for whatever is left, once."
+            f"in ({sizes_text(sizes)}), a size must be a positive number of devices, "
+            "or -1 for whatever is left, once."
         )
         raise MeshError(msg)
     return sizes
@@ -399,9 +391,9 @@ def _fill_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
         need = f"a multiple of {fixed}" if is_open else str(fixed)
         subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
         msg = (
-            f"mesh {sizes_text(asked)} needs {need} devices, but there "
+            f"mesh ({sizes_text(asked)}) needs {need} devices, but there "
             f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
-            f"{sizes_text(_fitting_sizes(asked, count))}"
+            f"({sizes_text(_fitting_sizes(asked, count))})"
             f"{subset * (not is_open and fixed < count)}."
         )
         raise MeshError(msg)
@@ -423,8 +415,8 @@ def _fitting_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Returns names and sizes as messages show them: `"(batch=2, model=4)"`."""
-    return f"({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+    """Returns names and sizes as messages show them: `"batch=2, model=4"`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType, ...]:
@@ -518,7 +510,7 @@ def _device_grid(
     if slow_axes is not None and left > 1:
         unit = _UNITS[attribute]
         msg = (
-            f"the axes in dcn=, {sizes_text({x: sizes[x] for x in slow})}, cannot be "
+            f"the axes in dcn=, ({sizes_text({x: sizes[x] for x in slow})}), cannot be "
             f"divided among the {count} {unit} of the devices: their sizes must "
             f"together make {count}, or a multiple of it. Or leave out dcn=, if the "
             "network between them is fast."
@@ -531,7 +523,7 @@ def _device_grid(
     except (NotImplementedError, ValueError, AssertionError) as error:
         shape, text = sizes_text(sizes), str(error).rstrip(".")
         msg = (
-            f"JAX finds no order of the devices for {shape}: {text}. "
+            f"JAX finds no order of the devices for ({shape}): {text}. "
             "Choose other sizes, or an order of your own with devices=."
         )
         raise MeshError(msg) from error

@@ -268,17 +268,3 @@ def test_a_rule_says_why_in_the_resolution_and_once_in_the_report():
     assert layouts.explain(tree).notes == [f"note: layers/0/query and 2 more: {note}"]
     assert layouts["query"] == ml.Rule(ml.Layout([None, "model"], MESH), note=note)
     assert layouts | {} == layouts
-
-
-def test_a_function_gives_a_note_by_a_rule():
-    def by_size(path, shape, dtype):
-        if shape[0] == 3:
-            return ml.Rule(("model", None), on_uneven="replicate", note="Odd.")
-        return ml.Rule(None) if shape[0] == 5 else ("model", None)
-
-    resolved = ml.LayoutMap(MESH, default=by_size).resolve(
-        abstract({"a": (3, 8), "b": (8, 8), "c": (5, 8)})
-    )
-    assert [leaf.note for leaf in resolved.resolutions] == ["Odd.", None, None]
-    assert "dim 0 left unsharded" in (resolved["a"].fallback or "")
-    assert resolved["c"].layout.is_fully_replicated

@@ -14,7 +14,6 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout._host_arrays import aligned_empty
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.examples import (
     NUMBERS,
@@ -186,9 +185,7 @@ class StreamReader:
 
     def _empty(self) -> list[np.ndarray]:
         leaves = self._cut.spec.leaves
-        return [
-            aligned_empty((self._cut.size, *leaf.shape), leaf.dtype) for leaf in leaves
-        ]
+        return [np.empty((self._cut.size, *x.shape), x.dtype) for x in leaves]
 
     def _add(self, stream: StreamPass, out: list[np.ndarray], start: int) -> int:
         """Copies rows of the stream into `out[start:]`; returns how many, if any."""

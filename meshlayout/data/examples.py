@@ -17,7 +17,7 @@ import numpy as np
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._checks import type_text
-from meshlayout._host_arrays import aligned_empty, plain_array
+from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
@@ -52,10 +52,8 @@ class LeafSpec:
                     f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
                 raise DataError(msg)
-        out = aligned_empty(values.shape, self.to)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
-            out[...] = values
-        return out
+            return values.astype(self.to)
 
     def check(self, leaf: np.ndarray, *rows: int) -> None:
         """Raises DataError if a leaf is not that of one example, or of some `rows`."""
@@ -226,7 +224,7 @@ def _stacked(path: str, column: Sequence[Leaf]) -> np.ndarray:
     for array in arrays:
         if array.shape != spec.shape or array.dtype != spec.dtype:
             spec.check(array)
-    return np.stack(arrays, out=aligned_empty((len(arrays), *spec.shape), spec.dtype))
+    return np.stack(arrays, dtype=spec.dtype)
 
 
 def ambiguous(what: str) -> str:

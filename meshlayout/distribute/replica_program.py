@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from meshlayout import _checks, _jax, _jaxprs
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._tracebacks import show_user_frames
 from meshlayout.collectives import ReplicaContext, entered
@@ -246,7 +246,7 @@ class ReplicaProgram:
             entered(context),
             _without_collecting(),
             patches,
-            _jaxprs.short_sharding_errors,  # Flax asks for one at each value
+            _jax.short_sharding_errors,  # Flax asks for one at each value
             padding_left_out(),
             ReplicaTrace(context, value_of, **options) as trace,
         ):
@@ -402,7 +402,7 @@ def _strong(x: Leaf) -> jax.Array:
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
     # A Variable or state, as gradients are, has values; other NNX objects are refused.
-    values = nnx.Variable | nnx.State
+    values: Any = nnx.Variable | nnx.State
     leaves, treedef = jax.tree.flatten(
         result, is_leaf=lambda x: is_leaf(x) and not isinstance(x, values)
     )

@@ -17,7 +17,7 @@ from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import LayoutMapError, did_you_mean
 from meshlayout.layout import Layout
-from meshlayout.mesh import Mesh
+from meshlayout.mesh import Mesh, sizes_text
 
 
 # A replicated leaf gets a line if it is at least this share of the whole tree.
@@ -108,7 +108,7 @@ class Resolved:
     def to_lock(self) -> str:
         """Returns the current layout of every array as stable text for `check_lock`."""
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
-        meshes = {f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays}
+        meshes = {f"Mesh({sizes_text(leaf.layout.mesh.shape)})" for leaf in arrays}
         lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
         header = f"# layouts on {', '.join(sorted(meshes))}"
         return "\n".join([header, *sorted(lines)]) + "\n"

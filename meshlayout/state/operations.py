@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from meshlayout import _jax, _jaxprs
+from meshlayout import _jax
 from meshlayout._annotations import DType, Equation
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
@@ -40,7 +40,7 @@ def run_on_shards(
     results: list[Any] = [None] * len(targets)
 
     def finish(variables: Sequence[Any]) -> None:
-        """Moves values that nothing uses any more to the results, or frees them."""
+        # Nothing uses these values any more: they become results, or are freed.
         for var in variables:
             value = values.pop(var)
             copies = [index for index, out in enumerate(inner.outvars) if out is var]
@@ -102,10 +102,9 @@ def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 def _plan(
     jaxpr: Any, targets: Sequence[Layout], mesh: Mesh
 ) -> tuple[dict[Any, NamedSharding], list[tuple[Equation, list[Any]]]]:
-    """Chooses the shardings of all values, backwards from the results.
+    """Chooses the shardings of what the results need, backwards from them.
 
-    Returns them for what the results need; and the operations that make it, each with
-    the values that no later operation uses.
+    Also returns its operations, each with the values that no later one uses.
     """
     plan: dict[Any, NamedSharding] = {}
 
@@ -196,7 +195,7 @@ def _program(
     def apply(*operands: jax.Array) -> list[jax.Array]:
         if primitive.name == "sharding_constraint":  # the layout map decides
             return list(operands)
-        results = _jaxprs.apply_operation(primitive, dict(params), context, operands)
+        results = _jax.apply_operation(primitive, dict(params), context, operands)
         if is_safe:
             return results
         # Without this, the compiler would shard the operation like its result.

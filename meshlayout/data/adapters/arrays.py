@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._host_arrays import aligned_empty
 from meshlayout.data.adapters import iterables
 from meshlayout.data.examples import (
     ambiguous,
@@ -110,7 +109,7 @@ def item_rows(items: Any) -> Rows:
 
 
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    out = aligned_empty((len(indices), *column.shape[1:]), column.dtype)
+    out = np.empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy would gather into a temporary buffer first.
     return np.take(column, indices, axis=0, out=out, mode="clip")
 
