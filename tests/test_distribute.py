@@ -123,13 +123,6 @@ def test_arguments_are_moved_to_the_replicas(two):
     assert again.tolist() == [1, 3, 5]
 
 
-def test_one_device_gives_plain_arrays():
-    strategy = OneDeviceStrategy("CPU:3")
-    result = strategy.run(lambda x: {"twice": 2 * x}, (jnp.arange(3.0),), options=None)
-    assert isinstance(result["twice"], jax.Array)
-    assert total(strategy, result["twice"], 0) == 6
-
-
 def test_scopes_cannot_be_nested(two):
     with two.scope():
         assert message_of(two.scope().__enter__) == (

@@ -78,15 +78,6 @@ def test_slurm_starts_again_what_was_preempted(status, restarts, is_requeued, cl
     assert calls[1:] == ["scontrol requeue 17"] * is_requeued
 
 
-def test_slurm_gives_every_gpu_a_process_and_time_to_save():
-    text = (EXAMPLES / "slurm.sbatch").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, re.MULTILINE))
-    # JAX's detection of SLURM gives each process the GPU of its number on the node.
-    assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert options["signal"] == "TERM@120"
-    assert "requeue" in options
-
-
 def test_the_slice_is_made_and_trained_on_again_after_a_preemption(cluster):
     environment = {"ZONE": "z", "PROJECT": "p", "BUCKET": "gs://b", "NAME": "slice"}
     options = {"commands": ["gcloud", "git"], **environment}

@@ -90,14 +90,6 @@ def test_rules_that_agree_do_not_conflict(mesh):
     assert text(layouts, "dense/kernel", 8, 8) == "[unsharded, model]"
 
 
-def test_the_first_rule_decides_where_the_order_is_to_decide(mesh):
-    layouts = ml.LayoutMap(
-        mesh, {"dense": ("batch", ...), "kernel": ("model", ...)}, conflict="first"
-    )
-    assert text(layouts, "dense/kernel", 8, 8) == "[batch, unsharded]"
-    assert text(layouts, "other/kernel", 8, 8) == "[model, unsharded]"
-
-
 def test_a_function_without_an_opinion_leaves_the_leaf_to_others(mesh):
     def large(path, shape, dtype):
         return ("batch", ...) if shape[0] > 8 and dtype == "float32" else None

@@ -103,11 +103,6 @@ def test_numbers_that_tell_layouts_apart_are_listed():
     }
 
 
-def test_paths_that_are_the_end_of_others_are_anchored_at_the_start():
-    specs = {"w": (None, "model"), "a/w": (None, None), "x/b": ("batch", None)}
-    assert rules_for(specs) == {"^w$": (None, "model"), "(^|/)x/b$": ("batch", None)}
-
-
 def test_leaves_with_different_notes_have_different_rules_and_add_what_they_send():
     columns, whole = ml.Layout([None, "model"], MESH), ml.Layout([None, None], MESH)
     specs = {
