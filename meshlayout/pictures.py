@@ -20,9 +20,7 @@ from meshlayout.layout import Layout, entry_text
 
 @dataclass(frozen=True, repr=False)
 class Shards:
-    """Which device holds which part of an array: a picture, in color in notebooks.
-
-    Each block is a shard, with the ids of the devices that hold it.
+    """A picture of which device holds which part of an array, in color in notebooks.
 
     Attributes:
         shape: Shape of the whole array.
@@ -121,10 +119,7 @@ def visualize(
             raise LayoutError(msg)
         shape, dtype, array = array.shape, array.dtype, sharding
     if shape is None:
-        msg = (
-            "a layout alone has no size to draw: give the shape of the array, "
-            "visualize(layout, shape=(8, 8))."
-        )
+        msg = "a layout alone has no size to draw: give the shape of the array, shape=."
         raise LayoutError(msg)
     shape = tuple(shape)
     layout = Layout.of(array, len(shape))

@@ -170,8 +170,6 @@ def test_a_mesh_shows_what_it_is_made_of():
     assert ["model"] not in MESH
     assert MESH.strides == (4, 1)
     assert MESH.platform == "cpu"
-    assert MESH.device_kind == "cpu"
-    assert not MESH.process_axes
 
 
 def test_dtensor_spellings_are_aliases():
@@ -217,9 +215,9 @@ def test_a_mesh_of_described_devices_starts_no_backend():
         "    def __init__(self, id): self.id = id\n"
         "chips = np.array([Chip(i) for i in range(4)], dtype=object).reshape(2, 2)\n"
         "mesh = Mesh(jax.sharding.Mesh(chips, ('a', 'b')))\n"
-        "assert mesh.coords(chips[1, 0]) == (1, 0) and mesh.device_kind == 'TPU v9'\n"
+        "assert mesh.coords(chips[1, 0]) == (1, 0)\n"
         "assert copy.deepcopy(mesh) == copy.copy(mesh) == mesh\n"
-        "assert not mesh.process_axes and mesh._repr_html_()\n"
+        "assert mesh._repr_html_()\n"
         "print(mesh.to_string(), backends_are_initialized())\n"
     )
     run = subprocess.run(
@@ -244,7 +242,6 @@ def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
 def describe_mesh(mesh):
     return {
         "text": repr(mesh),
-        "axes": mesh.process_axes,
         "processes": [
             device.process_index for device in mesh.devices.reshape(-1).tolist()
         ],
@@ -302,7 +299,6 @@ def test_the_axes_named_in_dcn_cross_processes_and_the_others_do_not(processes):
     for index, here in enumerate(processes):
         assert here["slow last"]["processes"] == [0, 1] * 4
         assert here["slow last"]["coords"] == [[i, index] for i in range(4)]
-        assert here["slow last"]["axes"] == ["replica"]
         assert here["slow first"]["processes"] == [0] * 4 + [1] * 4
         assert here["partly"]["processes"] == [0, 0, 1, 1] * 2
         assert here["given"]["processes"] == [0, 1] * 2
@@ -361,7 +357,6 @@ def test_the_first_axes_cross_slices_unless_dcn_says_otherwise(sixteen_gpus):
     )
     mesh = create_mesh(replica=4, fsdp=4)
     assert ids_of(mesh) == np.arange(16).reshape(4, 4).tolist()
-    assert mesh.process_axes == ("replica", "fsdp")
     mesh = create_mesh(model=8, replica=2, dcn="replica")
     assert ids_of(mesh) == np.arange(16).reshape(2, 8).T.tolist()
     assert repr(mesh) == (
