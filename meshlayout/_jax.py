@@ -50,17 +50,13 @@ def current_trace() -> Any:
 def in_trace(trace: Any) -> AbstractContextManager[Any]:
     """Returns a context whose operations are recorded in a trace around this one.
 
-    A Variable may be met inside of a scan; its value has to be one of the whole
-    function. Without it, all of tests/test_distribute.py fails.
+    A Variable met in a scan needs a value of the whole function: test_distribute.py.
     """
     return jax_core.set_current_trace(trace)
 
 
 def is_mapped(x: Any, axis_name: str) -> bool:
-    """Returns whether a value differs along an axis of `jax.vmap`, by JAX's own rules.
-
-    tests/test_distribute.py notices.
-    """
+    """Returns whether a value differs along an axis of `jax.vmap`, as JAX sees it."""
     while isinstance(x, batching.BatchTracer):
         if x._trace.axis_data.name == axis_name:
             return True

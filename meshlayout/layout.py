@@ -222,11 +222,7 @@ class Layout:
         return cls(specs, mesh, memory_kind=sharding.memory_kind)
 
     def with_rank(self, rank: int) -> "Layout":
-        """Returns this layout for arrays of `rank` dims, with `...` filled in.
-
-        Raises:
-            LayoutError: If the number of entries does not fit.
-        """
+        """Fills in `...` for arrays of `rank` dims, or raises LayoutError."""
         is_open = self.has_ellipsis
         missing = rank - len(self.specs) + is_open
         if missing < 0 or (missing and not is_open):
@@ -425,10 +421,9 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     """Returns the canonical entries of what a user wrote, or raises LayoutError."""
     # A string is a sequence of strings: "batch" would be five axes.
     if not isinstance(specs, (list, tuple, PartitionSpec)):
-        hint = " Use Layout.of(sharding)." * isinstance(specs, NamedSharding)
         msg = (
             "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"got {_checks.shown(specs)}.{hint}"
+            f"got {_checks.shown(specs)}."
         )
         raise LayoutError(msg)
     if any(getattr(specs, kind, ()) for kind in ("unreduced", "reduced")):

@@ -297,8 +297,6 @@ def create_mesh(
     Example:
         >>> create_mesh({"batch": 2, "model": -1})
         Mesh(batch=2, model=4)
-        >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
-        Mesh(batch=2, model=2)
         >>> create_mesh({"replica": 2, "fsdp": 4}, dcn="replica")  # here, one process
         Mesh(replica=2, fsdp=4)
     """
