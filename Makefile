@@ -30,7 +30,7 @@ data: $(VENV)/.run-$(TAG)
 # compare within rounding, or what is only moved, and run with kernels that compile faster
 # (tests/devices.py); test-all runs them with those of users, too.
 BITS := tests/test_create.py tests/test_create_under_a_mesh.py
-RANDOM_BITS := tests/test_arrays.py::test_random_values_do_not_depend_on_the_layout
+RANDOM_BITS := tests/test_arrays.py::test_random_values_are_the_unsharded_ones_bit_for_bit
 
 test: lint imports types
 	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS='-m "not slow" $(BITS) $(RANDOM_BITS)'

@@ -443,11 +443,9 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
     if is_sequence and all(isinstance(axis, str) for axis in entry):
         # The canonical form, for which layouts that mean the same are equal.
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    is_open = entry is PartitionSpec.UNCONSTRAINED
-    text = "UNCONSTRAINED" if is_open else _checks.shown(entry)
     msg = (
-        f"entry {dim} is {text}; an entry must be a mesh axis name, a tuple of names, "
-        "UNSHARDED (None), MATCH or `...`."
+        f"entry {dim} is {_checks.shown(entry)}; an entry must be a mesh axis name, a "
+        "tuple of names, UNSHARDED (None), MATCH or `...`."
     )
     raise LayoutError(msg)
 

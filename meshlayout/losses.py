@@ -2,11 +2,8 @@
 
 A loss stays one number per example until the weights are known, since padding must not
 count. A mean of microbatches' or replicas' means would weight their examples
-differently if some are padded, so sums are added up and divided once.
-`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings:
-under a strategy, the replica context says how many replicas there are and which rows
-are padding. Regularizers and recorded scalars do not belong to that denominator: they
-do not depend on the number of examples, and are added unchanged.
+differently if some are padded, so sums are added up and divided once. Regularizers and
+recorded scalars do not depend on the number of examples, and are added unchanged.
 """
 
 import contextlib
@@ -41,10 +38,6 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
     Use this before summing losses that have one number per pixel or token. Returns
     float32 losses of the weights' shape, or (batch,).
-
-    Args:
-        losses: Losses of shape (batch, ...).
-        weights: Weights of the shape of the losses' first dims; None for (batch,).
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -81,7 +74,7 @@ def denominator_of(
 ) -> jax.Array:
     """Returns the number by which the weighted sum over a global batch is divided.
 
-    A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
+    A positive float32 scalar; 1 for a batch without real examples, whose sum is 0.
 
     Args:
         denominator: `"real"`, the sum of the weights; or `"global_batch_size"`, the
@@ -112,13 +105,11 @@ def compute_average_loss(
     the mean. In replica code (a function that a strategy runs, or in `jax.shard_map`)
     it is this replica's share: those of all replicas add up to the mean over the global
     batch. Rows that pad a strategy's short batch add nothing, not even to the gradient,
-    and are not counted. Losses of more dims are summed, as by tf.nn; average them first
-    with `per_example`.
+    and are not counted. Losses of more dims are summed; see `per_example`.
 
     Args:
-        per_example_loss: Losses of shape (batch,) or (batch, ...); summed in float32.
-        sample_weight: A weight per example, (batch,), or None for ones. An example of
-            weight 0 adds nothing, even if its loss is not finite.
+        per_example_loss: Losses of shape (batch, ...); summed in float32.
+        sample_weight: A weight per example, (batch,), or None for ones; 0 adds nothing.
         global_batch_size: Examples of all replicas together, padding included. By
             default the size of this batch, times the number of replicas in replica
             code; under a strategy, the number of real examples.
@@ -128,8 +119,6 @@ def compute_average_loss(
             strategy's batch may have padding and the losses are not one per row.
 
     Example:
-        >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
-        3.5
         >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
         1.25
     """
@@ -171,9 +160,8 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
     """Divides a regularization loss by the number of replicas.
 
-    Use this next to `compute_average_loss`. In replica code every replica computes the
-    whole regularization loss, and the replicas' losses are added up; in a program over
-    the whole batch there is only one, which is returned unchanged. An array is summed.
+    Use this next to `compute_average_loss`, in replica code, where losses of replicas
+    are added up; elsewhere the loss is returned unchanged. An array is summed.
 
     Raises:
         LossError: If it is not a real number, or the number of replicas is unknown.
@@ -304,9 +292,8 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     Args:
         module: The NNX or Linen module, usually `self`.
         name: Its name; the metrics show it under the module's path.
-        loss: One loss per example, (batch,) or (batch, ...), averaged like the losses
-            of the loss function; or a scalar, which is added unchanged, and refused for
-            a batch with weights.
+        loss: One loss per example, (batch, ...), averaged like the losses of the loss
+            function; or a scalar, which a batch with weights refuses.
 
     Raises:
         LossError: If `loss` is not an array.

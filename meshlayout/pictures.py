@@ -1,7 +1,4 @@
-"""Pictures of how an array is laid out on its devices: `visualize`.
-
-Only indices are read: abstract arrays, and those of other processes, are drawn too.
-"""
+"""Pictures of how an array is laid out on its devices, drawn of indices alone."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ from meshlayout.layout import Layout, entry_text
 
 @dataclass(frozen=True, repr=False)
 class Shards:
-    """A picture of which device holds which part of an array, in color in notebooks.
+    """A picture of shards, each a block with the ids of the devices that hold it.
 
     Attributes:
         shape: Shape of the whole array.
@@ -35,44 +32,35 @@ class Shards:
     held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     def __repr__(self) -> str:
-        picture = _render.picture_text(self._picture())
-        return "\n".join([self._title(), picture, self._note()])
+        title, picture, note = self._parts()
+        return "\n".join([title, _render.picture_text(picture), note])
 
     def _repr_html_(self) -> str:
-        return _render.picture_html(self._title(), self._picture(), [self._note()])
+        title, picture, note = self._parts()
+        return _render.picture_html(title, picture, [note])
 
-    def _picture(self) -> _render.Picture:
-        return _render.shards_picture(self.shape, self._axes(), self.held)
-
-    def _axes(self) -> list[str]:
-        """Returns the mesh axes that shard each dim; an empty string for none."""
-        return [entry_text(entry) if entry else "" for entry in self.layout.specs]
-
-    def _title(self) -> str:
-        axes = [f"@{axes}" * bool(axes) for axes in self._axes()]
-        dims = [f"{size}{text}" for size, text in zip(self.shape, axes, strict=True)]
+    def _parts(self) -> tuple[str, _render.Picture, str]:
+        """Returns a title, the picture, and a line on how many shards there are."""
+        axes = [entry_text(entry) if entry else "" for entry in self.layout.specs]
+        picture = _render.shards_picture(self.shape, axes, self.held)
+        dims = zip(self.shape, [f"@{text}" * bool(text) for text in axes], strict=True)
         dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
-        memory = f" in {self.layout.memory_kind}" if self.layout.memory_kind else ""
-        return f"{dtype}[{', '.join(dims)}] on {self.layout.mesh!r}{memory}"
-
-    def _note(self) -> str:
-        """Returns a line on the shards: how many, their shape, bytes and copies."""
+        title = f"{dtype}[{', '.join(f'{size}{text}' for size, text in dims)}]"
+        kind = self.layout.memory_kind
+        title += f" on {self.layout.mesh!r}" + f" in {kind}" * bool(kind)
         shape = tuple(stop - start for start, stop in self.held[0][1])
         parts = len({part for _, part in self.held})
-        copies = len(self.held) // parts
-        size = ""
+        copies, size = len(self.held) // parts, ""
         if self.dtype is not None:
             nbytes = math.prod(shape) * _jax.itemsize(self.dtype)
             size = f", {_render.bytes_text(nbytes)}"
-        if parts == 1:
-            who = f"{copies} devices hold" if copies > 1 else "One device holds"
-            text = f"{who} the whole array{size}"
-        else:
-            text = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
-            text += f", on {copies} devices each" * (copies > 1)
-        platform = self.layout.mesh.platform.upper()
-        ids = f"Numbers in the blocks are ids of {platform} devices."
-        return f"{text}. {ids}"
+        note = f"{copies} devices hold" if copies > 1 else "One device holds"
+        note += f" the whole array{size}"
+        if parts > 1:
+            note = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
+            note += f", on {copies} devices each" * (copies > 1)
+        ids = f"Numbers in the blocks are ids of {self.layout.mesh.platform.upper()} devices."
+        return title, picture, f"{note}. {ids}"
 
 
 def visualize(
@@ -81,7 +69,7 @@ def visualize(
 ) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
-    Use this to check a layout before or after creating an array. Nothing is moved.
+    Use this to check a layout, also of abstract arrays and those of other processes.
 
     Args:
         value: A placed array, NNX variable or `jax.ShapeDtypeStruct`, or a layout or a
@@ -111,16 +99,13 @@ def visualize(
         # Not `array.sharding`, for which traced values raise.
         sharding = _jax.sharding_of(array)
         if not isinstance(sharding, Sharding):
-            msg = (
-                f"{_checks.shown(array)} is on no devices; value must be a Layout or a "
-                "sharding, with shape=, or an array that is placed, such as by "
-                "relayout(x, layout)."
-            )
-            raise LayoutError(msg)
+            fact = f"{_checks.shown(array)} is on no devices; value must be a Layout or"
+            way_out = "a sharding, with shape=, or an array, as of relayout(x, layout)."
+            raise LayoutError(f"{fact} {way_out}")
         shape, dtype, array = array.shape, array.dtype, sharding
     if shape is None:
-        msg = "a layout alone has no size to draw: give the shape of the array, shape=."
-        raise LayoutError(msg)
+        msg = "a layout alone has no size to draw: give the shape of the array, shape="
+        raise LayoutError(f"{msg}(8, 8).")
     shape = tuple(shape)
     layout = Layout.of(array, len(shape))
     layout.check(shape)  # says better than JAX what does not divide

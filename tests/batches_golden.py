@@ -99,25 +99,6 @@ def weights() -> Any:
     ]
 
 
-@case
-def nested_and_renamed() -> Any:
-    columns = table(13)
-    tree = {
-        "in": {"a": columns["image"], "b": (columns["half"],)},
-        "y": columns["label"],
-    }
-    return batches(tree, shuffle=2)
-
-
-@case
-def prefetching_and_epochs_of_later_loops() -> Any:
-    return [
-        batch
-        for prefetch in (0, 1, 5)
-        for batch in batches(table(20), shuffle=0, prefetch=prefetch, loops=3)
-    ]
-
-
 class Rows:
     """Rows that know their epoch, too many for a table of their order."""
 
@@ -140,19 +121,6 @@ def many_rows() -> Any:
         )
         found += itertools.islice(data, 4)
     return found
-
-
-@case
-def sources_that_depend_on_the_epoch() -> Any:
-    return batches(Rows(19), shuffle=5, epochs=2, remainder="repeat")
-
-
-@case
-def without_an_end() -> Any:
-    data = ml.distribute_dataset(
-        table(19), mesh(), global_batch_size=8, shuffle=5, epochs=None
-    )
-    return list(itertools.islice(data, 11))
 
 
 def examples(rows: int = 21) -> Iterator[Any]:
@@ -196,14 +164,6 @@ def streams_of_batches() -> Any:
         for batch in batches(
             ragged_batches, remainder=remainder, epochs=2, batched=True
         )
-    ]
-
-
-@case
-def lists() -> Any:
-    return [
-        *batches(list(map(dict, examples(13))), batched=False, shuffle=1),
-        *batches(list(ragged_batches()), batched=True, epochs=2),
     ]
 
 

@@ -9,11 +9,6 @@ from flax import nnx
 module_list = getattr(nnx, "List", list)
 
 
-def value_of(variable: Any) -> Any:
-    """Returns the whole value of a Variable, which may be a tree."""
-    return variable.get_value() if hasattr(variable, "get_value") else variable.value
-
-
 def set_value(variable: Any, value: Any) -> None:
     """Sets the whole value of a Variable."""
     if hasattr(variable, "set_value"):

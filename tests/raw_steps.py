@@ -279,29 +279,6 @@ def mean_of_microbatch_means(apply: Any, params: Any, rest: Any, batch: Any) -> 
     return jnp.stack(means).mean(), (logits, rest)
 
 
-def mean_of_shards(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
-    """Eight devices run the one-device program on their rows, and average.
-
-    Over short batches that is a mean of means; batch statistics are those of four rows.
-    """
-    spec = jax.sharding.PartitionSpec
-    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def of_shard(params: Any, rest: Any, batch: Any) -> Any:
-        logits, rest = apply(params, rest, batch["input"])
-        losses = cross_entropies(logits, batch["label"]) * batch["weight"]
-        mean = losses.sum() / jnp.maximum(batch["weight"].sum(), 1)
-        return jax.lax.pmean((mean, rest), "rows"), logits
-
-    (mean, rest), logits = jax.shard_map(
-        of_shard,
-        mesh=mesh,
-        in_specs=(spec(), spec(), spec("rows")),
-        out_specs=((spec(), spec()), spec("rows")),
-    )(params, rest, batch)
-    return mean, (logits, rest)
-
-
 # Agreement.
 
 

@@ -256,16 +256,6 @@ def test_arrays_are_renamed_cast_and_left_out(ck):
         ck.restore(like, **options)
 
 
-def test_a_pattern_of_what_stays_means_whole_paths(ck):
-    arrays = {"a": np.ones(2, "f"), "b": np.ones(3, "f")}
-    ck.save(1, {"params": arrays, "step": np.int32(7)})
-    fresh = {"params": jax.tree.map(np.zeros_like, arrays), "step": np.int32(0)}
-    found = ck.restore(fresh, partial=["^(?!params/)", "^params/b"])
-    assert found["params"]["a"].tolist() == [1, 1]
-    assert found["params"]["b"].tolist() == [0, 0, 0]
-    assert found["step"] == 0
-
-
 def test_a_root_key_called_params_is_a_key_like_any_other(ck, mesh_2x4):
     module, x = nn.Dense(3), jnp.ones((2, 8))
     variables = module.init(jax.random.key(0), x)
@@ -293,15 +283,6 @@ def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
         "a f64[8]: JAX would turn float64 into float32. Ask for that with "
         "dtype='float32', or set jax_enable_x64."
     )
-
-
-def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
-    ck.save(1, {"w": jnp.arange(6.0)})
-    sharding = mesh_2x4.layout("model").sharding
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        ck.restore({"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
-    assert type(caught.value) is ml.errors.CheckpointError
-    assert str(caught.value).startswith("w f32[6] does not fit its layout: Sharding ")
 
 
 # Steps.
@@ -496,12 +477,9 @@ def test_steps_that_do_not_exist_are_refused(ck):
 
 
 def test_what_a_checkpointer_is_given_is_checked(tmp_path):
-    for options, message in (
-        ({"keep": 0}, "keep must be a positive integer, got 0."),
-        ({"every": 2.5}, "every must be a positive integer, got 2.5."),
-        ({"best": "loss"}, "best must be ('val_accuracy', 'max') or such, got 'loss'."),
-    ):
-        assert error_of(Checkpointer, tmp_path, **options) == message
+    assert error_of(Checkpointer, tmp_path, best="loss") == (
+        "best must be ('val_accuracy', 'max') or such, got 'loss'."
+    )
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         message = functools.partial(error_of, ck.save, 1, {"x": 1})
         assert message(metrics={"acuracy": 1}) == (

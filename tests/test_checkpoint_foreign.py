@@ -136,28 +136,13 @@ def test_what_is_no_array_is_refused_by_name():
     assert error_of(load, {"a": {"w": {1, 2}}}, like) == (
         "the mapping: a.w is {1, 2}, which is neither an array nor a number."
     )
-    assert error_of(load, {"a.w": 1, "a": {"w": 2}}, like) == (
-        "the mapping: two arrays have the path 'a.w'."
-    )
-    for empty in ({}, None, [values(2)]):
-        assert error_of(load, empty, like).startswith(
-            "the mapping holds no arrays by name: it is "
-        )
+    assert error_of(load, {}, like).startswith("the mapping holds no arrays by name: ")
     assert error_of(load, {"a": values(2), "a.b": values(2)}, None) == (
         "'a/b': one name is the beginning of another. Change rename=."
     )
 
 
 # What is wanted.
-
-
-def test_dims_that_cannot_be_turned_are_refused():
-    state = {"w": values((6, 3))}
-    load = functools.partial(error_of, checkpoint.load_arrays, state)
-    for dims, problem in (((1, 0, 2), "(1, 0, 2)"), ((1, 2), "(1, 2)"), ("10", "'10'")):
-        message = load(state, transpose={"w": dims})
-        assert message.startswith(f"w f32[6, 3]: transpose= gives it {problem}: ")
-    assert "shape    w f32[6, 3]  w f32[3, 6]" in load(state, transpose={"w": (1, 0)})
 
 
 def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
@@ -629,13 +614,6 @@ def test_every_option_works_or_is_refused_in_a_sentence(saved, name, option):
 # What a state to restore may hold.
 
 
-def test_restoring_inside_jit_is_a_sentence(saved):
-    ck = ml.Checkpointer(saved / "own")
-    assert error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"]) == (
-        "like= is inside jit. Restore outside of it."
-    )
-
-
 def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
     key = jax.random.key(0, impl="rbg")
     saved = {"n": 2**70, "w": np.ones(3, ">f4"), "key": key}
@@ -656,9 +634,3 @@ def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):
             )
         message = error_of(ck.restore, saved | {"key": jax.random.key(0)})
         assert "dtype    key key<fry>[]  key key<rbg>[]\n" in message
-
-
-def test_a_name_of_very_many_keys_is_a_sentence():
-    name = "a." * 1500 + "w"
-    message = error_of(checkpoint.load_arrays, {name: STATE["w"]}, None)
-    assert message.endswith("... has more than 200 keys.")

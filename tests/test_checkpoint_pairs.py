@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import html
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +45,6 @@ def test_the_first_pattern_that_matches_a_name_renames_it():
     assert got["ln"]["scale"].tolist() == [3, 3]
 
 
-BECOME = "the saved arrays 'decoder.kernel' and 'encoder.kernel' both become"
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -59,11 +55,8 @@ BECOME = "the saved arrays 'decoder.kernel' and 'encoder.kernel' both become"
         ),
         (
             {"^(en|de)": "x"},
-            f"{BECOME} 'xcoder/kernel'. Change rename= so that they differ.",
-        ),
-        (
-            {"^en": "de"},
-            f"{BECOME} 'decoder/kernel'. Change rename= so that they differ.",
+            "the saved arrays 'decoder.kernel' and 'encoder.kernel' both become "
+            "'xcoder/kernel'. Change rename= so that they differ.",
         ),
         (
             {"(": "b"},
@@ -111,17 +104,6 @@ def test_all_differences_stand_side_by_side_with_near_names():
     ((shape,), (dtype,)) = diff.shapes, diff.dtypes
     assert (shape.saved.shape, shape.wanted.shape) == ((2, 3), (3, 2))
     assert (dtype.path, dtype.saved.dtype) == ("n", np.dtype("float32"))
-
-
-def test_a_difference_shows_in_notebooks_and_is_cut_off_in_errors():
-    diff = checkpoint.RestoreDiff(missing=("<b>/w",))
-    assert html.escape("<b>/w") in diff._repr_html_()
-    assert "<b>" not in diff._repr_html_()
-    assert (str(checkpoint.RestoreDiff()), bool(diff)) == ("nothing differs", True)
-    many = numbered("a", *(f"layer{i}" for i in range(100)))
-    message = error_of(restored, many, numbered("a"))
-    assert "100 extra" in message
-    assert "... and 60 more" in message
 
 
 def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra():

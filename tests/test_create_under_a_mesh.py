@@ -10,7 +10,6 @@ import itertools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -84,42 +83,6 @@ def constrained():
     return {"kernel": lay_out(x, spec) * 2}
 
 
-SAMPLE = np.arange(64, dtype=np.float32).reshape(8, 8) / 7
-
-
-def arrays(mesh):
-    """What `ml.arrays` makes and moves; what is named a kernel is sharded over `y`."""
-    key, columns = jax.random.key(5), mesh.layout(None, "y")
-    return {
-        "kernel of normal": ml.arrays.normal(key, (8, 8), columns),
-        "kernel of uniform": ml.arrays.uniform(
-            key, (8, 8), columns, minval=2, maxval=3
-        ),
-        "kernel of zeros": ml.arrays.zeros((8, 8), columns),
-        "full": ml.arrays.full((8,), jnp.float32(2), mesh.layout("x")),
-        "arange": ml.arrays.arange(1.0, 17.0, 2, layout=mesh.layout("x")),
-        "moved kernel": ml.relayout(
-            ml.relayout(SAMPLE, mesh.layout("x", None)), columns
-        ),
-        "copied kernel": ml.copy_to_mesh(SAMPLE, columns),
-        "packed kernel": ml.pack([np.ones((4, 2))] * 8, mesh.layout("x", "y")),
-    }
-
-
-def arrays_without_a_mesh():
-    key = jax.random.key(5)
-    return {
-        "kernel of normal": jax.random.normal(key, (8, 8)),
-        "kernel of uniform": jax.random.uniform(key, (8, 8), minval=2, maxval=3),
-        "kernel of zeros": jnp.zeros((8, 8)),
-        "full": jnp.full((8,), jnp.float32(2)),
-        "arange": jnp.arange(1.0, 17.0, 2),
-        "moved kernel": SAMPLE,
-        "copied kernel": SAMPLE,
-        "packed kernel": jnp.ones((8, 8)),
-    }
-
-
 def made(layouts):
     """Everything that is made, by every way of making it."""
     with ml.scope(layouts):
@@ -134,7 +97,6 @@ def made(layouts):
         "slots": plain(optimizer),
         "linen": variables,
         "state": ml.TrainState.create(net, optax.adam(1e-3), layouts).params,
-        "arrays": arrays(layouts.mesh),
     }
 
 
@@ -148,7 +110,6 @@ def made_without_a_mesh():
         "slots": plain(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)),
         "linen": nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))),
         "state": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        "arrays": arrays_without_a_mesh(),
     }
 
 

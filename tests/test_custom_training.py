@@ -198,20 +198,6 @@ def test_values_that_are_not_of_rows_are_refused_in_a_short_batch():
     assert float(total.compute()) == 15
 
 
-def test_results_of_microbatches_are_not_taken_for_rows():
-    strategy = mirrored(4)
-    batch, x, _ = short_batch(strategy)
-
-    def step(inputs):
-        mask = get_replica_context().example_mask
-        microbatches = (inputs[0].sum(axis=1) * mask).reshape(2, -1)
-        return microbatches.sum(axis=1)  # as many as a replica has rows
-
-    totals = strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
-    rows = x.sum(axis=1)
-    np.testing.assert_allclose(totals, [rows[::2].sum(), rows[1::2].sum()], rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_the_program_trains_saves_and_tests_on_one_device():
     limits = ["--limit-train", "1000", "--limit-test", "200", "--epochs", "2"]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import grain
-import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -48,16 +47,6 @@ def squares(numbers):
 # Grain
 
 
-def test_a_map_dataset_gives_every_example_once_in_its_order(mesh):
-    data = distribute_dataset(ROWS, mesh, global_batch_size=8)
-    assert len(data) == 3
-    batches = [jax.tree.map(np.asarray, batch) for batch in data]
-    np.testing.assert_array_equal(batches[1]["y"], squares(range(8, 16)))
-    np.testing.assert_array_equal(batches[1]["x"][0], np.full((2, 3), 8))
-    assert batches[0]["x"].dtype == np.uint8
-    assert [batch["weight"].sum() for batch in batches] == [8, 8, 4]
-
-
 def test_a_map_dataset_is_shuffled_by_grain_or_by_a_seed_in_every_epoch(mesh):
     source = ROWS.shuffle(seed=3)
     data = distribute_dataset(source, mesh, global_batch_size=8)
@@ -69,29 +58,6 @@ def test_a_map_dataset_is_shuffled_by_grain_or_by_a_seed_in_every_epoch(mesh):
     assert sorted(first) == sorted(second) == squares(range(20))
 
 
-def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
-    source = ROWS.map(lambda example: None if example["y"] == 9 else example)
-    data = distribute_dataset(source, mesh, global_batch_size=8)
-    with pytest.raises(ValueError, match="None"):
-        values(data)
-
-
-def test_single_arrays_in_a_map_dataset_may_be_batches(mesh):
-    source = grain.MapDataset.source(np.zeros((20, 4), np.float32))
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(source, mesh, global_batch_size=8)
-    assert str(error.value) == (
-        "the elements of the Grain dataset may be examples or batches: all their "
-        "arrays have the same first dim. Say batched=False for examples, or "
-        "batched=True for batches."
-    )
-    options = {"global_batch_size": 8, "remainder": "drop", "weights": None}
-    rows = distribute_dataset(source, mesh, batched=False, **options)
-    assert rows.element_spec.shape == (8, 4)
-    numbers = distribute_dataset(source, mesh, batched=True, **options)
-    assert numbers.element_spec.shape == (8,)
-
-
 def is_even(example):
     return example["y"] % 2 == 0
 
@@ -99,6 +65,7 @@ def is_even(example):
 @pytest.mark.parametrize(
     "make",
     [
+        lambda rows: rows,
         lambda rows: rows.filter(is_even),
         lambda rows: rows.batch(6),
         lambda rows: rows.to_iter_dataset(),
@@ -106,7 +73,10 @@ def is_even(example):
         lambda rows: rows.batch(7).to_iter_dataset(),
         lambda rows: rows.to_iter_dataset().filter(is_even),
     ],
-    ids=["filter", "batches", "stream", "streamed batches", "both", "streamed filter"],
+    ids=[
+        *("rows", "filter", "batches", "stream"),
+        *("streamed batches", "both", "streamed filter"),
+    ],
 )
 def test_a_grain_dataset_gives_every_example_once(mesh, make):
     dataset = make(ROWS.shuffle(seed=1))
@@ -182,13 +152,3 @@ def test_an_object_is_recognised_by_the_package_of_a_base_class(mesh):
     data = distribute_dataset(users_own(), mesh, global_batch_size=8)
     assert values(data) == [1, 2]
     assert "torch" not in {*sys.modules} - imported
-
-
-def test_a_dict_of_splits_asks_for_one_of_them(mesh):
-    splits = stand_in("datasets", "DatasetDict", (dict,))(train=1, test=2)
-    with pytest.raises(ml.errors.DataError) as error:
-        distribute_dataset(splits, mesh, global_batch_size=8)
-    assert str(error.value) == (
-        "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
-        "dataset['train']."
-    )

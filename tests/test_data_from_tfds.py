@@ -144,23 +144,6 @@ def test_random_numbers_of_map_are_functions_of_seed_epoch_and_row(tiny, way):
         np.testing.assert_array_equal(found[0], expected.astype(np.float32))
 
 
-def test_what_map_returns_has_dtypes_of_its_own(tiny, way):
-    def halved(example):
-        # The same numbers of NumPy's, however examples are read.
-        assert example["small"].dtype == np.int16
-        return {"number": example["number"] / 2, "small": example["small"] + 0.5}
-
-    batches = host(tiny(map=halved, **way))
-    assert sorted(numbers(batches)) == [row / 2 for row in range(NUM_ROWS)]
-    assert all(set(batch["small"] % 1) == {0.5} for batch in batches)
-
-
-def test_strings_stay_on_the_host_where_asked(tiny, way):
-    for batch in tiny(map=None, strings="host", **way):
-        found = [int(name.split()[1]) for name in batch["name"]]
-        assert found == np.asarray(batch["number"]).tolist()
-
-
 def test_decoders_leave_features_as_they_are_stored(tiny):
     data = tiny(
         decoders={"image": tfds.decode.SkipDecoding()},
@@ -223,22 +206,6 @@ def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
         "map= and what it uses cannot be sent to worker processes: create such objects "
         "inside of it, or use num_workers=0."
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"num_workers": "two"},
-            "num_workers must be a non-negative integer, got 'two'.",
-        ),
-        ({"in_memory": "auto"}, "in_memory must be True, False or None, got 'auto'."),
-        ({"prefech": 1}, "an option of a dataset must be .* Did you mean 'prefetch'?"),
-    ],
-)
-def test_wrong_choices_are_errors(tiny, options, message):
-    with pytest.raises(ml.errors.DataError, match=message):
-        tiny(**options)
 
 
 # What is kept in memory

@@ -115,23 +115,6 @@ def test_epochs_may_have_no_end(source, remainder):
         assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
 
 
-def test_repeated_data_continues_where_a_loop_was_left():
-    for source in (columns(10), examples(10)):
-        data = distributed(source, remainder="repeat", epochs=2)
-        for batch in data:
-            assert rows_of([batch]) == [[0, 1, 2, 3]]
-            break
-        assert rows_of(data)[:2] == [[4, 5, 6, 7], [8, 9, 0, 1]]
-
-
-@pytest.mark.parametrize("source", [columns(12), examples(12)])
-def test_the_next_iteration_has_the_next_epochs(source):
-    options = {"shuffle": 0} if isinstance(source, dict) else {}
-    whole = distributed(source, epochs=4, **options)
-    parts = distributed(source, **options)
-    assert [*itertools.chain(*(rows_of(parts) for _ in range(4)))] == rows_of(whole)
-
-
 # Sources that can be read once
 
 
@@ -152,23 +135,6 @@ def test_a_generator_that_is_exhausted_at_the_second_epoch_is_an_error():
         "the source yielded no examples in epoch 2, though it did before. A function "
         "that makes a generator must make a new one at every call."
     )
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_data_set_that_has_no_name_can_be_iterated(prefetch):
-    calls = []
-
-    def source():
-        calls.append(1)
-        yield from examples(8)()
-
-    expected = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert rows_of(distributed(source, prefetch=prefetch)) == expected
-    assert calls == [1]
-    assert rows_of(distributed(examples(8)(), prefetch=prefetch)) == expected
-    it = iter(distributed(examples(8)(), prefetch=prefetch))
-    gc.collect()
-    assert rows_of(it) == expected
 
 
 class Counted:
@@ -334,22 +300,6 @@ def test_a_hundred_epochs_leave_nothing_behind():
     assert wait_for(lambda: not threads())
     gc.collect()
     assert (len(jax.live_arrays()), threading.active_count()) == before
-
-
-def test_a_data_set_that_was_never_iterated_closes_its_source():
-    closed = []
-
-    def source():
-        try:
-            yield {"y": 0}
-        finally:
-            closed.append(1)
-
-    data = distributed(source)
-    assert not closed
-    del data
-    gc.collect()
-    assert closed == [1]
 
 
 # Several at once
@@ -526,18 +476,12 @@ def in_fives(size: int = 5, **options: Any):
 
 WRONG_STATES = {
     "source": (lambda: distributed(examples(12)), "source='rows'", "source='stream'"),
-    "rows": (lambda: distributed(columns(16)), "num_rows=12", "num_rows=16"),
     "batch size": (
         lambda: distributed(columns(12), size=6),
         "global_batch_size=4",
         "global_batch_size=6",
     ),
     "seed": (lambda: distributed(columns(12), shuffle=1), "shuffle=None", "shuffle=1"),
-    "remainder": (
-        lambda: distributed(columns(12), remainder="drop"),
-        "remainder='pad'",
-        "remainder='drop'",
-    ),
     "stream that is cut otherwise": (lambda: in_fives(8), "block=5", "block=8"),
 }
 

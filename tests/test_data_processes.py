@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout import _jax, data as md
+from meshlayout import data as md
 from tests import batches_golden
 from tests.processes import run_processes
 
@@ -88,7 +88,6 @@ def job() -> dict[str, Any]:
         "other mesh": _without_devices(here),
         "left": _left_early(mesh, here),
         "differ": _differing(mesh, here),
-        "keys": _keys_left(mesh),
         "in between": _loops_in_between(mesh, rounds=2),
     }
 
@@ -419,20 +418,6 @@ def _differing(mesh, here):
     return found
 
 
-def _keys_left(mesh):
-    """Keys of the store after some iterations, without those of the start."""
-    client = _jax.coordination_client()
-    data = ml.data.distribute_dataset(
-        source(), mesh, global_batch_size=8, per_process=True
-    )
-    counts = []
-    for _ in range(3):
-        list(data)
-        keys = [key for key, _ in client.key_value_dir_get_bytes("meshlayout/data")]
-        counts.append(sum(key.endswith(f"/{jax.process_index()}") for key in keys))
-    return counts
-
-
 def _resumed(mesh):
     data = ml.data.distribute_dataset(source(), mesh, global_batch_size=4, shuffle=7)
     it = iter(data)
@@ -687,10 +672,6 @@ def test_loops_that_are_left_or_run_at_once_see_all_batches(several):
         # 19 batches in each of two epochs.
         assert here["in between"] == several[0]["in between"]
         assert {38.0} < set(here["in between"]) <= {1.0, 36.0, 37.0, 38.0}
-
-
-def test_iterations_leave_no_keys_behind(two):
-    assert all(len(set(here["keys"])) == 1 for here in two)
 
 
 def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):

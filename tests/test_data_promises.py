@@ -1,7 +1,6 @@
 """What a user is promised of input, sentence by sentence, as a stranger would try it."""
 
 import time
-import tomllib
 
 import numpy as np
 import optax
@@ -9,7 +8,6 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from tests.processes import ROOT
 from tests.tfds_directory import tiny_directory
 
 
@@ -47,18 +45,6 @@ def fitted(mesh, data, **options):
     trainer = ml.Trainer(state, loss_fn)
     trainer.fit(data, progress=False, **options)
     return np.asarray(trainer.state.params["kernel"]).tolist()
-
-
-# "steps_per_epoch of the Trainer does just that"
-
-
-def test_steps_per_epoch_of_the_trainer_does_just_that(mesh):
-    def data():
-        return ml.distribute_dataset({"x": X, "y": Y}, mesh, global_batch_size=8)
-
-    # Ten steps over all rows, twice.
-    expected = fitted(mesh, data(), epochs=2)
-    assert fitted(mesh, data(), epochs=5, steps_per_epoch=2) == expected
 
 
 # "It takes pandas DataFrames and Series (anything with __array__) and lists, and says
@@ -150,18 +136,6 @@ def test_shuffle_is_a_seed(mesh, directory, place):
 
 # "tensorflow-datasets is a plain dependency again; from_tfds says within ten seconds,
 # and in one sentence with `make data` and `data_dir` ..."
-
-
-def test_dependencies_are_plain_or_belong_to_extras():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    plain = " ".join(project["dependencies"])
-    assert "tensorflow-datasets" in plain
-    assert "importlib_resources" in plain
-    assert "pillow" in plain
-    extras = project["optional-dependencies"]
-    assert "tfds" not in extras
-    assert "cloudpickle" not in plain
-    assert all("cloudpickle" in " ".join(extras[name]) for name in ("data", "ray"))
 
 
 @pytest.mark.parametrize("name", ["cifar10", "fashon_mnist", "mnist:9.9.9"])

@@ -104,14 +104,6 @@ def test_one_replica_gets_plain_arrays_and_a_last_batch_with_fewer_rows():
         assert leaf.devices() == {jax.devices()[1]}
 
 
-def test_strings_stay_on_the_host_without_padding(two):
-    source = {"x": np.arange(3.0, dtype=np.float32), "name": np.array(["a", "b", "c"])}
-    full, short = two.distribute_dataset(source, 2, strings="host")
-    assert full["name"].tolist() == ["a", "b"]
-    assert short["name"].tolist() == ["c"]
-    assert parts_of(two, short["x"]) == [[2.0], []]
-
-
 def test_batches_on_the_devices_and_other_datasets_are_sources(two):
     for layout in (two.mesh.layout("batch"), two.mesh.layout(...)):
         x = jax.device_put(jnp.arange(8), layout.sharding)
@@ -129,14 +121,6 @@ def test_batches_on_the_devices_and_other_datasets_are_sources(two):
         "('weight'), so that padding would count as examples. Give the source that it "
         "was made of."
     )
-
-
-def test_a_dataset_says_what_it_yields():
-    source = (np.zeros((9, 3), np.float32), {"y": np.zeros(9, np.uint8)})
-    data = mirrored(4).distribute_dataset(source, 8)
-    assert (len(data), data.global_batch_size) == (2, 8)
-    found = [(x.shape, x.dtype) for x in jax.tree.leaves(data.element_spec)]
-    assert found == [((8, 3), np.float32), ((8,), np.uint8)]
 
 
 def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):
@@ -208,10 +192,6 @@ BAD_SOURCES = [
     (
         (np.arange(4),),
         "the first element of the source is of single examples, " + INFERRED.format(2),
-    ),
-    (
-        ([np.arange(3.0)] * 2,),
-        "the first element of the source has 3 rows, " + INFERRED.format(4),
     ),
     (
         (np.arange(4.0), 3),

@@ -128,24 +128,6 @@ def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
         plain.reset()
 
 
-def test_metrics_count_the_examples_of_short_batches_once(strategy):
-    with strategy.scope():
-        metrics = nnx.MultiMetric(
-            accuracy=nnx.metrics.Accuracy(), mean=nnx.metrics.Average()
-        )
-
-    def test_step(logits, labels):
-        values = logits.at[:, 1].set(jnp.nan)[:, ::2]  # two for each row
-        metrics.update(logits=logits, labels=labels, values=values)
-
-    for batch in batches(strategy, X, Y):
-        strategy.run(test_step, args=batch)
-    results = metrics.compute()
-    np.testing.assert_allclose(results["accuracy"], (X.argmax(-1) == Y).mean())
-    np.testing.assert_allclose(results["mean"], X[:, ::2].mean(), rtol=1e-5)
-    assert (metrics.accuracy.count[...], metrics.mean.count[...]) == (ROWS, 2 * ROWS)
-
-
 def test_values_that_are_not_of_rows_of_a_padded_batch_are_refused(strategy):
     with strategy.scope():
         average = nnx.metrics.Average()

@@ -95,17 +95,6 @@ class Inheriting(Trainer):
         return super().evaluate(x)
 
 
-class Doubling:
-    factor = 2
-
-    def scaled(self, x):
-        return self.factor * x
-
-
-class Tripling(Doubling):
-    factor = 3
-
-
 PLACES = types.SimpleNamespace(model=None)
 NAMED: dict[str, Any] = {"model": None}
 TRAINER = Trainer()
@@ -128,14 +117,6 @@ def test_a_name_that_is_bound_to_another_model_means_that_one(two, bind, evaluat
     for factor in (2, 3):
         bind(scale(two, factor))
         assert total(two, two.run(evaluate, (split(two, X),)), 0) == factor * X.sum()
-
-
-def test_an_item_that_is_another_object_means_its_class(two):
-    used = {}
-    for kind in (Doubling, Tripling):
-        used["way"] = kind()
-        scaled = two.run(lambda x: used["way"].scaled(x), (split(two, X),))
-        assert total(two, scaled, 0) == kind.factor * X.sum()
 
 
 def test_a_cell_that_is_bound_to_another_object_means_that_one(two):
@@ -211,34 +192,6 @@ def test_what_a_trainer_counts_on_the_host_does_not_compile_it_again(two, capsys
     # Once to see what it uses and what differs between replicas, once to compile.
     assert capsys.readouterr().out.count("traced") == 2
     assert trainer.history[-1] < trainer.history[0]
-
-
-def combined(op, factor):
-    def body(optimizer, variable, model, x, grads):
-        grads = get_replica_context().all_reduce(op, grads)
-        optimizer.update(model, jax.tree.map(lambda g: factor * g, grads))
-
-    return body
-
-
-def assigned(optimizer, variable, model, x, grads):
-    variable[...] = jnp.tanh(x.sum())
-    optimizer.update(model, grads)
-
-
-@pytest.mark.parametrize("body", [combined("SUM", 1), combined("MEAN", 2), assigned])
-def test_what_is_combined_or_assigned_takes_two_traces_as_well(two, capsys, body):
-    model, optimizer = made(two)
-    variable = nnx.Variable(jnp.zeros(()), aggregation="sum")
-
-    def step(optimizer, model, x):  # in another order than that of the alphabet
-        print("traced")  # noqa: T201
-        body(optimizer, variable, model, x, nnx.grad(lambda m: m(x).sum())(model))
-
-    for _ in range(2):
-        two.run(lambda z, m, x: step(z, m, x), (optimizer, model, split(two, ROWS)))
-    assert capsys.readouterr().out.count("traced") == 2
-    np.testing.assert_allclose(model.weight, 1 - 2 * ROWS.sum(axis=0), rtol=1e-5)
 
 
 def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
@@ -398,13 +351,6 @@ def test_arguments_of_later_calls_are_placed_as_those_of_the_first(two, kind):
     for x in (1.0, 2.0, 3.0):
         two.run(step, (kind(x),))
     assert model.factor[...] == 1 - (1 + 2 + 3)
-
-
-def test_a_bool_among_the_arguments_is_one_for_python(two):
-    step = lambda x, training: x if training else -x
-    for training in (True, False, True):
-        result = two.run(step, args=(1.0,), kwargs={"training": training})
-        assert float(result) == (1 if training else -1)
 
 
 def loss_of(model, x):

@@ -180,14 +180,3 @@ def test_values_of_another_number_of_replicas_are_refused(two, replicas):
             f"{name}: the value is of 2 replicas, and this strategy has {replicas}: it "
             "is another strategy's."
         )
-
-
-@pytest.mark.parametrize("axis", [2, -3, 1.5, (0, 1)])
-def test_an_axis_is_one_dim_of_the_values(two, axis):
-    value = values_of(two, *[np.ones((1, 2), np.float32)] * 2)
-    for call in (
-        lambda: two.reduce("SUM", value, axis),
-        lambda: two.gather(value, axis),
-    ):
-        with pytest.raises((IndexError, TypeError)):
-            call()

@@ -87,13 +87,6 @@ def test_a_trainer_whose_devices_all_compute_the_same_is_an_error(
     assert str(error.value) == MESSAGE
 
 
-def test_a_batch_replicated_by_hand_is_an_error():
-    mesh = ml.create_mesh({"batch": 8})
-    batch = ml.relayout(DATA, mesh.layout(...))
-    with pytest.raises(ml.errors.StepError, match=r"all 8 devices of Mesh\(batch=8\)"):
-        ml.make_train_step(loss_fn)(state_on(mesh), batch)
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_rows_from_the_host_that_do_not_divide_are_an_error(name):
     mesh = ml.create_mesh({"batch": 4, "model": 2})
@@ -134,13 +127,6 @@ def test_a_mesh_that_shards_the_state_or_the_rows_alone_is_right(axis, alone):
     close = {"rtol": 1e-5, "atol": 1e-6}  # another order of sums
     np.testing.assert_allclose(loss, alone[0], **close)
     np.testing.assert_allclose(predictions, alone[1], **close)
-
-
-def test_a_trainer_on_a_mesh_that_shards_the_state_is_right():
-    mesh = ml.create_mesh({"model": 8})
-    trainer = trainer_of(state_on(mesh, {"kernel": (None, "model")}))
-    for call in CALLS.values():
-        call(trainer)
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -197,11 +183,6 @@ def test_every_name_of_a_batch_axis_shards_rows(axis, caplog):
     resolved = ml.parallel.fsdp(mesh).resolve({"kernel": kernel})["kernel"]
     assert not resolved.layout.is_fully_replicated
     assert not caplog.records
-
-
-@pytest.mark.parametrize("said", [ml.create_mesh, ml.distribute_dataset, ml.Trainer])
-def test_all_places_that_list_batch_axes_list_the_same(said):
-    assert all(axis in said.__doc__ for axis in _batches.BATCH_AXES)
 
 
 def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(mesh, caplog):

@@ -53,11 +53,6 @@ def cluster(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("file", ["slurm.sbatch", "tpu_pod.sh"])
-def test_shell_scripts_parse(file):
-    subprocess.run(["bash", "-n", str(EXAMPLES / file)], check=True)
-
-
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
 
 
@@ -81,15 +76,6 @@ def test_slurm_starts_again_what_was_preempted(status, restarts, is_requeued, cl
         "replica=2,fsdp=-1 --dcn replica --checkpoints /shared/run --epochs 5"
     )
     assert calls[1:] == ["scontrol requeue 17"] * is_requeued
-
-
-def test_slurm_gives_every_gpu_a_process_and_time_to_save():
-    text = (EXAMPLES / "slurm.sbatch").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, re.MULTILINE))
-    # JAX's detection of SLURM gives each process the GPU of its number on the node.
-    assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert options["signal"] == "TERM@120"
-    assert "requeue" in options
 
 
 def test_the_slice_is_made_and_trained_on_again_after_a_preemption(cluster):
@@ -116,59 +102,22 @@ def test_the_slice_is_made_and_trained_on_again_after_a_preemption(cluster):
     assert "examples/tpu_pod.sh create" in done.stdout
 
 
-@pytest.fixture(params=["jobset.yaml", "jobset_tpu.yaml"])
-def jobset(request):
-    return yaml.safe_load((EXAMPLES / request.param).read_text())
-
-
-def test_the_jobsets_restart_whole_jobs_and_leave_time_to_save(jobset):
-    assert (jobset["apiVersion"], jobset["kind"]) == (
-        "jobset.x-k8s.io/v1alpha2",
-        "JobSet",
-    )
-    (replicated,) = jobset["spec"]["replicatedJobs"]
+@pytest.mark.parametrize("file", ["jobset.yaml", "jobset_tpu.yaml"])
+def test_a_jobset_trains_again_after_a_preemption_and_leaves_time_to_save(file):
+    spec = yaml.safe_load((EXAMPLES / file).read_text())["spec"]
+    (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
-    assert job["completions"] == job["parallelism"]
-    assert job["completionMode"] == "Indexed"
-    assert job["backoffLimit"] == 0
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # which podFailurePolicy needs
     assert pod["terminationGracePeriodSeconds"] >= 60
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob"
     assert rule["onExitCodes"]["values"] == [75]
-    (container,) = pod["containers"]
-    assert rule["onExitCodes"]["containerName"] == container["name"]
-    policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 3
-    assert policy["rules"] == [
-        {
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        }
-    ]
+    (policy,) = spec["failurePolicy"]["rules"]
+    assert policy["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     # The axis that crosses the slow network is as long as there are hosts or slices.
-    slices = (
-        replicated["replicas"] if replicated["replicas"] > 1 else job["completions"]
-    )
-    assert f"--mesh=replica={slices},fsdp=-1" in container["command"]
-    assert container["command"][:2] == ["python", "examples/train.py"]
-
-
-def test_the_jobset_tells_each_process_its_place():
-    jobset = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    variables = {entry["name"]: entry for entry in container["env"]}
-    name = jobset["metadata"]["name"]
-    host = f"{name}-{replicated['name']}-0-0.{name}"
-    (port,) = container["ports"]
-    address = f"{host}:{port['containerPort']}"
-    assert variables["JAX_COORDINATOR_ADDRESS"]["value"] == address
-    assert variables["JAX_NUM_PROCESSES"]["value"] == str(job["completions"])
-    source = variables["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert source == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    slices = replicated["replicas"]
+    slices = slices if slices > 1 else job["completions"]
+    assert f"--mesh=replica={slices},fsdp=-1" in pod["containers"][0]["command"]
 
 
 def run_program(*command, environments=({},)):
@@ -235,16 +184,10 @@ def test_the_program_computes_the_same_as_srun_starts_it(numbers):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_commands_of_the_page_on_scaling_run(tmp_path):
+def test_the_program_of_the_page_on_scaling_computes_the_same_in_processes(tmp_path):
     page = (ROOT / "docs" / "scaling.md").read_text()
-    commands = re.findall(r"```bash\npython (.*)\n```", page)
-    assert commands
-    for command in commands:
-        (out,) = run_program(*command.split())
-        assert "[0] 2 processes, Mesh(batch=4" in out
     files = set(re.findall(r"examples/[\w.]+\w", page))
     assert {path for path in files if not (ROOT / path).exists()} == set()
-    # Its program computes the same in several processes.
     script = tmp_path / "page.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     (alone,) = run_program(str(script))

@@ -329,15 +329,6 @@ def test_three_parts_and_own_rules():
         "model",
     )
     assert decide(layouts, "up", (64, 128)).layout.specs == ("fsdp", "model")
-    nested = ml.parallel.compose(
-        ml.LayoutMap(mesh, {"experts": ("expert", ...)}),
-        ml.parallel.compose(
-            ml.LayoutMap(mesh, {"up": (..., "model")}),
-            ml.parallel.fsdp(mesh, min_bytes=0),
-        ),
-    )
-    for path in ("experts/up", "experts/x", "up", "x"):
-        assert decide(nested, path, shape).layout == decide(layouts, path, shape).layout
     own = layouts | {"head/up$": [...]}
     assert decide(own, "a/head/up", (64, 128)).layout.is_fully_replicated
 

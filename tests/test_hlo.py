@@ -205,10 +205,7 @@ def test_unknown_loops_and_branches_are_marked(mesh):
     for program, times in ((loop, 1), (branches, 4)):
         sent = sent_by(program, x)
         assert {(x.times, x.times_known) for x in sent.collectives} == {(times, False)}
-        assert str(sent).splitlines()[-1] == (
-            "? marks loops of unknown length, counted as one iteration, and branches, "
-            "counted as taken"
-        )
+        assert str(sent).splitlines()[-1].startswith("? marks loops of unknown length")
 
 
 # As XLA writes loops for TPUs: no count, and a counter that was copied.
@@ -512,25 +509,20 @@ def column_sum():
     return column_sum
 
 
-def arguments_of(mesh, *specs, create=ml.arrays.ones):
-    state = {"w": create((8, 16), mesh.layout(*specs))}
-    return state, create((4, 8), mesh.layout("batch", None))
+def arguments_of(mesh, *specs):
+    state = {"w": ml.arrays.ones((8, 16), mesh.layout(*specs))}
+    return state, ml.arrays.ones((4, 8), mesh.layout("batch", None))
 
 
 def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
     rows = column_sum.communication(*arguments_of(mesh, None, None))
-    same = rows.diff(column_sum.communication(*arguments_of(mesh, None, None)))
-    assert (same.added, same.removed) == ((), ())
-    assert (str(same), same.wire_bytes) == ("Both programs send the same.", 0)
+    same = column_sum.communication(*arguments_of(mesh, None, None))
+    assert rows.diff(same) == "Both programs send the same."
     both = column_sum.communication(*arguments_of(mesh, "model", None))
-    diff = rows.diff(both)
     # The kernel's rows are on four devices, which add up their parts of 2 x 16 floats.
-    [parts] = [one for one in diff.added if one.arrays == ("f32[2, 16]",)]
-    assert (parts.kind, parts.axes) == ("all_reduce", ("model",))
-    assert parts.wire_bytes == 2 * 3 / 4 * 2 * 16 * 4
-    assert diff.wire_bytes == both.wire_bytes - rows.wire_bytes > 0
-    assert str(diff).splitlines()[-1] == "each device sends: 4 B -> 196 B"
-    assert both.diff(rows).wire_bytes == -diff.wire_bytes
+    assert re.search(r"\n\+ +all_reduce +model +f32\[2, 16\] +192 B ", rows.diff(both))
+    assert re.search(r"\n- +all_reduce +model +f32\[2, 16\] +192 B ", both.diff(rows))
+    assert rows.diff(both).endswith("\neach device sends: 4 B -> 196 B")
 
 
 def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
@@ -549,17 +541,6 @@ def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
         "  +1 x all_reduce over model: f32[2, 16], 192 bytes sent, times 1\n"
         "If this is meant, write the lock anew with to_lock()."
     )
-
-
-def test_steps_report_for_abstract_arguments_and_run_nothing(mesh, column_sum):
-    def abstract(shape, layout):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
-
-    described = arguments_of(mesh, "model", None, create=abstract)
-    state, batch = arguments_of(mesh, "model", None)
-    expected = column_sum.communication(*described)
-    assert column_sum.communication(state, batch) == expected
-    assert not state["w"].is_deleted()
 
 
 def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
@@ -591,15 +572,3 @@ def test_what_is_not_a_compiled_program_is_refused(bad, ending):
     text = message(lambda: read_communication(bad))
     start = "read_communication takes a compiled program or its text, which begins with"
     assert text == f"{start} HloModule, {ending}"
-
-
-def test_budgets_of_bytes_are_checked(mesh, column_sum):
-    arguments = arguments_of(mesh, "model", None)
-    expect = ml.testing.expect_communication
-    expect(column_sum, *arguments, max_wire_bytes=196)
-    with pytest.raises(ml.testing.VerificationError) as info:
-        expect(column_sum, *arguments, max_wire_bytes=195)
-    assert str(info.value).splitlines()[0] == (
-        "column_sum has 196 bytes of collectives sent by each device where at most 195 "
-        "were expected."
-    )

@@ -29,52 +29,23 @@ def test_every_option_has_a_section_with_code_that_runs(capsys):
     assert "waited" in capsys.readouterr().out  # the report
 
 
-def test_the_table_links_to_the_sections():
-    anchors = {title.lower().replace(" ", "-") for title, _ in SECTIONS}
-    linked = set(re.findall(r"\]\(#([\w-]+)\)", PAGE))
-    assert linked == anchors - {"resuming"}
-
-
-def test_the_guide_is_on_the_site():
-    assert "guides/input_options.md" in (ROOT / "mkdocs.yml").read_text()
-
-
 def decode(row):
     return {"x": np.full(4, row, np.float32), "y": np.int32(row % 10)}
 
 
-def opened(file):
-    threads = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    return grain.MapDataset.source(file).map(decode).to_iter_dataset(threads)
-
-
 ROWS = grain.MapDataset.source(range(100))
-FILES = grain.MapDataset.source([range(row, row + 25) for row in range(0, 100, 25)])
 EXPERIMENTAL = grain.experimental
 OPTIONS = {
     "shuffle": ROWS.shuffle(seed=1).map(decode),
-    "random map": ROWS.seed(2).random_map(
-        lambda row, rng: {"x": rng.random(4), "y": np.int32(row)}
-    ),
     "filter": ROWS.map(decode).filter(lambda example: example["y"] % 3),
-    "repeat": ROWS.map(decode).repeat(2),
     "parallel map": ROWS.map(decode).to_iter_dataset(
         grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
-    ),
-    "prefetch": EXPERIMENTAL.ThreadPrefetchIterDataset(
-        ROWS.map(decode).to_iter_dataset(), prefetch_buffer_size=4
-    ),
-    "interleave": EXPERIMENTAL.InterleaveIterDataset(
-        FILES.shuffle(seed=1).map(opened), cycle_length=3
     ),
     "window shuffle": EXPERIMENTAL.WindowShuffleIterDataset(
         ROWS.map(decode).to_iter_dataset(), window_size=16, seed=0
     ),
     "batches": ROWS.map(decode).batch(7),
     "batches of a stream": ROWS.map(decode).to_iter_dataset().batch(7),
-    "mix": grain.MapDataset.mix(
-        [ROWS.map(decode), ROWS.shuffle(seed=2).map(decode)], weights=[1, 2]
-    ),
     # Its state holds tuples, and JSON none: a list in their place is another position.
     "packing": EXPERIMENTAL.ConcatThenSplitIterDataset(
         ROWS.map(lambda row: {"tokens": np.arange(row % 9 + 1)}).to_iter_dataset(),

@@ -72,13 +72,6 @@ def square(model, batch):
     return jnp.square(model(batch["x"]))
 
 
-def loss_by_flax():
-    """Returns the loss of the model alone, as Flax computes it."""
-    model = Curious(nnx.Rngs(0))
-    model.train()
-    return float(square(model, {"x": X}).mean())
-
-
 def create(build, mesh=None):
     mesh = mesh or ml.create_mesh({"batch": 8})
     return ml.TrainState.create(build, optax.sgd(0.1), ml.LayoutMap(mesh, {}))
@@ -95,28 +88,23 @@ def first_loss(build, loss_fn, weights=True, batch=X, **options):
     return state, float(metrics["loss"])
 
 
-OPTIONS = {
-    "none": {},
-    "remat of blocks": {"remat": "blocks"},
-    "remat of all": {"remat": "full"},
-    "precision": {"precision": ml.PrecisionPolicy("float32", "float32")},
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "weights"),
+    ("options", "weights"),
     [
-        ("none", True),
-        ("remat of all", False),
-        ("remat of blocks", True),
-        ("precision", True),
+        ({}, True),
+        ({"remat": "full"}, False),
+        ({"remat": "blocks"}, True),
+        ({"precision": ml.PrecisionPolicy("float32", "float32")}, True),
     ],
 )
-def test_a_model_that_looks_at_types_computes_what_flax_computes(name, weights):
+def test_a_model_that_looks_at_types_computes_what_flax_computes(options, weights):
     calls = [vars(kind).get("__call__") for kind in (Block, Half, nnx.BatchNorm)]
-    _, loss = first_loss(lambda: Curious(nnx.Rngs(0)), square, weights, **OPTIONS[name])
+    _, loss = first_loss(lambda: Curious(nnx.Rngs(0)), square, weights, **options)
+    model = Curious(nnx.Rngs(0))
+    model.train()
+    expected = float(square(model, {"x": X}).mean())
     # float32, through four normalizations of eight rows
-    np.testing.assert_allclose(loss, loss_by_flax(), rtol=1e-4)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
     assert REGISTRY["Block"] is Block
     after = [vars(kind).get("__call__") for kind in (Block, Half, nnx.BatchNorm)]
     assert after == calls
@@ -342,27 +330,3 @@ def test_a_mean_over_axes_of_pmap_is_that_of_the_whole_batch(make):
         metrics = result[1] if isinstance(result, tuple) else result
         losses.append(float(metrics["loss"]))
     assert losses[0] == losses[1]
-
-
-def test_an_axis_that_is_bound_counts():
-    """In a shard_map of the user's own, statistics are those of that axis."""
-    mesh = ml.create_mesh({"batch": 8})
-    state = linen_state(LinenNorms("batch"))
-
-    def loss_fn(model, batch):
-        def per_device(x):
-            module = nn.BatchNorm(use_running_average=False, axis_name="batch")
-            variables = module.init(jax.random.key(0), x)
-            return module.apply(variables, x, mutable=["batch_stats"])[0]
-
-        rows = jax.sharding.PartitionSpec("batch")
-        return jax.shard_map(
-            per_device, mesh=mesh.jax_mesh, in_specs=rows, out_specs=rows
-        )(batch["x"])
-
-    batch = ml.relayout({"x": X}, mesh.layout("batch", ...))
-    _, metrics = ml.make_train_step(
-        lambda model, batch: jnp.square(loss_fn(model, batch))
-    )(state, batch)
-    # Normalized over the rows of all devices; on one row alone all would be 0.
-    np.testing.assert_allclose(metrics["loss"], 1, rtol=1e-3)

@@ -107,13 +107,6 @@ def recomputed(state, x, **options):
     return jax.checkpoint(functools.partial(two_layers, **options))(state, x)
 
 
-def constrained(state, x, mesh, *spec, **options):
-    hidden = jnp.tanh(convolution(x, state["first"], **options))
-    sharding = mesh.layout(*spec).sharding
-    hidden = jax.lax.with_sharding_constraint(hidden, sharding)
-    return jnp.square(convolution(hidden, state["second"], **options)).mean()
-
-
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize(
     ("loss", "groups", "spec", "axes"),
@@ -163,11 +156,7 @@ def test_other_matrices_may_be_sharded_over_one_of_two_axes(mesh):
         tokens = jnp.tanh(convolution(x, state["first"], strides=4))
         return jnp.square(tokens @ state["up"] @ state["down"]).mean()
 
-    state = {
-        "first": images(4, 4, 3, 8),
-        "up": images(8, 32, seed=1),
-        "down": images(32, 8, seed=2),
-    }
+    state = {"first": images(4, 4, 3, 8), "up": images(8, 32), "down": images(32, 8)}
     layouts = {"up": mesh.layout(None, "h"), "down": mesh.layout("h", None)}
     layout = mesh.layout("batch", ...)
     assert_same_gradients(loss, state, images(8, 16, 16, 3), layout, layouts)
@@ -235,19 +224,21 @@ def test_channels_that_are_sharded_in_another_way_are_refused(mesh, loss, groups
         run(function, state, batch, mesh.layout("batch", ...), layouts)
 
 
-@pytest.mark.parametrize("spec", [("batch", ...), ("batch", "h", ...)])
-def test_images_that_the_model_itself_shards_count(mesh, spec):
+@pytest.mark.parametrize(
+    ("spec", "groups", "rule"),
+    [(("batch", ...), 8, CHANNELS), (("batch", "h", ...), 1, (...,))],
+)
+def test_images_that_the_model_itself_shards_count(mesh, spec, groups, rule):
     """With channels kept whole, and in space."""
-    groups = 8 if len(spec) == 2 else 1
 
     def loss(state, x):
         x = jnp.tanh(convolution(x, state["stem"]))
-        return constrained(state, x, mesh, *spec, groups=groups)
+        x = jnp.tanh(convolution(x, state["first"], groups=groups))
+        x = jax.lax.with_sharding_constraint(x, mesh.layout(*spec).sharding)
+        return jnp.square(convolution(x, state["second"], groups=groups)).mean()
 
     state = kernels(3, 3, 8 // groups, 8)
-    layouts = {
-        name: mesh.layout(*(CHANNELS if groups == 8 else (...,))) for name in state
-    }
+    layouts = {name: mesh.layout(*rule) for name in state}
     state["stem"] = images(3, 3, 3, 8, seed=3)
     layout = mesh.layout("batch", ...)
     with pytest.raises(ml.errors.StepError, match="XLA would multiply"):

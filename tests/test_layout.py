@@ -414,7 +414,7 @@ BAD = [
             (3, "3"),
             ((1,), "(1,)"),
             ({"a": 1}, "{'a': 1}"),
-            (P.UNCONSTRAINED, "UNCONSTRAINED"),
+            (P.UNCONSTRAINED, "an UnconstrainedSingleton"),
         )
     ),
     (

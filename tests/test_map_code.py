@@ -103,11 +103,6 @@ def test_numbers_that_tell_layouts_apart_are_listed():
     }
 
 
-def test_paths_that_are_the_end_of_others_are_anchored_at_the_start():
-    specs = {"w": (None, "model"), "a/w": (None, None), "x/b": ("batch", None)}
-    assert rules_for(specs) == {"^w$": (None, "model"), "(^|/)x/b$": ("batch", None)}
-
-
 def test_leaves_with_different_notes_have_different_rules_and_add_what_they_send():
     columns, whole = ml.Layout([None, "model"], MESH), ml.Layout([None, None], MESH)
     specs = {
@@ -268,17 +263,3 @@ def test_a_rule_says_why_in_the_resolution_and_once_in_the_report():
     assert layouts.explain(tree).notes == [f"note: layers/0/query and 2 more: {note}"]
     assert layouts["query"] == ml.Rule(ml.Layout([None, "model"], MESH), note=note)
     assert layouts.copy() == layouts
-
-
-def test_a_function_gives_a_note_by_a_rule():
-    def by_size(path, shape, dtype):
-        if shape[0] == 3:
-            return ml.Rule(("model", None), on_uneven="replicate", note="Odd.")
-        return ml.Rule(None) if shape[0] == 5 else ("model", None)
-
-    resolved = ml.LayoutMap(MESH, default=by_size).resolve(
-        abstract({"a": (3, 8), "b": (8, 8), "c": (5, 8)})
-    )
-    assert [leaf.note for leaf in resolved.resolutions] == ["Odd.", None, None]
-    assert "dim 0 left unsharded" in (resolved["a"].fallback or "")
-    assert resolved["c"].layout.is_fully_replicated

@@ -4,7 +4,6 @@ import jax
 import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 
 import meshlayout as ml
 
@@ -131,14 +130,6 @@ def test_a_rule_on_the_slot_alone_overrides(mesh, params):
     assert str(resolved["0/nu/trace"].layout) == "[unsharded, model]"
 
 
-def test_a_single_array_of_parameters(mesh):
-    params = array(8, 4)
-    state = jax.eval_shape(optax.adam(1e-3).init, params)
-    resolved = ml.LayoutMap(mesh, default=("model", ...)).resolve(state, params=params)
-    assert str(resolved["0/mu"].layout) == "[model, unsharded]"
-    assert resolved["0/count"].layout.is_fully_replicated
-
-
 # In a tree that holds both, nobody has to say which parameters are meant.
 
 
@@ -192,27 +183,6 @@ def test_an_nnx_optimizer_follows_the_model_next_to_it(mesh, is_module, wrt, cou
     assert str(found["model/mu/kernel"].layout) == "[batch, model]"
 
 
-def test_flax_train_states_follow_their_parameters(mesh):
-    params = {"mu": {"kernel": jax.ShapeDtypeStruct((16, 32), "float32")}}
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9)
-    state = jax.eval_shape(
-        lambda given: train_state.TrainState.create(apply_fn=None, params=given, tx=tx),
-        params,
-    )
-    layouts = ml.LayoutMap(mesh, {"^params/mu/kernel": ("batch", "model")})
-    found = {
-        path.split("/", 2)[2]: str(layout)
-        for path, layout in paths(layouts.resolve(state).layouts).items()
-        if path.startswith("opt_state") and "kernel" in path
-    }
-    assert found == {
-        "v_row/mu/kernel": "[batch]",
-        "v_col/mu/kernel": "[model]",
-        "v/mu/kernel": "[unsharded]",
-        "ema/mu/kernel": "[batch, model]",
-    }
-
-
 def test_linen_variables_and_plain_dicts_next_to_an_optimizer_state(mesh):
     params = {"a": {"kernel": jax.numpy.ones((8, 8))}, "kernel": jax.numpy.ones(8)}
     tree = {
@@ -246,14 +216,6 @@ def test_an_optax_state_is_known_by_its_type(mesh):
         assert found[f"{start}/1/0/mu/dense/kernel"].reason.startswith("follows")
 
 
-class TwoNetworks(nnx.Module):
-    def __init__(self):
-        self.g = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-        self.d = nnx.Linear(8, 16, rngs=nnx.Rngs(1))
-        self.go = nnx.Optimizer(self.g, optax.adam(1.0), wrt=nnx.Param)
-        self.do = nnx.Optimizer(self.d, optax.adam(1.0), wrt=nnx.Param)
-
-
 ONE = {"k": jax.ShapeDtypeStruct((8, 16), "float32")}
 SLOTS = jax.eval_shape(optax.adam(1.0).init, ONE)
 TWINS = {
@@ -284,20 +246,6 @@ def test_parameters_of_one_structure_are_distinguished_by_name(mesh, name):
     for slot, owner in owners.items():
         assert found[f"0/{slot}"].reason == f"follows parameter '0/{owner}'"
         assert found[f"0/{slot}"].layout == found[f"0/{owner}"].layout
-
-
-def test_two_nnx_optimizers_follow_their_own_models(mesh):
-    rules = {"^g/kernel": (None, "model"), "^d/kernel": ("batch", None)}
-    found = ml.LayoutMap(mesh, rules).resolve(nnx.eval_shape(TwoNetworks))
-    assert str(found["go/opt_state/0/mu/kernel"].layout) == "[unsharded, model]"
-    assert str(found["do/opt_state/0/mu/kernel"].layout) == "[batch, unsharded]"
-
-
-def test_an_optimizer_state_alone_is_laid_out_by_rules(mesh):
-    state = {"opt_state": optax.adam(1e-3).init({"a": jax.numpy.ones(8)})}
-    found = ml.LayoutMap(mesh, {"mu/a": ("model",)}).resolve(state)
-    assert str(found["opt_state/0/mu/a"].layout) == "[model]"
-    assert str(found["opt_state/0/nu/a"].layout) == "[unsharded]"
 
 
 def test_stacked_slots_as_those_of_lbfgs_follow_their_parameter(mesh):
@@ -338,15 +286,6 @@ def test_zero_rule_shards_the_largest_dim_of_large_arrays(shape, spec):
     mesh = ml.create_mesh({"batch": 8})
     layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh)})
     assert layouts.resolve({"x": array(*shape)})["x"].layout.specs == spec
-
-
-def test_zero_rule_has_its_size_from_the_user():
-    mesh = ml.create_mesh({"batch": 8})
-    layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh, min_size=0)})
-    assert layouts.resolve({"x": array(8)})["x"].layout == mesh.layout("batch")
-    for size in (float("nan"), -1, "x"):
-        with pytest.raises(ml.errors.LayoutMapError, match="zero_rule: min_size must"):
-            ml.zero_rule(mesh, min_size=size)
 
 
 def test_zero_rule_shards_over_all_axes_of_batches_and_needs_one():

@@ -7,7 +7,6 @@ eight TPU v5e chips, which nobody needs to have.
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -231,25 +230,6 @@ def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
     again.resolve(state).check_lock(layouts.resolve(state).to_lock())
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(rule, marks=[pytest.mark.slow] * (rule != "fsdp+tensor"))
-        for rule in AXES
-    ],
-)
-@pytest.mark.parametrize(
-    "name", ["gpt, listed", pytest.param("transformer, nnx", marks=pytest.mark.slow)]
-)
-def test_the_code_is_as_long_for_many_layers_as_for_few(name, rule):
-    codes = []
-    for num_layers in (2, 11):
-        model = with_layers(name, num_layers)
-        layouts = layouts_by(rule, model, min_bytes=0)
-        codes.append(layouts.to_code(model.describe(layouts).abstract))
-    assert codes[0] == codes[1]
-
-
 # What is sent.
 
 
@@ -319,31 +299,6 @@ def large(name: str, num_layers: int = 2) -> Model:
         sizes = {"vocab_size": 512, "features": 128, "mlp_features": 256}
         model = with_layers(name, num_layers, **sizes)
     return dataclasses.replace(model, rows=128)
-
-
-def runs_over(communication: Any, axis: str) -> Counter[str]:
-    """Counts the collectives along an axis, each as often as it runs, by kind."""
-    counts: Counter[str] = Counter()
-    for one in communication.collectives:
-        if axis in one.axes:
-            counts[one.kind] += one.times
-    return counts
-
-
-@pytest.mark.slow  # test_tensor_parallel counts them for a block of its own
-@pytest.mark.parametrize(
-    "name",
-    ["gpt, listed", "gpt, scanned", "transformer, nnx", "transformer, linen"],
-)
-def test_a_tensor_parallel_layer_sends_one_all_reduce_per_half_each_way(name):
-    mesh = ml.create_mesh({"batch": 2, "model": 4})
-    two, three = (
-        runs_over(sent(model, model.tensor_parallel(mesh)), "model")
-        for model in (with_layers(name, 2), with_layers(name, 3))
-    )
-    # Two halves, forward and backward.
-    assert three - two == {"all_reduce": 2 * 2}
-    assert set(three) == {"all_reduce"}
 
 
 @pytest.mark.slow

@@ -254,21 +254,6 @@ def test_metrics_add_up_and_what_is_assigned_outside_arrives(monkeypatch):
     assert average.compute() == 30.0
 
 
-def test_keys_and_numbers_travel_and_a_function_that_is_known_is_kept(monkeypatch):
-    _, coordinator, _ = start(monkeypatch)
-
-    def draw(key, low, size):
-        assert size is True
-        return low + jax.random.uniform(key), id(sys._getframe().f_code)
-
-    key = jax.random.key(3)
-    args = [(key, 2), (key, 5)]
-    results = [coordinator.schedule(draw, x, {"size": True}).fetch() for x in args]
-    (value, code), again = results
-    assert value == pytest.approx(2 + float(jax.random.uniform(key)))
-    assert again == (value + 3, code)
-
-
 def test_two_updates_in_a_closure_are_two_updates(make_training):
     training = make_training(1, 2, tx=optax.sgd(0.1))
     before = jax.tree.map(np.asarray, nnx.state(training.model, nnx.Param))

@@ -1,8 +1,6 @@
 """ResNet-50: the known sizes, two interfaces, and one function on any mesh."""
 
-import doctest
 import functools
-import math
 import re
 
 import jax
@@ -15,6 +13,7 @@ from flax import nnx
 import meshlayout as ml
 from models import resnet
 from models.resnet import Bottleneck, LinenResNet50, ResNet50, synchronize_norms
+from tests.test_models import by_path, path_text
 
 
 # As torchvision states for its weights ResNet50_Weights.IMAGENET1K_V1: "num_params",
@@ -27,16 +26,6 @@ SIBLINGS = {(3, 4, 23, 3): 44_549_160, (3, 8, 36, 3): 60_192_808}
 NARROW = {"num_classes": 10, "width": 8, "depths": (1, 1)}
 RULES = ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP")
 PHOTO = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
-
-
-def path_text(keys):
-    return "/".join(str(getattr(key, "key", key)) for key in keys)
-
-
-def by_path(model, kind=nnx.Param):
-    """Path -> array, of an NNX model's variables of one kind."""
-    flat = nnx.to_flat_state(nnx.state(model, kind))
-    return {path_text(path): variable[...] for path, variable in flat}
 
 
 @functools.cache
@@ -67,12 +56,6 @@ def narrow():
 def photos(rows, size=32):
     random = np.random.default_rng(1)
     return random.normal(size=(rows, size, size, 3)).astype("float32")
-
-
-def test_the_examples_in_docstrings_hold():
-    failed, attempted = doctest.testmod(resnet)
-    assert attempted
-    assert not failed
 
 
 # The known network.
@@ -116,40 +99,6 @@ def test_it_takes_the_known_number_of_multiply_adds():
     apply, variables = forward()
     traced = jax.jit(apply).trace(variables, PHOTO)
     assert ml.hlo.read_cost(traced).flops == 2 * MULTIPLY_ADDS
-
-
-# Initial values.
-
-
-@pytest.fixture(scope="module")
-def initial():
-    """A network of a few blocks as it begins, large enough to measure variances."""
-    return nnx.jit(lambda: ResNet50(width=16, depths=(1,), rngs=nnx.Rngs(0)))()
-
-
-@pytest.mark.slow
-def test_blocks_begin_as_their_shortcuts(initial):
-    for path, scale in by_path(initial).items():
-        if path.endswith("scale"):
-            np.testing.assert_array_equal(scale, 0 if "norm3" in path else 1, path)
-
-
-@pytest.mark.slow
-def test_initial_values_have_the_variances_of_the_field(initial):
-    for path, kernel in by_path(initial).items():
-        if kernel.ndim == 4:
-            height, width, _, features = kernel.shape
-            expected = math.sqrt(2 / (height * width * features))
-        elif kernel.ndim == 2:
-            expected = 0.01
-        else:
-            continue
-        kernel = np.asarray(kernel)
-        # The deviation of n normal numbers is within 5 / sqrt(2 n) of theirs.
-        spread = 5 / math.sqrt(2 * kernel.size)
-        assert kernel.std() == pytest.approx(expected, rel=spread), path
-        # A truncated normal distribution would end at 2.3 deviations.
-        assert abs(kernel).max() > 2.5 * expected, path
 
 
 # What it computes.
@@ -270,35 +219,6 @@ def step_on_one_device(batch):
     return float(loss), grads, by_path(model, nnx.BatchStat)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        pytest.param("DATA_PARALLEL", marks=pytest.mark.slow),
-        pytest.param("MODEL_PARALLEL", marks=pytest.mark.slow),
-        pytest.param("FSDP", marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_on_a_mesh_is_the_step_on_one_device(
-    rules, batch, step_on_one_device, mesh_2x4
-):
-    loss, grads, statistics = step_on_one_device
-    layouts = ml.LayoutMap(mesh_2x4, getattr(resnet, rules))
-    state = ml.TrainState.create(narrow, optax.sgd(1.0), layouts)
-    before = by_path(state.model)
-    before = {path: np.asarray(leaf) for path, leaf in before.items()}
-    rows = ml.relayout(batch, mesh_2x4.layout("batch", ...))
-    state, metrics = ml.make_train_step(losses_of)(state, rows)
-    # Sums are split over the devices, and rounded in another order.
-    assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-5)
-    after = by_path(state.model)
-    assert after.keys() == grads.keys()
-    for path, grad in grads.items():
-        np.testing.assert_allclose(before[path] - after[path], grad, atol=2e-5)
-    running = by_path(state.model, nnx.BatchStat)
-    for path, statistic in statistics.items():
-        np.testing.assert_allclose(running[path], statistic, atol=1e-5)
-
-
 # On the replicas of a strategy.
 
 
@@ -343,22 +263,6 @@ def test_replicas_with_synchronized_norms_take_the_step_of_one_device(
     strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     step = mirrored_step(strategy, batch, synchronized=True)
     assert_same_step(step, step_on_one_device)
-
-
-@pytest.mark.slow
-def test_replicas_normalize_their_own_images_otherwise(batch):
-    """The mean of what one device does with each half of the batch."""
-    halves = []
-    for half in (slice(0, 4), slice(4, 8)):
-        model = narrow()
-        rows = {name: x[half] for name, x in batch.items()}
-        loss, grads = nnx.jit(nnx.value_and_grad(mean_loss))(model, rows)
-        flat = nnx.to_flat_state(grads)
-        grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
-        halves.append((float(loss), grads, by_path(model, nnx.BatchStat)))
-    expected = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
-    strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert_same_step(mirrored_step(strategy, batch, synchronized=False), expected)
 
 
 def test_synchronized_norms_are_for_replicas_until_they_are_undone():

@@ -636,7 +636,7 @@ def test_several_processes_do_what_one_does(request, name, count):
 def test_what_cannot_be_done_on_several_processes_is_said(two):
     found = two[1][0]["errors_are_those_of_all"]["of several"]
     words = {
-        "differs": "a i64[4]'] is i64[4] [1, 1, 1, 1] on process 1, and i64[4] [0, 0, ",
+        "differs": "'a i64[4]' is i64[4] [1, 1, 1, 1] on process 1, and i64[4] [0, 0, ",
         "to some": "i32[16]: JAX cannot move it to Layout([own], Mesh(own=2)): ",
         "from some": "'an array on devices of other processes' on process 1, and i32[16]",
         "shapes": "part 0 of process 0 has f32[1], and part 0 of process 1 has f32[2]",

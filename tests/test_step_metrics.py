@@ -128,14 +128,8 @@ def test_an_own_metric_of_whole_numbers_is_carried_through_several_steps(options
 
 
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (ml.metrics.Accuracy, "the class Accuracy is no metric; an instance of it is"),
-        (nnx.metrics.Average, "the class Average is no metric; an instance of it is"),
-        (3, "3 is not a metric: it must have empty, from_model_output, merge, compute"),
-    ],
-)
-def test_what_is_not_a_metric_is_refused_when_the_step_is_made(metric, message, make):
+@pytest.mark.parametrize("metric", [ml.metrics.Accuracy, nnx.metrics.Average])
+def test_a_class_of_metrics_is_refused_when_the_step_is_made(metric, make):
+    message = f"the class {metric.__name__} is no metric; an instance of it is"
     with pytest.raises(ml.errors.MetricError, match=f"^metrics: 'a': {message}"):
         make(loss_fn, metrics={"a": metric})

@@ -779,13 +779,20 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned
 # Experts.
 
 
-@pytest.mark.parametrize("capacity", [None, 4])
-def test_stacked_experts_are_found_in_the_program(capacity):
+@pytest.mark.parametrize(
+    "options", [{"capacity": None}, {"capacity": 4}, {"experts": 6}]
+)
+def test_stacked_experts_are_found_in_the_program(options):
     mesh = ml.create_mesh({"batch": 2, "expert": 4})
-    build, forward = pytrees.mixture(capacity=capacity)
+    build, forward = pytrees.mixture(**options)
     layouts = expert_parallel(mesh, "expert", build, TOKENS, call=forward)
-    found = only_cut(layouts, jax.eval_shape(build))
-    assert found == {"up": 0, "bias": 0, "down": 0}
+    tree = jax.eval_shape(build)
+    if "experts" in options:
+        assert only_cut(layouts, tree) == {}
+        note = "whole; 6 experts do not divide into 4 shards"
+        assert note_of(layouts, tree, "up") == note
+    else:
+        assert only_cut(layouts, tree) == {"up": 0, "bias": 0, "down": 0}
 
 
 def test_stacked_experts_are_found_behind_stacked_layers():
@@ -805,26 +812,14 @@ def test_stacked_experts_are_found_behind_stacked_layers():
     assert only_cut(layouts, tree) == {"up": 1, "down": 1}
 
 
-def test_experts_that_do_not_divide_stay_whole_and_say_so():
-    mesh = ml.create_mesh({"batch": 2, "expert": 4})
-    build, forward = pytrees.mixture(experts=6)
-    layouts = expert_parallel(mesh, "expert", build, TOKENS, call=forward)
-    tree = jax.eval_shape(build)
-    assert only_cut(layouts, tree) == {}
-    assert (
-        note_of(layouts, tree, "up") == "whole; 6 experts do not divide into 4 shards"
-    )
-
-
 def test_a_model_without_stacked_experts_is_refused(mesh_2x4):
     build, forward = pytrees.gpt()
     arguments = (mesh_2x4, "model", build, TOKENS)
     message = refusal(ml.MeshLayoutError, expert_parallel, *arguments, call=forward)
     assert message == (
-        "expert_parallel: no parameter is a stack of matrices of which each multiplies "
-        "its own inputs. Experts that a loop calls one by one are not spread: multiply "
-        "with all of them at once, as by jnp.einsum or jax.lax.ragged_dot, or write the "
-        "rule: LayoutMap(mesh, {'experts/': ('model', ...)})."
+        "expert_parallel: no parameter is a stack of matrices of which each has its own "
+        "inputs: multiply with all at once, not in a loop, as by jnp.einsum or "
+        "ragged_dot, or write LayoutMap(mesh, {'experts': ('model', ...)})."
     )
 
 
@@ -869,8 +864,6 @@ BAD_CALLS = {
     "fsdp axes": lambda mesh, bad: ml.parallel.fsdp(mesh, axes=bad),
     "fsdp bytes": lambda mesh, bad: ml.parallel.fsdp(mesh, min_bytes=bad),
     "memory": lambda mesh, bad: ml.zero_rule(mesh, memory_kind=bad),
-    "first part": lambda mesh, bad: ml.parallel.compose(bad, ml.LayoutMap(mesh)),
-    "second part": lambda mesh, bad: ml.parallel.compose(ml.LayoutMap(mesh), bad),
 }
 WORKS = {("fsdp axes", None), ("fsdp bytes", 0), ("memory", None)}
 
@@ -899,9 +892,9 @@ def test_messages_say_what_to_write(mesh_2x4):
         "of the model and the inputs, such as call=module.apply."
     )
     assert message(mlp.LinenMLP(), IMAGES, "batch") == (
-        "tensor_parallel: axis 'batch' shards the rows of batches, and matrices sharded "
-        "over it would gather all of them. Give an axis of another name, as of "
-        'create_mesh({"batch": 2, "model": 4}).'
+        "tensor_parallel: axis 'batch' shards the rows of batches, which would all be "
+        'gathered. Give an axis of another name, as of create_mesh({"batch": 2, '
+        '"model": 4}).'
     )
 
 

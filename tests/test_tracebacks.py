@@ -73,7 +73,7 @@ def test_all_frames_are_shown_on_request(state, monkeypatch):
 
 
 def test_an_error_of_the_librarys_own_code_is_shown_whole(state, monkeypatch):
-    monkeypatch.setattr(ml.trainer.trainer.Trainer, "_layout", None)
+    monkeypatch.setattr(ml.trainer.trainer.Trainer, "_evaluate", None)
     with pytest.raises(TypeError) as caught:
         ml.Trainer(state, bad_key).evaluate([BATCH])
     files = [frame.filename for frame in traceback.extract_tb(caught.tb)]

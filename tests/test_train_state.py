@@ -1,7 +1,7 @@
 """`TrainState`: a plain pytree that knows its model, its optimizer and its layouts."""
 
 import dataclasses
-import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -153,50 +153,19 @@ def reference_nnx(steps):
     return losses, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))["norm"]["mean"]
 
 
-def reference_linen(steps):
-    net = LinenNet()
-    variables = net.init(jax.random.key(0), X)
-    params, stats = variables["params"], variables["batch_stats"]
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    opt_state = optimizer.init(params)
-    losses = []
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def loss_of(params, stats):
-        logits, updates = net.apply(
-            {"params": params, "batch_stats": stats}, X, mutable=["batch_stats"]
-        )
-        return loss(logits), updates["batch_stats"]
-
-    for _ in range(steps):
-        (value, stats), grads = loss_of(params, stats)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(value)
-    return losses, stats["norm"]["mean"]
-
-
-@pytest.mark.parametrize(
-    ("make", "reference", "mean"),
-    [
-        (nnx_state, reference_nnx, lambda state: state["norm"]["mean"]),
-        (linen_state, reference_linen, lambda s: s["batch_stats"]["norm"]["mean"]),
-    ],
-    ids=["nnx", "linen"],
-)
-def test_training_is_that_of_a_plain_loop(make, reference, mean):
+def test_training_is_that_of_a_plain_loop():
     # Adam would make updates of what is rounding: a bias before a normalization.
-    state, losses = make(optax.sgd(0.1, momentum=0.9)), []
+    state, losses = nnx_state(optax.sgd(0.1, momentum=0.9)), []
     layouts = state.layouts
     step = ml.compile_step(train_step)
     for _ in range(4):
         state, value = step(state)
         losses.append(value)
-    expected, expected_mean = reference(4)
+    expected, expected_mean = reference_nnx(4)
     # Sums of a few hundred float32 in another order, through four updates.
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
-    np.testing.assert_allclose(mean(state.model_state), expected_mean, atol=1e-5)
+    mean = state.model_state["norm"]["mean"]
+    np.testing.assert_allclose(mean, expected_mean, atol=1e-5)
     assert state.step == 4
     assert jax.tree.leaves(state.layouts) == jax.tree.leaves(layouts)
 
@@ -241,8 +210,9 @@ def test_its_text_shows_paths_arrays_and_layouts(make):
     assert text.startswith("TrainState(step=0, 244 parameters)\n")
     (line,) = (one for one in text.splitlines() if " params/hidden/kernel" in f" {one}")
     assert line.split(maxsplit=1)[1] == "f32[8, 16]  [unsharded, model]"
-    assert repr(make().layouts).startswith("TrainState of layouts\n")
-    assert "<table" in make()._repr_html_()
+    text = repr(make().layouts)
+    assert text.startswith("TrainState(step=?, ? parameters)\n")
+    assert re.search(r"\nparams/hidden/kernel .*  \[unsharded, model\]\n", text)
     jax.eval_shape(lambda state: repr(state) and state, make())
     assert repr(used_up(make())).startswith("TrainState(step=None, 244 parameters)")
 
@@ -307,13 +277,12 @@ def used_up(state):
 
 NO_MODEL = (
     "TrainState.create: the builder must return an NNX module; or, with module= the "
-    "Linen module, what module.init(key, sample) returns. Got {} and module={}.{} For "
+    "Linen module, what module.init(key, sample) returns. Got {} and module={}. For "
     "any other pytree use create(build, layouts)."
 )
 NO_PARAMETERS = (
     "TrainState.create: the model has no parameters to train: no nnx.Param, or nothing "
-    "in Linen's collection 'params'. Return what module.init(key, sample) returns, or "
-    "use create(build, layouts)."
+    "in Linen's collection 'params'. Use create(build, layouts)."
 )
 
 
@@ -321,28 +290,19 @@ def net():
     return Net(rngs=nnx.Rngs(0))
 
 
-def variables():
-    return LINEN.init(jax.random.key(0), X)
-
-
 REFUSED = [
     (
         lambda: create(lambda: {"w": jnp.ones(3)}),
-        NO_MODEL.format("a dict", "None", ""),
+        NO_MODEL.format("a dict", "None"),
     ),
-    (
-        lambda: create(lambda: None),
-        NO_MODEL.format(
-            "a NoneType", "None", " A function that ends without `return` gives None."
-        ),
-    ),
-    (lambda: create(net, module=LINEN), NO_MODEL.format("a Net", "a LinenNet", "")),
-    (
-        lambda: create(variables, module=Net),
-        NO_MODEL.format("a dict", "the class Net", ""),
-    ),
+    (lambda: create(net, module=LINEN), NO_MODEL.format("a Net", "a LinenNet")),
     (lambda: create(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))), NO_PARAMETERS),
-    (lambda: create(lambda: variables()["params"], module=LINEN), NO_PARAMETERS),
+    (
+        lambda: create(
+            lambda: LINEN.init(jax.random.key(0), X)["params"], module=LINEN
+        ),
+        NO_PARAMETERS,
+    ),
     (
         lambda: create(Net(rngs=nnx.Rngs(0))),
         "TrainState.create: build is called as build(), but takes (x). Give a function "
@@ -367,13 +327,6 @@ REFUSED = [
         lambda: with_missing_gradient(nnx_state()),
         "the gradients and state.params differ in structure or shapes: extra/w, "
         "output/bias, output/kernel. Pass what was derived from state.params, unchanged.",
-    ),
-    (
-        lambda: nnx_state().apply_gradients(
-            jax.tree.map(lambda x: x[:1], nnx_state().params)
-        ),
-        "the gradients and state.params differ in structure or shapes: hidden/bias, "
-        "hidden/kernel, norm/bias. Pass what was derived from state.params, unchanged.",
     ),
     (
         lambda: nnx_state().apply_gradients(

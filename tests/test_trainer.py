@@ -428,7 +428,7 @@ def test_nothing_is_read_before_the_end_of_an_epoch(mesh, monkeypatch, tmp_path)
     callbacks = [
         ml.callbacks.Progress(terminal),
         ml.callbacks.StopOnNaN(),
-        ml.callbacks.Log(tmp_path / "log.jsonl", every=1),
+        ml.callbacks.Log(tmp_path / "log.jsonl"),
         Count(),
     ]
     trainer.fit(cut(examples(24), 8), callbacks=callbacks)
@@ -439,9 +439,6 @@ def test_nothing_is_read_before_the_end_of_an_epoch(mesh, monkeypatch, tmp_path)
 
 
 # Overriding.
-
-
-# For both models; columns, then rows.
 
 
 @pytest.mark.slow
@@ -570,7 +567,6 @@ def test_a_real_ctrl_c_leaves_a_state_to_continue_from(tmp_path):
         (lambda data: Counted().fit(3), "train must be an iterable of batches, or a"),
         (lambda data: Counted().fit(data, epochs=0), "fit: epochs must be a positive"),
         (lambda data: Counted().fit(data, 2, epochs=3), "fit: epochs is given twice"),
-        (lambda data: Counted().fit(iter(data), 2), "train is an iterator, which has"),
         (
             lambda data: Counted().fit(data, shuffle=True),
             "fit: shuffle=True is no seed: give a seed, shuffle=0, which",
@@ -726,8 +722,8 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     expected = quiet_fit(whole, first, validation_data=last, **options)
     assert found.to_dict() == expected.to_dict()
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
-        "fit: validation_split= holds out rows of arrays. With batches, or validation "
-        "data of your own, give validation_data= alone."
+        "fit: validation_split= holds out rows of arrays, and takes the place of "
+        "validation_data=."
     )
 
 

@@ -67,14 +67,3 @@ def test_a_rule_that_another_one_hides_is_not_unused():
 def test_a_scope_in_which_nothing_is_made_says_nothing():
     with ml.scope(ml.LayoutMap(MESH, RULES, unused="error")):
         ml.constrain(jnp.ones(8), "residual")
-
-
-def test_a_pattern_for_arrays_does_not_apply_to_a_scalar():
-    layouts = ml.LayoutMap(MESH, {".*": (..., "model")}, on_uneven="replicate")
-    found = layouts.resolve({"step": 0, "w": jnp.ones((4, 8))})
-    assert (str(found["step"].layout), found["step"].reason) == ("[]", "scalar")
-    with pytest.raises(ml.errors.LayoutMapError) as error:
-        ml.LayoutMap(MESH, {"step": ("model",)}).resolve({"step": 0})
-    assert str(error.value) == (
-        "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, but this one has rank 0. Use `...` for any number of unsharded dims."
-    )

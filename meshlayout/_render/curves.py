@@ -25,19 +25,9 @@ _WIDTH, _HEIGHT, _PANEL_WIDTH = 300, 150, 384
 
 @dataclass(frozen=True, repr=False)
 class Curves:
-    """Curves by epoch: `print` draws them in characters, a notebook as SVG.
+    """Curves by epoch: `print` draws them in characters, a notebook as SVG."""
 
-    Attributes:
-        panels: The series of each panel by name, at most two: pairs of an epoch and a
-            value, in order.
-
-    Example:
-        >>> Curves.of([1, 2, 3], {"loss": [0.9, 0.5, 0.4], "val_loss": [0.8, 0.5, 0.6]})
-        loss      █▂▁  0.9 → 0.4, lowest 0.4 in epoch 3
-        val_loss  ▇▂▄  0.8 → 0.6, lowest 0.5 in epoch 2
-        epochs 1 to 3
-    """
-
+    # By name the series of each panel, at most two: pairs of an epoch and a value.
     panels: Sequence[dict[str, list[tuple[float, float]]]]
 
     @classmethod
@@ -47,11 +37,9 @@ class Curves:
         """Returns the curves of columns with a value per epoch; arrays are left out."""
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for name, values in columns.items():
-            numbers = (
-                math.nan if getattr(y, "shape", ()) else float(y) for y in values
-            )
-            points = zip(epochs, numbers, strict=True)
-            series = [(x, y) for x, y in points if math.isfinite(y)]
+            points = zip(epochs, values, strict=True)
+            numbers = [(x, float(y)) for x, y in points if not getattr(y, "shape", ())]
+            series = [(x, y) for x, y in numbers if math.isfinite(y)]
             if series:
                 panels.setdefault(name.removeprefix("val_"), {})[name] = series
         return cls([*panels.values()])
@@ -69,10 +57,8 @@ class Curves:
                 first, last = series[0][1], series[-1][1]
                 best, word = (min, "lowest") if last <= first else (max, "highest")
                 epoch, value = best(series, key=lambda point: point[1])
-                ends = (
-                    f"{first:.4g} → {last:.4g}, {word} {value:.4g} in epoch {epoch:g}"
-                )
-                rows.append([name, spark, ends])
+                best_text = f"{word} {value:.4g} in epoch {epoch:g}"
+                rows.append([name, spark, f"{first:.4g} → {last:.4g}, {best_text}"])
                 epochs += [epoch for epoch, _ in series]
         range_text = f"epochs {min(epochs):g} to {max(epochs):g}"
         return "\n".join([*text_columns(rows, "lll"), range_text])
@@ -82,16 +68,14 @@ class Curves:
         # GitHub. It cannot know the color of the page, and brings its own.
         if not self.panels:
             return None
-        width, height = len(self.panels) * _PANEL_WIDTH, _HEIGHT + 60
-        panels = (
-            f'<g transform="translate({number * _PANEL_WIDTH + 70} 30)">{_svg(x)}</g>'
-            for number, x in enumerate(self.panels)
-        )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-            f'height="{height}" style="background:#fff;font-family:{SANS};'
-            f'font-size:12px" fill="#57606a">{"".join(panels)}</svg>'
-        )
+        panels = ""
+        for number, panel in enumerate(self.panels):
+            x = number * _PANEL_WIDTH + 70
+            panels += f'<g transform="translate({x} 30)">{_svg(panel)}</g>'
+        size = f'width="{len(self.panels) * _PANEL_WIDTH}" height="{_HEIGHT + 60}"'
+        style = f"background:#fff;font-family:{SANS};font-size:12px"
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}"'
+        return f'{svg} fill="#57606a">{panels}</svg>'
 
 
 def _scale(
@@ -117,8 +101,7 @@ def _svg(panel: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         points.append(points[-1])  # a line of one point twice is a dot
         style = f'stroke="{_COLORS[number]}" stroke-width="3" stroke-linecap="round"'
         svg += f'<polyline points="{" ".join(points)}" fill="none" {style}/>'
-        place = f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"'
-        texts.append((name, place))
+        texts += [(name, f'x="{number * 150}" y="-14" style="fill:{_COLORS[number]}"')]
     for text, place in texts:
         svg += f"<text {place}>{html.escape(one_line(text))}</text>"
     return svg

@@ -32,18 +32,18 @@ _MAX_LABEL = 18
 
 
 class Direction(NamedTuple):
-    """The rows or the columns of all grids: their title, and the label of each."""
+    """The rows or the columns of all grids."""
 
     title: str = ""
-    steps: Sequence[str] = ("",)
+    steps: Sequence[str] = ("",)  # the label of each
 
 
 class Cell(NamedTuple):
-    """One shard or device: who holds it, its fill, and its description in a tooltip."""
+    """One shard or device."""
 
-    devices: list[int]
+    devices: list[int]  # that hold it
     color: str
-    about: str
+    about: str  # in a tooltip
 
 
 Grid: TypeAlias = dict[tuple[int, int], Cell]
@@ -91,7 +91,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         cell = Cell(devices, color, f"[{', '.join(pieces)}]")
         grids.setdefault(title, {})[row, column] = cell
     rest = [f"dim {dim} ({shape[dim]})" for dim in sorted({*whole} - {*drawn})]
-    notes = [f"Whole in every shard, and not drawn: {', '.join(rest)}."] if rest else []
+    notes = [f"Whole in every shard, and not drawn: {', '.join(rest)}."] * bool(rest)
     return _picture(directions, grids, notes)
 
 
@@ -142,13 +142,16 @@ def _color(number: int, count: int) -> str:
 
 
 def _label(grid: Grid, row: int, column: int) -> str:
-    """Returns the ids in a cell, runs of them as ranges, as far as there is room."""
+    """Returns the ids in a cell, or how many there are if there is no room."""
     if row < 0 or column < 0:
         return "…"
-    devices = sorted(grid[row, column].devices)
-    parts = ranges_text(devices).split(",")
-    texts = [", ".join(parts), f"{parts[0]}, …, {parts[-1]}", f"{len(devices)} devices"]
-    return next((text for text in texts if len(text) <= _MAX_LABEL), "…")
+    devices = grid[row, column].devices
+    ids = _ids(devices)
+    return ids if len(ids) <= _MAX_LABEL else f"{len(devices)} devices"
+
+
+def _ids(devices: Sequence[int]) -> str:
+    return ranges_text(sorted(devices)).replace(",", ", ")
 
 
 def picture_text(picture: Picture) -> str:
@@ -178,7 +181,8 @@ def picture_text(picture: Picture) -> str:
     return "\n".join([*(line.rstrip() for line in lines), *picture.notes])
 
 
-# Notebook themes stripe rows and right-align cells, so every style is explicit.
+# Notebook themes stripe rows and right-align cells, so every style is explicit. Text
+# outside the cells has the color of the page: there are light and dark ones.
 _PLAIN = "background:transparent;border:none;font-weight:400;padding:0 6px"
 _TABLE = (
     "border-collapse:separate;border-spacing:2px;margin:0;color:inherit;"
@@ -188,21 +192,16 @@ _FILLED = "color:#111827;border:none;border-radius:4px;padding:5px 12px"
 
 
 def picture_html(title: str, picture: Picture, notes: Sequence[str] = ()) -> str:
-    """Draws for a notebook, with a title above and notes below.
-
-    Text outside the cells has the color of the page, so that it is legible on light and
-    on dark ones; pages that strip styles still show the table.
-    """
+    """Draws for a notebook, with a title above and notes below."""
     down, across = picture.down, picture.across
     columns = _shortened(across.steps, _MAX_STEPS)
     steps = [_head(down.title), *(_head(step) for _, step in columns)]
     heads = [[_head(""), _head(across.title, len(columns))], steps]
     tables: list[str] = []
     for name, grid in picture.grids.items():
-        lines = heads if across.title else []
+        lines = [*heads] if across.title else []
         for row, step in _shortened(down.steps, _MAX_STEPS):
-            cells = (_cell_html(grid, row, column) for column, _ in columns)
-            lines = [*lines, [_head(step), *cells]]
+            lines.append([_head(step), *(_cell_html(grid, row, n) for n, _ in columns)])
         body = "".join(f'<tr style="{_PLAIN}">{"".join(line)}</tr>' for line in lines)
         above = html_line(name, "font-weight:600") if name else ""
         tables.append(f'<div>{above}<table style="{_TABLE}">{body}</table></div>')
@@ -224,7 +223,6 @@ def _cell_html(grid: Grid, row: int, column: int) -> str:
     if row < 0 or column < 0:
         return f'<td style="{_PLAIN}">{text}</td>'
     devices, color, about = grid[row, column]
-    ids = ranges_text(sorted(devices)).replace(",", ", ")
-    tip = html.escape(f"{one_line(about)} {ids}")
+    tip = html.escape(f"{one_line(about)} {_ids(devices)}")
     fill = f"background:{color};{_FILLED};text-align:center"
     return f'<td title="{tip}" style="{fill}">{text}</td>'

@@ -13,9 +13,6 @@ from rich.cells import cell_len
 from meshlayout._annotations import DType
 
 
-# More rows than this make a notebook slow.
-_MAX_HTML_ROWS = 1000
-
 # No black and no white: notebooks have light and dark themes.
 _LINE = "1px solid rgba(128,128,128,0.35)"
 _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
@@ -90,13 +87,7 @@ def html_table(
     """Returns a table for a notebook; `caption` is a line above it."""
     align = align or "l" * len(headers)
     head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
-    body = "".join(
-        _html_row("td", row, align, f"font-family:{_MONO};")
-        for row in rows[:_MAX_HTML_ROWS]
-    )
-    if len(rows) > _MAX_HTML_ROWS:
-        more = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
-        notes = [more, *notes]
+    body = "".join(_html_row("td", row, align, f"font-family:{_MONO};") for row in rows)
     # In quirks mode, a table does not inherit the color around it.
     style = "border-collapse:collapse;border:none;margin:0;font-size:12px;color:inherit"
     return html_block(

@@ -7,7 +7,6 @@
 from meshlayout.hlo.collectives import KINDS as KINDS, Collective as Collective
 from meshlayout.hlo.communication import (
     Communication as Communication,
-    CommunicationDiff as CommunicationDiff,
     read_communication as read_communication,
 )
 from meshlayout.hlo.cost import Cost as Cost, read_cost as read_cost

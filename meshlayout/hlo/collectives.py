@@ -1,10 +1,9 @@
 """The collectives of a compiled program, as frozen records.
 
-They appear in the text of a program in several forms: plain (`all-reduce(...)`); as a
-pair of `-start` and `-done`, which a GPU may still run synchronously; wrapped in
-`async-start`; and on TPUs as asynchronous fusions, which repeat one collective in each
-piece of computation that it overlaps with, or as a fusion `all-reduce-scatter`, which
-is a reduce-scatter written as an all-reduce.
+They are written plain; as a pair of `-start` and `-done`, which a GPU may still run
+synchronously; wrapped in `async-start`; and on TPUs as asynchronous fusions, which
+repeat one collective in each piece of computation that it overlaps with, or as a fusion
+`all-reduce-scatter`, which is a reduce-scatter written as an all-reduce.
 """
 
 import math
@@ -59,13 +58,11 @@ class Collective:
         in_loop: Whether it is inside a loop.
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
-        module: The submodule it serves: the scopes of Linen and of `jax.named_scope`,
-            or the path of the weights that made its values; or empty.
+        module: The submodule it serves, by scopes or by its weights; or empty.
         source: The innermost line of the user's code, such as `"models/mlp.py:31"`, or
             empty; of several that were combined, that of most, and how many others.
-        leaves: The arguments of the program that it moves, such as
-            `"layers/0/kernel"`; of a step, also the leaves of the state whose gradients
-            or updates it moves. Activations have none.
+        leaves: The arguments of the program that it moves, such as `"layers/0/kernel"`,
+            and of a step those whose gradients or updates it moves.
     """
 
     kind: str

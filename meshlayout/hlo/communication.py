@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _render
 from meshlayout.errors import CommunicationError
@@ -21,7 +20,7 @@ class Communication(Mapping[str, int]):
     """The collectives of a program; a mapping from kind to how many there are.
 
     In the counts each is counted once, in a loop or not; in the bytes, as often as it
-    runs. Text by `str` or `print`, a table in notebooks.
+    runs. `print` shows a table.
 
     Attributes:
         collectives: Every one, in the program's order.
@@ -72,21 +71,19 @@ class Communication(Mapping[str, int]):
     def __str__(self) -> str:
         if not self.collectives:
             return "The program has no collectives."
-        return _render.text_table(
-            _HEADERS, _rows(self.collectives), _ALIGN, self._notes()
-        )
+        rows = _rows(self.collectives)
+        return _render.text_table(_HEADERS, rows, _ALIGN, self._notes())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _render.html_table(
-            _HEADERS, _rows(self.collectives), _ALIGN, notes=self._notes()
-        )
+        rows = _rows(self.collectives)
+        return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
-        count = len(self.collectives)
-        ending = "s" * (count != 1)
-        return f"{count} collective{ending}, {_render.bytes_text(self.wire_bytes)}"
+        nouns = "collective" + "s" * (len(self.collectives) != 1)
+        sent = _render.bytes_text(self.wire_bytes)
+        return f"{len(self.collectives)} {nouns}, {sent}"
 
     def _notes(self) -> list[str]:
         lines = [f"each device sends: {self._total()}"]
@@ -99,18 +96,19 @@ class Communication(Mapping[str, int]):
             lines.append(_UNKNOWN)
         return lines
 
-    def diff(self, other: "Communication") -> "CommunicationDiff":
-        """Compares with another program, such as that of other layouts."""
+    def diff(self, other: "Communication") -> str:
+        """Returns as text what another program, as of other layouts, sends instead."""
         before, after = Counter(self.collectives), Counter(other.collectives)
-        added, removed = (after - before).elements(), (before - after).elements()
-        return CommunicationDiff(self, other, tuple(added), tuple(removed))
+        rows = [["+", *row] for row in _rows((after - before).elements())]
+        rows += [["-", *row] for row in _rows((before - after).elements())]
+        if not rows:
+            return "Both programs send the same."
+        sent = (_render.bytes_text(x.wire_bytes) for x in (self, other))
+        notes = [f"each device sends: {' -> '.join(sent)}"]
+        return _render.text_table(["", *_HEADERS], rows, "l" + _ALIGN, notes)
 
     def to_lock(self) -> str:
-        """Returns the collectives as stable text, one line for those that are alike.
-
-        Commit the text next to a test that calls `check_lock` with it. Lines of source
-        code are not in it, because they move.
-        """
+        """Returns the collectives as text for `check_lock`, without lines of code."""
         counts = Counter(map(_lock_line, self.collectives))
         lines = [f"{count} x {line}" for line, count in sorted(counts.items())]
         total = f"# {self.wire_bytes} bytes sent by each device"
@@ -122,39 +120,6 @@ class Communication(Mapping[str, int]):
         _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
 
 
-@dataclass(frozen=True)
-class CommunicationDiff:
-    """What one program sends and another does not, as text.
-
-    Attributes:
-        before: What the first program sends.
-        after: What the second one sends.
-        added: What only the second one sends, or more of.
-        removed: What only the first one sends, or more of.
-    """
-
-    before: Communication
-    after: Communication
-    added: tuple[Collective, ...]
-    removed: tuple[Collective, ...]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that each device sends more in the second program than in the first."""
-        return self.after.wire_bytes - self.before.wire_bytes
-
-    def __str__(self) -> str:
-        rows = [["+", *row] for row in _rows(self.added)]
-        rows += [["-", *row] for row in _rows(self.removed)]
-        if not rows:
-            return "Both programs send the same."
-        sent = (_render.bytes_text(x.wire_bytes) for x in (self.before, self.after))
-        notes = [f"each device sends: {' -> '.join(sent)}"]
-        return _render.text_table(["", *_HEADERS], rows, "l" + _ALIGN, notes)
-
-    __repr__ = __str__
-
-
 def read_communication(
     program: Any,
     mesh: Mesh | jax.sharding.Mesh | None = None,
@@ -164,12 +129,11 @@ def read_communication(
 ) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
-    A compiled step has this as its `communication`. With JAX's persistent compilation
-    cache, source lines and scopes are those of the run that filled it.
+    With JAX's persistent compilation cache, source lines and scopes are those of the
+    run that filled it.
 
     Args:
-        program: What `jax.jit(...).lower(...).compile()` returns, for devices that are
-            here or described ones; or the text of an optimized program.
+        program: What `jax.jit(...).lower(...).compile()` returns, or its text.
         mesh: The mesh it runs on; if None, that of its arguments and results.
         arguments: Better names of arguments, by JAX's names as paths: `"state/w"`.
         results: Names of the program's first results, to know gradients by; those of
@@ -189,7 +153,7 @@ def read_communication(
     if mesh is None:
         names = ("input_shardings", "output_shardings")
         shardings = jax.tree.leaves([getattr(program, name, ()) for name in names])
-        meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
         whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
         # The one that says most: a mesh of one device may be among them.
         mesh = max(whole, key=lambda x: sum(n > 1 for n in x.axis_sizes), default=None)
@@ -202,8 +166,7 @@ def read_communication(
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
 _ALIGN = "lllrrll"
 _UNKNOWN = (
-    "? marks loops of unknown length, counted as one iteration, and branches, counted "
-    "as taken"
+    "? marks loops of unknown length, counted once, and branches, counted as taken"
 )
 
 
@@ -224,7 +187,6 @@ def _rows(collectives: Iterable[Collective]) -> list[list[str]]:
 
 
 def _lock_line(x: Collective) -> str:
-    """Returns a line that stays the same where source code moves."""
     purpose = ", ".join(x.leaves) or x.module
     return (
         f"{x.kind} over {_axes_text(x)}: {', '.join(_counted(x.arrays))}, "

@@ -7,6 +7,7 @@ every platform, and knows how often its scans run.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -21,14 +22,12 @@ class Cost:
     Attributes:
         flops: Of matrix multiplications and convolutions, 2 per multiply-add, those
             with padding included. Elementwise operations are not counted.
-        times_known: Whether it is known how often each operation runs. Otherwise a loop
-            counts as one iteration, and of branches the one that computes most.
-        uncounted: Operations whose FLOPs are not known, such as hand-written kernels.
+        is_exact: False if a loop of unknown length counts as one iteration, of branches
+            the one that computes most, or a hand-written kernel or callback as nothing.
     """
 
     flops: int
-    times_known: bool = True
-    uncounted: tuple[str, ...] = ()
+    is_exact: bool = True
 
 
 def read_cost(program: jax.stages.Traced) -> Cost:
@@ -45,36 +44,32 @@ def read_cost(program: jax.stages.Traced) -> Cost:
         >>> read_cost(jax.jit(chain).trace(*arguments)).flops
         2621440
     """
-    return _total([_cost_of(eqn) for eqn in program.jaxpr.jaxpr.eqns])
+    return _cost(program.jaxpr.jaxpr)
 
 
-def _total(costs: list[Cost]) -> Cost:
-    names = dict.fromkeys(name for cost in costs for name in cost.uncounted)
-    is_known = all(cost.times_known for cost in costs)
-    return Cost(sum(cost.flops for cost in costs), is_known, tuple(names))
+_UNCOUNTED = ("pallas_call", "pure_callback", "io_callback", "ffi_call")
+
+
+def _cost(jaxpr: Any) -> Cost:
+    costs = [_cost_of(eqn) for eqn in jaxpr.eqns]
+    return Cost(sum(cost.flops for cost in costs), all(x.is_exact for x in costs))
 
 
 def _cost_of(eqn: Equation) -> Cost:
     name, params = eqn.primitive.name, eqn.params
-    if name in ("pallas_call", "pure_callback", "io_callback", "ffi_call"):
-        return Cost(0, uncounted=(name,))
-    products = _products(eqn)
-    if products:
+    if name in _UNCOUNTED:
+        return Cost(0, is_exact=False)
+    if products := _products(eqn):
         return Cost(2 * products * math.prod(eqn.outvars[0].aval.shape))
-    bodies = [
-        _total([_cost_of(x) for x in jaxpr.eqns]) for jaxpr in _jax.inner_jaxprs(eqn)
-    ]
-    whole = _total(bodies)
-    if name == "cond":
-        most = max(body.flops for body in bodies)
-        return Cost(most, times_known=False, uncounted=whole.uncounted)
+    bodies = [_cost(jaxpr) for jaxpr in _jax.inner_jaxprs(eqn)]
+    flops = [body.flops for body in bodies]
     times = params["length"] if name == "scan" else 1
     if name == "shard_map":  # the program of one device
         mesh = params["mesh"]
         manual = params.get("manual_axes", mesh.axis_names)
         times = math.prod(mesh.shape[axis] for axis in manual)
-    is_known = whole.times_known and name != "while"
-    return Cost(times * whole.flops, is_known, whole.uncounted)
+    is_exact = name not in ("cond", "while") and all(body.is_exact for body in bodies)
+    return Cost(max(flops) if name == "cond" else times * sum(flops), is_exact)
 
 
 def _products(eqn: Equation) -> int:

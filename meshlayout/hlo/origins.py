@@ -1,11 +1,9 @@
 """Where a collective comes from: leaves of a state, modules and source lines.
 
 Values are followed back to the program's arguments through what only moves or converts
-them: copies, slices, other collectives, fusions of those, and what loops carry
-unchanged. A gradient is no argument. It is known by the results that depend on it: a
-leaf, and the slots of the optimizer that follow it, and no others. Scopes and lines are
-in the metadata: JAX writes named scopes and its own transformations into one name, and
-newer XLA keeps whole stacks.
+them. A gradient is no argument. It is known by the results that depend on it: a leaf
+and the slots of the optimizer that follow it, no others. In the metadata, JAX writes
+named scopes and its own transformations into one name.
 """
 
 import itertools
@@ -68,13 +66,10 @@ class Origins:
                 self._dependents.setdefault(operand, set()).update(leaves)
 
     def leaves(self, instruction: Instruction, outer: Instruction) -> list[str]:
-        """Returns the leaves that a collective moves.
-
-        Of its operands, or else those that depend on its result, which is that of the
-        outer instruction. Every leaf depends on an activation, one on each gradient.
-        """
+        """Returns the leaves that a collective moves, or that depend on its result."""
         names = [*map(self._argument, instruction.operands)]
         if not any(names):
+            # Every leaf depends on an activation, one on each gradient.
             names = sorted(self._dependents.get(outer, ()))
             names = names if len(names) <= len(instruction.operands) else []
         return [*dict.fromkeys(filter(None, names))]
@@ -124,11 +119,8 @@ class Origins:
         return next((end for end in ends if end in self._results), path)
 
     def scopes_and_source(self, instruction: Instruction) -> tuple[list[str], str]:
-        """Returns the named scopes and the user's source line of an instruction.
-
-        Of what was combined from several, XLA notes only one: then it is what all of
-        the operands' have in common.
-        """
+        """Returns the named scopes and the user's source line of an instruction."""
+        # Of what was combined from several, XLA notes only one.
         makers = [instruction]
         if len(instruction.operands) > 1:
             makers = [x for x in map(_noted, instruction.operands) if x]
@@ -155,10 +147,9 @@ def _noted(value: Instruction) -> Instruction | None:
 
 
 def _scopes(op_name: str) -> list[str]:
-    """Returns the named scopes in JAX's name of an operation, the outermost first.
+    """Returns the scopes in JAX's name of an operation, without those that JAX adds.
 
-    What JAX adds for its transformations and loops is left out. Of an operation that
-    several were merged into, the scopes are those that all of them have.
+    Of an operation that several were merged into, those that all of them have.
     """
     paths = [
         [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]

@@ -1,10 +1,9 @@
 """The text of a compiled program as instructions, loops and source lines.
 
 XLA has no stable API for optimized programs, but prints them for every platform in one
-grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
-often it runs on CPUs and GPUs. TPU programs only have the loop's condition, which
-compares a counter with a constant; where the counter starts and what is added to it are
-constants, too. Any other loop is of unknown length.
+grammar. A loop's body is printed once. XLA notes how often it runs on CPUs and GPUs. In
+TPU programs the loop's condition compares a counter with a constant; where the counter
+starts and what is added to it are constants, too. Any other loop is of unknown length.
 """
 
 import math
@@ -51,21 +50,14 @@ _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 
 
 class Program:
-    """A compiled program, read from its text.
-
-    Attributes:
-        computations: The instructions of each computation, by its name.
-        roots: The result of each computation.
-        callers: The instructions that call each computation.
-        num_devices: How many devices it runs on.
-        entry: The name of the computation that is the whole program.
-    """
+    """A compiled program, read from its text."""
 
     def __init__(self, text: str) -> None:
+        # By name of computation: its instructions, its result, and what calls it.
         self.computations: dict[str, list[Instruction]] = {}
         self.roots: dict[str, Instruction] = {}
         self.callers: dict[str, list[Instruction]] = {}
-        self.entry = ""
+        self.entry = ""  # the computation that is the whole program
         self._tables: dict[tuple[str, int], str] = {}
         # The header is one line, which holds the types of all arguments.
         header, _, text = text.partition("\n")
@@ -105,10 +97,7 @@ class Program:
             yield from instructions
 
     def called(self, instruction: Instruction) -> list[str]:
-        """Returns the names of the computations that an instruction calls.
-
-        What adds up two numbers in a reduction is not among them.
-        """
+        """Returns the computations that it calls, but not those that it adds with."""
         return [
             name
             for role, names in _CALLED.findall(instruction.rest)
@@ -178,10 +167,9 @@ class Program:
 def maker(
     value: Instruction, path: Path = (), moves: Collection[str] = ("copy", "bitcast")
 ) -> tuple[Instruction, Path]:
-    """Returns the instruction that made an element of a value, in its computation.
+    """Returns the instruction that made an element of a value, and which result it is.
 
-    It is followed through tuples, and through opcodes that only move it. Also returns
-    which element of the maker's result it is.
+    It is followed through tuples, and through opcodes that only move it.
     """
     while True:
         opcode, operands = value.opcode, value.operands

@@ -4,6 +4,7 @@ Written without gathers, scatters and sorts: comparisons and sums keep logits on
 shards, whichever dim is sharded.
 """
 
+import functools
 import math
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal, Self
@@ -39,15 +40,10 @@ class _PairMetric(Metric):
         labels: ArrayLike,
         weights: ArrayLike | None = None,
     ) -> Self:
-        """Returns the metric with a batch added; shapes as the class documents.
-
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
+        """Returns the metric with a batch added, or raises MetricError."""
         return self._added(predictions, labels, weights=weights)
 
     def _per_label(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns float32 scores, one per label."""
         if scores.shape == (*labels.shape, 1):  # as a dense layer with one output makes
             scores = scores[..., 0]
         # Left as it is, broadcasting would compare every prediction with every label.
@@ -67,8 +63,8 @@ class _PairMetric(Metric):
         if not (has_classes and is_integer and labels.shape == scores.shape[:-1]):
             fact = (
                 "Labels are class numbers, which are integers, or one-hot; predictions "
-                "have a last dim for two or more classes. One score per example, for "
-                "two classes, takes threshold=: 0.0 for logits, 0.5 for probabilities."
+                "have a last dim for two or more classes. One score per example takes "
+                "threshold=: 0.0 for logits, 0.5 for probabilities."
             )
             raise self._misfit(scores, labels, fact)
         return scores.astype(jnp.float32), labels
@@ -84,7 +80,8 @@ class _PairMetric(Metric):
                 fact = f"There are num_classes={num_classes}."
                 raise self._misfit(scores, labels, fact)
             classes = _highest(scores)
-        return _one_hot(classes, num_classes), _one_hot(labels, num_classes)
+        one_hot = functools.partial(jax.nn.one_hot, dtype=jnp.bool_)
+        return one_hot(classes, num_classes), one_hot(labels, num_classes)
 
     def _misfit(self, scores: jax.Array, labels: jax.Array, fact: str) -> MetricError:
         both = f"{text('predictions', scores)} and {text('labels', labels)}"
@@ -92,13 +89,8 @@ class _PairMetric(Metric):
 
 
 def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Returns whether both are class numbers, one prediction per label."""
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
     return predictions.shape == labels.shape and not any(is_float)
-
-
-def _one_hot(numbers: jax.Array, num_classes: int) -> jax.Array:
-    return jax.nn.one_hot(numbers, num_classes, dtype=jnp.bool_)
 
 
 def _highest(scores: jax.Array) -> jax.Array:
@@ -124,7 +116,7 @@ def _highest(scores: jax.Array) -> jax.Array:
 
 def _score_of(classes: jax.Array, scores: jax.Array) -> jax.Array:
     """Returns the score of each class number; NaN for what is no class."""
-    is_own = _one_hot(classes, scores.shape[-1])
+    is_own = jax.nn.one_hot(classes, scores.shape[-1], dtype=jnp.bool_)
     own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1)
     return jnp.where(jnp.any(is_own, axis=-1), own, jnp.nan)
 
@@ -134,9 +126,8 @@ class Accuracy(_PairMetric, MeanMetric):
 
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
     shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
-    or one-hot; with a threshold, labels above 0 are positive. Of equal scores, the
-    lower class is predicted, like `argmax`. A row of scores with NaN is wrong, and so
-    is a label that is not a class.
+    or one-hot; with a threshold, labels above 0 are positive. Of equal scores the lower
+    class is predicted. Scores with NaN are wrong, and so is a label that is no class.
 
     Args:
         top_k: How many classes with the highest scores count as predicted.
@@ -179,12 +170,11 @@ class Accuracy(_PairMetric, MeanMetric):
 
 
 def _is_in_top(scores: jax.Array, labels: jax.Array, top_k: int) -> jax.Array:
-    """Returns for each label whether its class is among those with the highest scores.
+    """Returns for each label whether at most `top_k - 1` classes rank above its own.
 
     Of equal scores the lower class number ranks higher, and NaN ranks above all.
+    `jax.lax.top_k` would sort, and gather logits whose classes are sharded.
     """
-    # Counting takes one pass over the scores, and keeps them on their shards;
-    # `jax.lax.top_k` sorts, and gathers logits whose classes are sharded.
     own = _score_of(labels, scores)[..., None]
     classes = jnp.expand_dims(jnp.arange(scores.shape[-1]), tuple(range(labels.ndim)))
     is_tied = (scores == own) & (classes < labels[..., None])
@@ -217,13 +207,9 @@ class Perplexity(_PairMetric, MeanMetric):
 class ConfusionMatrix(_PairMetric):
     """How often each class was predicted for each label: labels in rows.
 
-    Predictions are scores of shape `(..., classes)` or class numbers; labels as for
+    Predictions are scores of shape `(..., num_classes)` or class numbers; labels as for
     `Accuracy`. A label or prediction that is not a class, and a row of scores with NaN,
     is in no cell; `compute().sum()` is then less than the total weight.
-
-    Args:
-        num_classes: The number of classes.
-        predictions, labels: As for `Accuracy`.
 
     Example:
         >>> predictions, labels = jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
@@ -255,25 +241,22 @@ class ConfusionMatrix(_PairMetric):
 
 
 class _ClassShare(_PairMetric):
-    """Base of precision, recall and F1: shares of one table, a column per class.
-
-    With a threshold it has one column, of the positive class.
-    """
+    """Base of precision, recall and F1: shares of one table, a column per class."""
 
     _: KW_ONLY
     threshold: float | None = None
     num_classes: int | None = None
     average: Literal["macro"] | None = "macro"
 
-    # Of predictions and labels in what hits are divided by.
-    _shares: ClassVar[tuple[float, float]]
+    _shares: ClassVar[tuple[float, float]]  # of predictions and labels in the divisor
 
     def _shape(self) -> tuple[int, ...]:
-        where: Any = {"where": type(self).__name__, "error": MetricError}
-        _checks.choice("average", self.average, ("macro", None), **where)
+        where = type(self).__name__
+        choices = ("macro", None)
+        _checks.choice("average", self.average, choices, where=where, error=MetricError)
         if self.threshold is not None and self.num_classes is not None:
-            raise MetricError(f"{where['where']}: {_ONE_OF.format('num_classes')}")
-        return (3, self.num_classes or 1)
+            raise MetricError(f"{where}: {_ONE_OF.format('num_classes')}")
+        return (3, self.num_classes or 1)  # one column, of the positive class
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
         if self.num_classes is not None:
@@ -308,11 +291,9 @@ class Precision(_ClassShare):
     other means, `sums` has the rows hits, predictions and labels, a column per class.
 
     Args:
-        threshold: For two classes; 0.0 by default, for logits. Use 0.5 for
-            probabilities.
-        num_classes: For more classes: their number.
+        threshold: 0.0 by default, for logits; 0.5 is for probabilities.
+        num_classes: The number of classes, if they are not two.
         average: `"macro"` for the mean over classes; None for one value per class.
-        predictions, labels: As for `Accuracy`.
 
     Example:
         >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])

@@ -1,8 +1,7 @@
 """`Metrics`: named metrics that read like a dict of their values.
 
 Arguments are found by name, so that one dict of metrics serves any model. Nothing waits
-for the device until a value is printed or turned into a number, so that a training loop
-can hand metrics around without stalling.
+for the device until a value is printed or turned into a number.
 """
 
 import inspect
@@ -40,11 +39,7 @@ class Metrics(Mapping[str, Any]):
             follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
             nnx's Average and Accuracy.
 
-    Raises:
-        MetricError: If one of them is no metric.
-
     Example:
-        >>> import jax.numpy as jnp
         >>> from meshlayout.metrics import Accuracy, Mean
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
@@ -97,11 +92,7 @@ class Metrics(Mapping[str, Any]):
         return id(self)
 
     def metric(self, name: str) -> Any:
-        """Returns the metric with a name, rather than its value.
-
-        Raises:
-            KeyError: If there is none.
-        """
+        """Returns the metric with a name, rather than its value."""
         if name not in self.names:
             near = did_you_mean(name, self.names)
             raise KeyError(f"no metric {name!r} among {', '.join(self.names)}.{near}")
@@ -115,12 +106,11 @@ class Metrics(Mapping[str, Any]):
         losses: ArrayLike | None = None,
         weights: ArrayLike | None = None,
     ) -> "Metrics":
-        """Returns the metrics with one step's batch added.
+        """Returns the metrics with one step's batch added, as steps do.
 
-        Use this in your own loop; steps call it for their `metrics=`. Arguments are
-        found by name: an output, otherwise an entry of the batch, otherwise `losses` or
-        `batch` themselves. A built-in metric has the names in its fields, as in
-        `Accuracy(labels="class")`; another in those of its `from_model_output`.
+        Arguments are found by name: an output, otherwise an entry of the batch,
+        otherwise `losses` or `batch` themselves. A built-in metric has the names in its
+        fields, as `Accuracy(labels="class")`; another in its `from_model_output`.
 
         Args:
             outputs: The outputs of the loss function, by name; None if there are none.
@@ -132,16 +122,10 @@ class Metrics(Mapping[str, Any]):
             MetricError: If an argument is not found, or does not fit; or if there are
                 weights, and a metric cannot leave anything out.
         """
-        if outputs is not None and not isinstance(outputs, Mapping):
-            msg = (
-                f"outputs is {_checks.shown(outputs)}; metrics find them by name, so "
-                "it must be a dict, such as {'logits': logits}."
-            )
-            raise MetricError(msg)
-        entries = enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-        entries = batch.items() if isinstance(batch, Mapping) else entries
+        entries = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else batch
+        entries = entries if isinstance(entries, Mapping) else {}
         named = {"losses": losses, "batch": batch}
-        named |= {str(name): x for name, x in entries} | {**(outputs or {})}
+        named |= {str(name): x for name, x in entries.items()} | {**(outputs or {})}
         updated: dict[str, Any] = {}
         for name in self.names:
             metric = self.metrics[name]
@@ -153,16 +137,11 @@ class Metrics(Mapping[str, Any]):
         return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":
-        """Returns the metrics of everything that both have counted.
-
-        Raises:
-            MetricError: If their names differ, or two metrics do not merge.
-        """
-        theirs = {*other.names} if isinstance(other, Metrics) else None
-        if theirs != {*self.names}:
-            names = [", ".join(x.names) for x in (self, other) if hasattr(x, "names")]
-            what = f"Metrics of {names[-1]}" if names[1:] else _checks.shown(other)
-            msg = f"Metrics of {names[0]} do not merge with {what}."
+        """Returns the metrics of all that both counted; their names must be equal."""
+        if not isinstance(other, Metrics) or {*other.names} != {*self.names}:
+            names = ", ".join(getattr(other, "names", ()))
+            what = f"Metrics of {names}" if names else _checks.shown(other)
+            msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
         return Metrics(merged, self.names)
@@ -188,12 +167,9 @@ class Metrics(Mapping[str, Any]):
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
 
-        Use this to log or print: it waits once, for all of them.
+        Use this to log or print: it waits for the device.
         """
         values = self.local_values()
-        for leaf in jax.tree.leaves(values):
-            if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
-                leaf.copy_to_host_async()
         return {name: jax.tree.map(_on_host, x) for name, x in values.items()}
 
     def __repr__(self) -> str:
@@ -239,8 +215,7 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
     """Returns the metric of one batch alone, from the inputs of a step by name.
 
     Each parameter of a `from_model_output` gets the input of that name, and `**kwargs`
-    all. Elements of weight 0 are 0 there, so that NaN in them cannot leak; `mask` gets
-    whether weights are not 0, `weights` and `sample_weights` the weights.
+    all; `mask` gets whether weights are not 0, `weights` and `sample_weights` them.
     """
     if isinstance(metric, Metric):
         return metric.from_model_output(**{**named, "weights": weights})
@@ -253,7 +228,6 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
     values = dict(named)
     if weights is not None:
         counts = _checks.real_array("weights", weights, where=where, error=MetricError)
-        values = {name: _blanked(x, counts) for name, x in values.items()}
         masks = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
         if not takes_any and known.keys().isdisjoint(masks):
             msg = (
@@ -270,32 +244,22 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
     return metric.from_model_output(**taken)
 
 
-def _blanked(value: Leaf, weights: jax.Array) -> Leaf:
-    """Returns a value with 0 where the weight is 0."""
-    # A value of another shape is not per element, and integers cannot be NaN.
-    if getattr(value, "shape", (None,))[: weights.ndim] != weights.shape:
-        return value
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        return value
-    missing = tuple(range(weights.ndim, value.ndim))
-    return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)
-
-
 def _like(empty: Leaf, leaf: Leaf) -> Any:
     """Returns what a metric starts with, perhaps a number, like a later value."""
     if not hasattr(leaf, "dtype"):
         return empty
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)
-    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    return _jax.put(empty, leaf.sharding) if is_placed else empty
+    return _jax.put(empty, leaf.sharding) if _is_placed(leaf) else empty
+
+
+def _is_placed(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _one_copy(leaf: Leaf) -> Any:
-    """Returns a replicated array as a single device holds it."""
-    is_spread = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    if is_spread and leaf.is_fully_replicated and not _jax.is_extended(leaf.dtype):
-        return leaf.addressable_data(0)
-    return leaf
+    if not _is_placed(leaf) or _jax.is_extended(leaf.dtype):
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
 def _on_host(value: Leaf) -> Any:

@@ -31,14 +31,12 @@ class Metric:
 
     It follows the protocol of clu and metrax, with settings in the instance: `empty`,
     `from_model_output`, `merge` and `compute`; `update` merges a batch whose arguments
-    are given one by one. Metrics of steps, shards and processes merge in any grouping;
-    in `shard_map`, `jax.lax.psum` of a metric merges those of all shards.
+    are given one by one. In `shard_map`, `jax.lax.psum` merges those of all shards.
 
     `weights` are per element: None if all elements count, or an array of the shape of
     the elements or of their first dims. An element of weight 0 adds nothing, even if it
-    is NaN. Inputs of any dtype are summed in float32, so that a count of more than
-    2**24 is rounded. In a function that a strategy runs, rows that pad a short batch
-    add nothing either.
+    is NaN, nor do rows that pad a strategy's short batch. Sums are float32, so that a
+    count of more than 2**24 is rounded.
 
     A subclass becomes a frozen dataclass and a pytree by itself: its annotated fields
     are settings, and part of the structure.
@@ -54,7 +52,6 @@ class Metric:
     _kind: ClassVar[Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes a subclass a frozen dataclass and a pytree."""
         super().__init_subclass__(**kwargs)
         # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
         # are equal, and jit may run the program of one for the other: so the class is
@@ -74,11 +71,9 @@ class Metric:
         raise NotImplementedError
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
-        """Returns the sums of a batch alone."""
         raise NotImplementedError
 
     def _added(self, *inputs: ArrayLike, weights: ArrayLike | None) -> Self:
-        """Returns the metric with a batch added."""
         arrays = map(self._array, self._inputs, inputs)
         sums = self._merged(jnp.asarray(self.sums), self._sums_of([*arrays], weights))
         return dataclasses.replace(self, sums=sums)
@@ -86,15 +81,12 @@ class Metric:
     def from_model_output(
         self, *, weights: ArrayLike | None = None, **named: Any
     ) -> Self:
-        """Returns the metric of one batch alone.
+        """Returns the metric of one batch alone, or raises MetricError.
 
         Args:
             weights: The weights; None if all count.
             **named: Outputs and entries of the batch, among them those that the
                 settings name; positions as `"0"`, `"1"`.
-
-        Raises:
-            MetricError: If an input is missing, or does not fit.
         """
         kind, inputs = type(self).__name__, []
         for field in self._inputs:
@@ -107,11 +99,7 @@ class Metric:
         raise NotImplementedError
 
     def merge(self, other: Self) -> Self:
-        """Returns the metric of everything that this one and another have counted.
-
-        Raises:
-            MetricError: If the class or a setting differs.
-        """
+        """Returns the metric of all that both counted; refuses another class's."""
         if jax.tree.structure(self) != jax.tree.structure(other):
             msg = (
                 f"{self!r} does not merge with {other!r}: both must have the same "
@@ -205,9 +193,6 @@ class Mean(MeanMetric):
 
         A value without dims, such as an auxiliary loss of a whole batch, counts once
         per update, unless all weights are 0.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
         """
         return self._added(values, weights=weights)
 

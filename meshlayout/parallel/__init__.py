@@ -10,5 +10,7 @@ from meshlayout.parallel.data_parallelism import (
     fsdp as fsdp,
     zero_rule as zero_rule,
 )
-from meshlayout.parallel.experts import expert_parallel as expert_parallel
-from meshlayout.parallel.tensor import tensor_parallel as tensor_parallel
+from meshlayout.parallel.tensor import (
+    expert_parallel as expert_parallel,
+    tensor_parallel as tensor_parallel,
+)

@@ -1,9 +1,7 @@
 """`compose`: several maps for one model, each on axes of its own.
 
-The parts are asked in turn, for each leaf: each shards what those before it left, so
-that `fsdp` takes another dim of a matrix than `tensor_parallel`. All patterns of all
-parts lead to the same rule, which asks them, and so does the default: the result is a
-plain map that can be printed, extended and locked.
+All patterns lead to one rule, which asks the parts in turn, as does the default: the
+result is a plain map that can be printed, extended and locked.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +18,10 @@ from meshlayout.layout_map.rules import OnUneven, Unused
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
     """Returns the map in which each part shards what those before it left.
 
-    On dims that the parts before left whole, or further on the same dim. Notes in
-    `explain` say which part decided. Use this for several kinds of parallelism at
-    once, as `compose(tensor_parallel(...), fsdp(mesh))`. A leaf that no part names is
-    an error if a part has `unmatched="error"`; rules for `^opt_state/` stay as they
-    are, and activations follow the rules whose names match.
+    On dims that the parts before left whole, or further on the same dim. Use this for
+    several kinds of parallelism at once, as `compose(tensor_parallel(...),
+    fsdp(mesh))`. A leaf that no part names is an error if a part has
+    `unmatched="error"`; rules for `^opt_state/` stay as they are.
 
     Args:
         first: A map.
@@ -42,11 +39,8 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         >>> columns = ml.LayoutMap(mesh, {"up/kernel": (None, "model")})
         >>> layouts = compose(columns, ml.parallel.fsdp(mesh, min_bytes=0))
         >>> params = {"up": {"kernel": np.zeros((64, 256))}, "out": np.zeros((256, 64))}
-        >>> print(layouts.resolve(params).to_lock())
-        # layouts on Mesh(batch=2, model=4)
-        out: f64[256, 64] [batch, unsharded]
-        up/kernel: f64[64, 256] [batch, model]
-        <BLANKLINE>
+        >>> layouts.resolve(params)["up/kernel"].layout
+        Layout([batch, model], Mesh(batch=2, model=4))
     """
     parts = (first, second, *others)
     for part in parts:

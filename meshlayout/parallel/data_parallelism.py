@@ -1,15 +1,13 @@
 """`data_parallel`, `fsdp` and `zero_rule`: the batch is sharded, and what goes with it.
 
 With FSDP (ZeRO stage 3) the compiler gathers each weight where it is used and scatters
-its gradient, whichever dim is sharded, unless moving activations is cheaper. Measured
-(`benchmarks/fsdp_rules.py`): with the vocabulary of embedding and logits sharded, a
-transformer sends a fifth less than by the other dims. Other matrices are as cheap on
-their smaller dim as on the larger one, and cheaper for wide inputs and in bfloat16. An
-embedding must never be sharded by features: every activation then would be, on the axis
-that also shards the batch, and the program sends ten times as much.
+its gradient, whichever dim is sharded. Measured (`benchmarks/fsdp_rules.py`): with the
+vocabulary of embedding and logits sharded, a transformer sends a fifth less. Other
+matrices are as cheap on their smaller dim, and cheaper for wide inputs and in bfloat16.
+An embedding must never be sharded by features: every activation then would be, on the
+axis that also shards the batch, and the program sends ten times as much.
 """
 
-import itertools
 import math
 import re
 import warnings
@@ -31,23 +29,21 @@ from meshlayout.parallel.program import Call, Model, follow
 
 # Each sharded array costs an all-gather in every step, whatever its size, and biases
 # and norms take next to no memory (`benchmarks/fsdp_rules.py` measures it).
-MIN_BYTES = 8192
-MIN_SIZE = 1024
+_MIN_BYTES = 8192
+_MIN_SIZE = 1024
 
 # Flax's dense layers hold a kernel of inputs x outputs. A matrix by another name with
 # more rows than columns may be a lookup table; one of few rows is known by its name.
 _KERNEL = re.compile(r"(^|/)kernel$")
-# One of this many times more columns than rows gives logits for a vocabulary.
-_VOCABULARY = 6
+_VOCABULARY = 6  # so many times more columns than rows are logits for a vocabulary
 _TABLE = re.compile(r"(embed|wte|wpe)[^/]*(/[^/]*)?$", re.IGNORECASE)
 
 
 def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 
-    Only batches are sharded, over the mesh's batch axes; a step sends the gradients
-    once (XLA for CPUs sends those of a loop's weights in each round). Use this while
-    model, gradients and optimizer state fit each device.
+    Only batches are sharded, over the mesh's batch axes. Use this while model,
+    gradients and optimizer state fit each device.
 
     Example:
         >>> import meshlayout as ml
@@ -61,7 +57,7 @@ def zero_rule(
     mesh: Mesh | jax.sharding.Mesh,
     axes: str | Sequence[str] | None = None,
     *,
-    min_size: int = MIN_SIZE,
+    min_size: int = _MIN_SIZE,
     memory_kind: str | None = None,
 ) -> "FsdpRule":
     """Returns a rule that shards arrays further, on the largest dim that divides.
@@ -77,8 +73,7 @@ def zero_rule(
             only `memory_kind` matters.
         min_size: Arrays of fewer elements are not sharded.
         memory_kind: The devices' memory that holds the arrays, such as
-            `"pinned_host"`: a train step copies optimizer state to the device for the
-            update, and back. None for the parameter's own.
+            `"pinned_host"`: a train step copies them to the device and back.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -90,11 +85,8 @@ def zero_rule(
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel$": (None, "model")})
         >>> layouts |= {"^opt_state/": zero_rule(mesh)}
-        >>> kernel = jax.ShapeDtypeStruct((784, 128), "float32")
-        >>> state = {
-        ...     "params": {"kernel": kernel},
-        ...     "opt_state": {"mu": {"kernel": kernel}},
-        ... }
+        >>> params = {"kernel": jax.ShapeDtypeStruct((784, 128), "float32")}
+        >>> state = {"params": params, "opt_state": {"mu": params}}
         >>> layouts.resolve(state)["opt_state/mu/kernel"].layout
         Layout([batch, model], Mesh(batch=2, model=4))
     """
@@ -118,7 +110,7 @@ def fsdp(
     example_inputs: Batch = None,
     *,
     axes: str | Sequence[str] | None = None,
-    min_bytes: int = MIN_BYTES,
+    min_bytes: int = _MIN_BYTES,
     call: Call | None = None,
 ) -> LayoutMap:
     """Returns the map for fully sharded data parallelism (ZeRO stage 3).
@@ -129,8 +121,7 @@ def fsdp(
     [...]}`; Flax metadata that names axes of this mesh counts for its array.
 
     With a model, its forward program is traced as by `tensor_parallel`: what rows are
-    looked up in is sharded by rows, however small, and a loop over layers whose carry
-    nothing constrains is a warning with the line to write.
+    looked up in is sharded by rows, however small.
 
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
@@ -138,12 +129,12 @@ def fsdp(
 
     Args:
         mesh: The mesh.
-        model_or_build: None, or the model as for `tensor_parallel`.
-        example_inputs: As for `tensor_parallel`.
+        model_or_build: None, or as for `tensor_parallel`, as are the next and `call`.
+        example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
             and otherwise the axes that shard its batches: `batch` and `data`.
         min_bytes: Arrays of fewer bytes on a device stay whole.
-        call: As for `tensor_parallel`.
+        call: How the model is called.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -164,20 +155,20 @@ def fsdp(
         Layout([unsharded, batch], Mesh(batch=8))
     """
     mesh = as_mesh(mesh)
-    natural = ("fsdp",) if "fsdp" in mesh else batch_axes(mesh)
-    names = _axes(mesh, "fsdp", axes, natural)
+    names = _axes(mesh, "fsdp", axes, ("fsdp",) if "fsdp" in mesh else batch_axes(mesh))
     where = _checks.Context(where="fsdp", error=LayoutMapError)
     min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **where)
     if model_or_build is None and example_inputs is None and call is None:
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    read_in_loops = (
+    read_in_loops = [
         (shape, param.path)
         for shape, read in flow.loops
         for index, param in enumerate(params)
         if read >> index & 1 and param.nbytes >= min_bytes
-    )
-    for shape, path in itertools.islice(read_in_loops, 1):
+    ]
+    if read_in_loops:
+        shape, path = read_in_loops[0]
         rows = batch_axes(mesh) or names
         line = (
             f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
@@ -195,12 +186,12 @@ def _axes(
     mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Returns the axes that a user gave, or the natural ones of the mesh."""
-    names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
-    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
     if axes is None and not natural:
         fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
         fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
         raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
+    names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
+    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
     if not is_names or len({*names}) < len(names):
         what = "a mesh axis name or several different ones"
         msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."
@@ -264,17 +255,15 @@ class FsdpRule:
         if self.by_size:
             return dims
         if len(shape) == 2:
-            dims = self._matrix_dims(path, *shape)
+            rows, columns = shape
+            is_kernel = _KERNEL.search(path) is not None
+            is_table = not is_kernel and _TABLE.search(path) is not None
+            if self.tables is not None:
+                is_table = any(f"/{path}".endswith(f"/{x}") for x in self.tables)
+                is_kernel = not is_table
+            is_tall = is_kernel and rows >= columns
+            dims = (1, 0) if columns >= _VOCABULARY * rows or is_tall else (0, 1)
+            if is_table or (rows > columns and not is_kernel):
+                dims = (0,)
         # A dim that is sharded already is the last choice: it gets smaller still.
         return sorted(dims, key=lambda dim: layout.specs[dim] is not None)
-
-    def _matrix_dims(self, path: str, rows: int, columns: int) -> Sequence[int]:
-        is_kernel = _KERNEL.search(path) is not None
-        is_table = not is_kernel and _TABLE.search(path) is not None
-        if self.tables is not None:
-            is_table = any(f"/{path}".endswith(f"/{table}") for table in self.tables)
-            is_kernel = not is_table
-        if is_table or (rows > columns and not is_kernel):
-            return (0,)
-        by_columns = columns >= _VOCABULARY * rows or (is_kernel and rows >= columns)
-        return (1, 0) if by_columns else (0, 1)

@@ -2,24 +2,26 @@
 
 To shard a dim of one array is to shard every array whose dim has to lie the same way.
 So each dim is a list of factors, the major one first: `(batch, 12, 64)` reshaped to
-`(batch, 768)` has the factors 12 and 64 in its last dim. An addition makes the factors
-of its operands the same ones, a matmul those that it sums over. What is the same in the
-end (a union-find) is sharded together or not at all.
+`(batch, 768)` has the factors 12 and 64 in its last dim. An addition unites the factors
+of its operands, a matmul those that it sums over. What is one factor in the end (a
+union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
 every factor below another one in its dim, because a sharding divides the major one,
 unless both are sharded together.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
+# The reason that comes before all others, because no program changes it.
 OF_INPUTS = "it is a dim of the example inputs"
-"""The reason that comes before all others, because no program changes it."""
 
 _MISALIGNED = "reshapes split it in two ways that do not line up"
 
@@ -84,9 +86,7 @@ class Value:
     params: int = 0  # what parameters it depends on, as bits
     of_inputs: bool = False  # whether it depends on the example inputs
     history: int = 0  # the contractions that it depends on, as bits
-    source: object = field(
-        default_factory=object
-    )  # what it has in common with its casts
+    source: object = field(default_factory=object)  # in common with its casts
 
     @property
     def size(self) -> int:
@@ -99,18 +99,21 @@ class Value:
         return 0 if self.of_inputs else self.params
 
 
+def union(bits: Iterable[int]) -> int:
+    """Returns the bits that are set in any number."""
+    return functools.reduce(operator.or_, bits, 0)
+
+
 def made_of(
-    args: Iterable[Value],
-    shape: tuple[int, ...],
-    dims: Dims,
-    history: int = 0,
+    args: Iterable[Value], shape: tuple[int, ...], dims: Dims, history: int = 0
 ) -> Value:
     """Returns a value that depends on what some arrays do, and on contractions."""
-    params, of_inputs = 0, False
-    for arg in args:
-        params |= arg.params
-        of_inputs |= arg.of_inputs
-        history |= arg.history
+    args = [*args]
+    history |= union(arg.history for arg in args)
+    params, of_inputs = (
+        union(arg.params for arg in args),
+        any(x.of_inputs for x in args),
+    )
     return Value(shape, dims, params, of_inputs, history)
 
 
@@ -199,3 +202,114 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
             factor.put_below(group[0].size)
         grouped.append(tuple(group))
     return tuple(grouped)
+
+
+# What a program does with factors. A sharded one costs communication in two places:
+# where a sum goes over it (forward), and where the gradient of an array is summed over
+# it because all its parts read that array (backward). These are noted down while the
+# operations are walked; which factors to shard is decided when all links are known.
+
+
+@dataclass(frozen=True, eq=False)
+class Contraction:
+    """A sum over factors, of products or of what a look-up finds: forward."""
+
+    factors: Dim
+    operand: Value  # multiplied with a weight, or the larger one of two others
+    size: int  # elements of the result
+    nbytes: int  # of the results in one step, in the loops around it
+    weights: int  # the parameters that it multiplies with, as bits
+    bit: int  # its own in the history of what depends on it
+    before: int  # the contractions that it depends on, as bits
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSum:
+    """A sum over a factor in the gradient of an array without it: backward."""
+
+    factor: Factor
+    of: Value  # the array, which all parts of the factor read
+    nbytes: int  # of the gradient in one step, in the loops around it
+    other_size: int  # elements of what it is multiplied with, or broadcast to
+    weights: int  # the parameters that those are, as bits, as in a matmul by columns
+
+
+@dataclass(eq=False)
+class Flow:
+    """What is known of a program's factors while it is walked, and afterwards."""
+
+    contractions: list[Contraction] = field(default_factory=list)
+    gradient_sums: list[GradientSum] = field(default_factory=list)
+    # Factors that reductions end, and the bytes of the results.
+    reductions: list[tuple[Factor, int]] = field(default_factory=list)
+    # Dims of arrays in which factors come together for the first time.
+    together: list[Dims] = field(default_factory=list)
+    # Groups of look-ups whose results are added up, as bits of contractions.
+    added_lookups: set[int] = field(default_factory=set)
+    # Factors of stacked weights that a product batches over.
+    experts: list[Factor] = field(default_factory=list)
+    # Parameters, as bits: something is multiplied with them, or looked up in them.
+    multiplied: int = 0
+    looked_up: int = 0
+    # Kernels of grouped convolutions, as bits, with the dim of groups.
+    grouped: list[tuple[int, Dim]] = field(default_factory=list)
+    # The shapes of activations that loops carry and nothing constrains, with the
+    # parameters that these loops read, as bits.
+    loops: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    # Of the operation that is walked through: its contraction, as a bit; the bytes of
+    # an element of its result; how many loops are around it, and how often these run.
+    new_bits: int = 0
+    itemsize: int = 1
+    depth: int = 0
+    runs: int = 1
+    _lookups: int = 0
+
+    def _nbytes(self, size: int) -> int:
+        return size * self.runs * self.itemsize
+
+    def contract(
+        self, dims: Iterable[Dim], operands: Sequence[Value], size: int
+    ) -> None:
+        """Notes a sum over dims of products of some arrays."""
+        factors = tuple(itertools.chain.from_iterable(dims))
+        weights = union(operand.weights for operand in operands)
+        self.multiplied |= weights
+        if not factors:
+            return
+        others = [operand for operand in operands if not operand.weights] or operands
+        source = max(others, key=lambda array: array.size)
+        bit = self.new_bits = 1 << len(self.contractions)
+        before, nbytes = union(x.history for x in operands), self._nbytes(size)
+        new = Contraction(factors, source, size, nbytes, weights, bit, before)
+        self.contractions.append(new)
+
+    def sum_gradient(
+        self, of: Value, dims: Iterable[Dim], other: int, weights: int = 0
+    ) -> None:
+        """Notes that the gradient of an array is summed over dims that it lacks."""
+        nbytes = self._nbytes(of.size)
+        self.gradient_sums += [
+            GradientSum(factor, of, nbytes, other, weights)
+            for factor in itertools.chain.from_iterable(dims)
+            if of.params
+        ]
+
+    def reduce(self, dims: Iterable[Dim], size: int) -> None:
+        """Notes that a reduction to an array of some size ends dims."""
+        factors = itertools.chain.from_iterable(dims)
+        self.reductions += [(factor, self._nbytes(size)) for factor in factors]
+
+    def look_up(self, table: Value, dims: Iterable[Dim], size: int) -> None:
+        """Notes that an array of some size is looked up along dims of a table."""
+        if table.weights:
+            self.contract(dims, (table,), size)
+            self._lookups |= self.new_bits
+            self.looked_up |= table.params
+        else:
+            self.reduce(dims, size)
+
+    def add_lookups(self, args: Iterable[Value]) -> None:
+        """Notes that arrays are combined, if all of them were only looked up."""
+        bits = [arg.history for arg in args if arg.history]
+        if len(bits) > 1 and not union(bits) & ~self._lookups:
+            self.added_lookups.add(union(bits))

@@ -1,12 +1,9 @@
 """Operations of a program, and how each ties the dims of its arrays together.
 
 A table has a handler for each kind of operation, which links factors of what it reads
-and makes, or blocks them with the reason, and notes in the `Flow` what would be sent:
-of products, the sum over what they contract and, for dims that they pass on, the sum in
-the gradient of the other operand.
-
-Operations that are not listed here block all that they touch, by their name. To guess
-that a new one works element by element would cost a collective that nobody looks for.
+and makes, or blocks them with the reason, and notes in the `Flow` what would be sent.
+Operations that are not listed block all that they touch, by their name. To guess that a
+new one works element by element would cost a collective that nobody looks for.
 """
 
 import math
@@ -17,6 +14,7 @@ from meshlayout._annotations import Equation
 from meshlayout.parallel.factors import (
     Dim,
     Dims,
+    Flow,
     Value,
     block,
     fresh_dims,
@@ -24,14 +22,13 @@ from meshlayout.parallel.factors import (
     link_all,
     regroup,
 )
-from meshlayout.parallel.flow import Flow
 
 
 WINDOW = "it is the window of a convolution"
 STACKED = "a loop runs over it"
 
+# (flow, eqn, *operands) -> dims of each result
 Handler: TypeAlias = Callable[..., "list[Dims]"]
-"""`(flow, eqn, *operands) -> dims` of each result."""
 
 
 def out_shapes(eqn: Equation) -> list[tuple[int, ...]]:
@@ -61,11 +58,8 @@ def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
             link(dims[index], arg.dims[index])
     for arg in args:
         if arg.shape != shapes[0]:  # dims of size 1, and scalars, serve all the others
-            served = [
-                dim
-                for index, dim in enumerate(dims)
-                if dim and not (arg.shape and arg.dims[index])
-            ]
+            own = arg.dims or ((),) * len(dims)
+            served = [dim for dim, mine in zip(dims, own, strict=True) if not mine]
             flow.sum_gradient(arg, served, math.prod(shapes[0]))
     if len(args) > 1:
         flow.together.append(tuple(dims))
@@ -233,9 +227,8 @@ def _product(
 def _convolution(flow: Flow, eqn: Equation, lhs: Value, rhs: Value) -> list[Dims]:
     if eqn.params["batch_group_count"] != 1:
         return unknown(flow, eqn, lhs, rhs)
-    (rows, channels, *image), (features, inputs, *window), out = eqn.params[
-        "dimension_numbers"
-    ]
+    of_lhs, of_rhs, out = eqn.params["dimension_numbers"]
+    (rows, channels, *image), (features, inputs, *window) = of_lhs, of_rhs
     slides = "a convolution slides along it"
     block([lhs.dims[dim] for dim in image], slides)
     block([rhs.dims[dim] for dim in window], WINDOW)

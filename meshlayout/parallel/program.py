@@ -1,12 +1,9 @@
 """The traced forward program of a model, and what becomes of its parameters in it.
 
-A model is an NNX module, a Linen module, or any pytree of arrays with the function that
-calls it; arrays or their shapes, or a function that builds one of these. It is traced
-as its user calls it, abstractly: nothing is computed or put on a device.
-
-Then its jaxpr is walked once from the arguments to the results, inner jaxprs in place.
-What a loop carries depends value by value, not each on all: else a counter would make
-activations of the weights that it picks.
+A model is traced as its user calls it, abstractly: nothing is computed or put on a
+device. Then its jaxpr is walked once from the arguments to the results, inner jaxprs in
+place. What a loop carries depends value by value, not each on all: else a counter would
+make activations of the weights that it picks.
 """
 
 import itertools
@@ -28,13 +25,14 @@ from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh
 from meshlayout.parallel.factors import (
     OF_INPUTS,
+    Flow,
     Value,
     block,
     fresh_dims,
     link_all,
     made_of,
+    union,
 )
-from meshlayout.parallel.flow import Flow, union
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
 from meshlayout.state.creation import eager_sharding_off, is_array, trace
 
@@ -64,8 +62,7 @@ def follow(
 ) -> tuple[list[Parameter], Flow]:
     """Traces a model's forward program, and follows its parameters through it.
 
-    The arguments are those of `tensor_parallel`; `where` is the public function, and
-    the mesh is texts if constraints that the model asks for by name matter.
+    With a mesh, constraints that the model asks for by name are in the program.
     """
     context = _checks.Context(where=where, error=LayoutMapError)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -76,8 +73,8 @@ def follow(
         _checks.function("call", call, "model", *names, **context)
     with eager_sharding_off(), _jax.no_mesh():
         model = _built(model_or_build, where)
-        arrays = filter(is_array, jax.tree.leaves(inputs))
-        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        examples = filter(is_array, jax.tree.leaves(inputs))
+        texts = ", ".join(_render.array_text(x.dtype, x.shape) for x in examples)
         named = activate(LayoutMap(mesh, {".": [...]})) if mesh else nullcontext()
         tracing = _checks.noted(f"while {where} traces the model for inputs of {texts}")
         with named, _jax.short_sharding_errors, tracing:
@@ -98,11 +95,11 @@ def follow(
         is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
         array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
         params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
-    batch = [
-        Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True)
-        for x in shapes[len(params) :]
-    ]
-    _walk(flow, closed.jaxpr, [*(param.array for param in params), *batch])
+    arrays = [param.array for param in params]
+    for x in shapes[len(params) :]:
+        dims = fresh_dims(x.shape, OF_INPUTS)
+        arrays.append(Value(x.shape, dims, of_inputs=True))
+    _walk(flow, closed.jaxpr, arrays)
     return params, flow
 
 
@@ -110,10 +107,7 @@ def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     """Returns the model, which a function may build."""
     if isinstance(model_or_build, nn.Module) or _paths.holds_modules(model_or_build):
         return model_or_build
-    hint = (
-        "Give a module, a pytree of parameters with call=, or a function that builds "
-        "one, such as lambda: Model(rngs=nnx.Rngs(0))."
-    )
+    hint = "Give a module, parameters with call=, or a function that builds either."
     context = _checks.Context(where=where, error=LayoutMapError, hint=hint)
     if not callable(model_or_build):
         _checks.has_arrays("model_or_build", model_or_build, **context)
@@ -139,11 +133,9 @@ def _as_function(
         options: Any = {"method": call, "rngs": keys, "mutable": True}
         return variables, lambda *args: model.apply(*args, **options)
     if call is None and (not callable(model) or isinstance(model, type)):
-        msg = (
-            f"{where}: {_checks.shown(model)} does not say how it is called. Give "
-            "call=, a function of the model and the inputs, such as call=module.apply."
-        )
-        raise LayoutMapError(msg)
+        fact = f"{where}: {_checks.shown(model)} does not say how it is called"
+        fix = "call=, a function of the model and the inputs, such as call=module.apply"
+        raise LayoutMapError(f"{fact}. Give {fix}.")
     if not _paths.holds_modules(model):
         return model, call or model
     graphdef, state = nnx.split(model)
@@ -157,10 +149,7 @@ def _as_function(
 
 
 def _split_arrays(tree: PyTree) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTree]]:
-    """Returns the shapes of a tree's arrays, and how other ones take their places.
-
-    What is not an array, such as `train=False`, stays.
-    """
+    """Returns the shapes of a tree's arrays, and how other ones take their places."""
     leaves, treedef = jax.tree.flatten(tree)
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, _jax.canonical_dtype(leaf.dtype))
@@ -274,8 +263,10 @@ def _looped(
         if x.of_inputs and len(x.shape) > 1 and x.shape not in constrained
         if jnp.issubdtype(var.aval.dtype, jnp.inexact)
     ]
-    with flow.repeated(length):
-        results = _walk(flow, body, args)
+    runs = flow.runs
+    flow.runs, flow.depth = runs * length, flow.depth + 1
+    results = _walk(flow, body, args)
+    flow.runs, flow.depth = runs, flow.depth - 1
     for x, result in zip(carry, results, strict=False):
         link_all(x.dims, result.dims)
     return results

@@ -1,11 +1,12 @@
-"""`tensor_parallel`: shard matrices so that a block sends one all-reduce per half.
+"""`tensor_parallel` and `expert_parallel`: what the program of a model decides.
 
-What is linked through the program is sharded together or not at all: the columns of one
-matrix and the rows of the next, all heads of an attention, a vocabulary. Each such set
-of dims is a candidate, with the bytes that it shards and what it would send. A
-parameter is sharded along one dim, so candidates exclude each other; the set with the
-most bytes is taken, where bytes that send much count less. That leaves the features
-between blocks whole, and gives columns, then rows.
+Matrices are sharded so that a block sends one all-reduce per half. What is linked
+through the program is sharded together or not at all: the columns of one matrix and the
+rows of the next, all heads of an attention, a vocabulary. Each such set of dims is a
+candidate, with the bytes that it shards and what it would send. A parameter is sharded
+along one dim, so candidates exclude each other; the set with the most bytes is taken,
+where bytes that send much count less. That leaves the features between blocks whole,
+and gives columns, then rows.
 
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
@@ -23,8 +24,16 @@ from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import OF_INPUTS, Factor, Value, leaves_of
-from meshlayout.parallel.flow import Contraction, Flow, GradientSum, union
+from meshlayout.parallel.factors import (
+    OF_INPUTS,
+    Contraction,
+    Factor,
+    Flow,
+    GradientSum,
+    Value,
+    leaves_of,
+    union,
+)
 from meshlayout.parallel.operations import STACKED, WINDOW
 from meshlayout.parallel.program import Call, Model, Parameter, follow
 
@@ -44,8 +53,8 @@ def tensor_parallel(
     sharded in pairs, the first by columns and the second by rows, attention by heads,
     and embeddings by the vocabulary, so that a transformer block sends one all-reduce
     for its attention and one for its MLP, and as many backward. What has no such pair
-    stays whole: `explain` shows the reason for each matrix. Use this where a model's
-    matrices are too large for one device, or its batch too small to shard further.
+    stays whole, for the reason that `explain` shows. Use this where matrices are too
+    large for one device, or the batch too small to shard further.
 
     Args:
         mesh: The mesh.
@@ -79,12 +88,9 @@ def tensor_parallel(
     mesh = as_mesh(mesh)
     num_shards = mesh.axis_size((axis,))
     if axis in BATCH_AXES:
-        msg = (
-            f"tensor_parallel: axis {axis!r} shards the rows of batches, and matrices "
-            "sharded over it would gather all of them. Give an axis of another name, "
-            'as of create_mesh({"batch": 2, "model": 4}).'
-        )
-        raise LayoutMapError(msg)
+        fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
+        fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
+        raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
     params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
     rules: dict[str, Rule] = {}
     choices = _choices(params, flow, num_shards)
@@ -94,15 +100,80 @@ def tensor_parallel(
     return LayoutMap(mesh, rules_for(rules))
 
 
+def expert_parallel(
+    mesh: Mesh | jax.sharding.Mesh,
+    axis: str,
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
+    *,
+    call: Call | None = None,
+) -> LayoutMap:
+    """Returns rules that give each device some of a model's stacked experts.
+
+    The traced forward program says which parameters are experts: stacks of matrices of
+    which each multiplies its own inputs. Their biases are sharded too; the router stays
+    whole. Use this for mixtures of experts, on an axis of their own or on one that also
+    shards the batch; compose it with other rules for the rest of the model.
+
+    Args:
+        mesh: The mesh.
+        axis: The mesh axis over which experts are spread.
+        model_or_build: As for `tensor_parallel`, as are the other arguments.
+        example_inputs: What the model is called with.
+        call: How the model is called.
+
+    Raises:
+        MeshError: If the mesh has no such axis.
+        LayoutMapError: If the model cannot be called so, or no parameter of it is a
+            stack of experts.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
+        >>> experts = jax.ShapeDtypeStruct((8, 16, 32), "float32")
+        >>> x = jax.ShapeDtypeStruct((4, 16), "float32")
+        >>> def call(experts, x):
+        ...     return jax.numpy.broadcast_to(x, (8, 4, 16)) @ experts
+        >>> layouts = expert_parallel(mesh, "expert", experts, x, call=call)
+        >>> layouts.resolve(experts).resolutions[0].layout
+        Layout([expert, unsharded, unsharded], Mesh(batch=2, expert=4))
+    """
+    mesh = as_mesh(mesh)
+    num_shards = mesh.axis_size((axis,))
+    params, flow = follow(model_or_build, example_inputs, call, "expert_parallel")
+    summed = (each.factors for each in flow.contractions if each.weights)
+    stacks = {*leaves_of(flow.experts)}.difference(*map(leaves_of, summed))
+    experts = {leaf for leaf in stacks if leaf.refusal() not in (OF_INPUTS, STACKED)}
+    rules: dict[str, Rule] = {}
+    for param in params:
+        entries: list[str | None] = [None] * len(param.array.dims)
+        note = None
+        # In the last dim, as of a router, they are results for each expert.
+        for dim, factors in enumerate(param.array.dims[:-1]):
+            leaves = leaves_of(factors)
+            if note is None and leaves and leaves[0] in experts:
+                size = leaves[0].size
+                note = f"whole; {size} experts do not divide into {num_shards} shards"
+                if size % num_shards == 0:
+                    entries[dim], note = axis, f"{size} experts in dim {dim}"
+        rules[param.path] = Rule(Layout(entries, mesh), note=note)
+    if not any(rule.note for rule in rules.values()):
+        fact = "no parameter is a stack of matrices of which each has its own inputs"
+        way_out = "multiply with all at once, not in a loop, as by jnp.einsum or "
+        way_out += (
+            f"ragged_dot, or write LayoutMap(mesh, {{'experts': ({axis!r}, ...)}})"
+        )
+        raise LayoutMapError(f"expert_parallel: {fact}: {way_out}.")
+    return LayoutMap(mesh, rules_for(rules))
+
+
 @dataclass(eq=False)
 class Candidate:
     """Dims that are sharded together, or not at all."""
 
     factor: Factor  # that all of them have as their major one
     num_shards: int  # into which it is to divide
-    # The factor above it, if both are sharded together: heads that share keys and
-    # values, where these do not divide.
-    above: int = 1
+    above: int = 1  # key heads, which do not divide, sharded with those of each
     dims: dict[int, int] = field(default_factory=dict)  # parameter -> its dim
     contractions: list[Contraction] = field(default_factory=list)  # sum over it
     gradient_sums: dict[object, GradientSum] = field(default_factory=dict)  # by array
@@ -110,10 +181,8 @@ class Candidate:
     refusal: str = ""  # why it is not sharded
 
     def sent(self) -> dict[int, int]:
-        """Returns the bytes that all-reduces send in one step, by parameter.
-
-        Forward and backward; what several parameters cause counts for the first.
-        """
+        """Returns the bytes that all-reduces send in one step, by parameter."""
+        # What several parameters cause counts for the first.
         sent: dict[int, int] = defaultdict(int, {min(self.dims): self.reduced})
         for each in (*self.contractions, *self.gradient_sums.values()):
             causes = [index for index in self.dims if each.weights >> index & 1]
@@ -138,22 +207,19 @@ _GROUPED = (
     "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
 )
 
-# The dim along which a parameter is sharded, why or why not, and what it sends.
-_Choice: TypeAlias = tuple[int | None, str, int | None]
 # Which candidates each excludes, and why.
 _Rivals: TypeAlias = dict[Factor, dict[Factor, str]]
 
 
 def _choices(
     params: Sequence[Parameter], flow: Flow, num_shards: int
-) -> Iterator[_Choice]:
-    """Finds the candidates of a model, chooses among them, and says why."""
+) -> Iterator[tuple[int | None, str, int | None]]:
+    """Yields along which dim each is sharded, why or why not, and what it sends."""
     candidates = _candidates(params, flow, num_shards)
     for candidate in candidates.values():
-        candidate.refusal = _refusal(candidate)
         multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
-        if not candidate.refusal and not multiplies:
-            candidate.refusal = "nothing in the program is multiplied with it"
+        unused = "" if multiplies else "nothing in the program is multiplied with it"
+        candidate.refusal = _refusal(candidate) or unused
     chosen: dict[int, Candidate] = {}
     for candidate in _chosen(params, flow, candidates):
         chosen.update(dict.fromkeys(candidate.dims, candidate))
@@ -225,7 +291,7 @@ def _sharded(candidate: Candidate, index: int) -> str:
     """Says what a parameter is in the set that is sharded."""
     sums = [each for each in candidate.contractions if each.weights >> index & 1]
     pair = f", {candidate.above} x {candidate.factor.size} together"
-    heads = pair if candidate.above > 1 else ""
+    heads = pair * (candidate.above > 1)
     if any(each.operand.weights for each in sums):
         return "looked up in parts; an all-reduce joins what the devices find"
     if sums:
@@ -236,8 +302,7 @@ def _sharded(candidate: Candidate, index: int) -> str:
 def _heaviest(worth: dict[Factor, float], rivals: _Rivals) -> list[Factor]:
     """Returns candidates that do not exclude each other, of the largest worth.
 
-    Exact for some that are tied together, as the layers of a deep MLP are in a chain;
-    while there are more, the most valuable comes first.
+    Exact for a few that are tied together; of more, the most valuable comes first.
     """
     left = dict(worth)
     chosen: list[Factor] = []
@@ -306,8 +371,8 @@ def _refusal(candidate: Candidate) -> str:
         if not each.weights and each.size * num_shards > each.operand.size:
             return "a product of two activations sums over it"
     for each in candidate.gradient_sums.values():
-        is_small = each.of.size * num_shards <= each.other_size
-        if each.of.of_inputs and not each.weights and not is_small:
+        is_large = each.of.size * num_shards > each.other_size
+        if each.of.of_inputs and not each.weights and is_large:
             return "the gradient of an activation that all shards read sums over it"
     return _STREAM if _is_stream(candidate.contractions) else ""
 
@@ -315,8 +380,7 @@ def _refusal(candidate: Candidate) -> str:
 def _is_stream(contractions: Sequence[Contraction]) -> bool:
     """Returns whether these sum over features that run on from layer to layer.
 
-    Such as those between the blocks of a residual network: summed over again and
-    again, to results that are larger than what is summed.
+    They are summed over again and again, to results larger than what is summed.
     """
     bits: dict[int, int] = defaultdict(int)  # of the contractions with some weights
     for each in contractions:
@@ -332,8 +396,9 @@ def _is_stream(contractions: Sequence[Contraction]) -> bool:
 def _rivals(candidates: dict[Factor, Candidate], flow: Flow) -> _Rivals:
     """Returns which candidates exclude each other, and why."""
     by_param: dict[int, set[Factor]] = defaultdict(set)
-    for factor, index in ((f, i) for f, each in candidates.items() for i in each.dims):
-        by_param[index].add(factor)
+    for factor, candidate in candidates.items():
+        for index in candidate.dims:
+            by_param[index].add(factor)
     groups = [(group, _OTHER_DIM) for group in by_param.values()]
     for dims in flow.together:
         majors = [leaves_of(dim)[0] for dim in dims if dim]

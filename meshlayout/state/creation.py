@@ -1,8 +1,8 @@
 """`create`: describe a state, lay it out, make it; never larger than its shards.
 
-A builder runs once, abstractly, whatever it returns. Arrays become results of the
-trace; other leaves (Python numbers, functions) are kept. Flax's own sharding by
-metadata is off in the meantime, since the layout map decides.
+A builder runs once, abstractly. Arrays become results of the trace; other leaves
+(Python numbers, functions) are kept. Flax's own sharding by metadata is off in the
+meantime, since the layout map decides.
 """
 
 import contextlib
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import jax
+import numpy as np
 from flax import errors as flax_errors, nnx
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._host_arrays import host_array
 from meshlayout._tracebacks import user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
@@ -92,12 +94,12 @@ class StateDescription(Generic[T]):
         return cast(T, self._make())
 
     def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
-        """Makes the state, given values for the flat arguments it was traced with."""
+        """Makes the state; `inputs` are the flat arguments it was traced with."""
         if _jax.is_tracing():
             msg = (
-                "create makes arrays on devices, and was called inside a function that "
-                "JAX transforms, or in another create's builder. Call it outside; "
-                "describe(build, layouts).abstract has the shapes alone."
+                "create was called inside a function that JAX transforms, or in a "
+                "builder of create. Call it outside; describe(build, layouts).abstract "
+                "has the shapes alone."
             )
             raise StateError(msg)
         with new_program("create", self._mesh.devices.flat) as compare:
@@ -109,7 +111,7 @@ class StateDescription(Generic[T]):
         return self._traced.rebuild([next(results) if x else leaf for leaf, x in pairs])
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> dict[str, str]:
-        """Returns what must be the same on all processes that make the state."""
+        # What must be the same on all processes that make the state.
         jaxpr = self._traced.jaxpr
         # Seeds are constants of the program, in it or beside it.
         constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
@@ -127,14 +129,6 @@ def describe(
 
     Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
     errors: as for `create`.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> layouts = ml.LayoutMap(mesh, {"w": (None, "model")})
-        >>> plan = ml.describe(lambda: {"w": jax.numpy.ones((64, 64))}, layouts)
-        >>> plan.abstract["w"].sharding.shard_shape((64, 64))
-        (64, 16)
     """
     return describe_state(build, layouts, "describe")
 
@@ -143,10 +137,10 @@ def describe(
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
-    `TrainState.create` makes a model together with its optimizer. The values are those
-    of calling `build()` without a mesh, to the bit. No device ever holds the whole of
-    an array that its layout shards, except for operations that need whole operands to
-    give the same bits, such as the QR of an orthogonal initializer.
+    The values are those of calling `build()` without a mesh, to the bit. No device ever
+    holds the whole of an array that its layout shards, except for operations that need
+    whole operands for the same bits, such as the QR of an orthogonal initializer.
+    `TrainState.create` makes a model together with its optimizer.
 
     Args:
         build: A function of no arguments that makes an NNX module, Linen variables,
@@ -206,13 +200,10 @@ def place(
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
         layouts._check_used(resolved)
-    remaining = iter(jax.tree.leaves(resolved.layouts))
-    leaves: list[Leaf] = []
-    for leaf in traced.leaves:
-        layout = next(remaining) if has_layout(leaf) else None
-        if layout is not None and isinstance(leaf, jax.ShapeDtypeStruct):
-            leaf = leaf.update(sharding=layout.sharding)
-        leaves.append(leaf)
+    leaves = list(traced.leaves)
+    for index, layout in enumerate(layout_per_leaf(leaves, resolved.layouts)):
+        if layout is not None and isinstance(leaves[index], jax.ShapeDtypeStruct):
+            leaves[index] = leaves[index].update(sharding=layout.sharding)
     facts = (resolved.layouts, resolved.resolutions, traced, leaves, layouts.mesh)
     return StateDescription(traced.rebuild(leaves), *facts)
 
@@ -223,8 +214,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     leaves: list[Leaf] = []
     is_eager = eager_sharding()
 
-    # A jaxpr can only return arrays. Everything else that the builder makes (structure,
-    # leaves of other types) leaves the trace as a side effect.
+    # A jaxpr can only return arrays; the rest leaves the trace as a side effect.
     def flat(*values: Any) -> list[Any]:
         nonlocal graphdef, treedef
         tree = build(*values)
@@ -234,10 +224,15 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in built):
             msg = "the builder returned shapes without values, as jax.eval_shape does."
             raise StateError(msg)
-        are_arrays = [is_array(x) and _jax.is_array_dtype(x.dtype) for x in built]
-        pairs = zip(built, are_arrays, strict=True)
-        leaves.extend(_ARRAY if flag else leaf for leaf, flag in pairs)
-        return [*itertools.compress(built, are_arrays)]
+        arrays = []
+        for leaf in built:
+            if is_array(leaf) and _jax.is_array_dtype(leaf.dtype):
+                # JAX would lose high bits of NumPy's integers of 64 bits.
+                is_on_host = isinstance(leaf, (np.ndarray, np.generic))
+                arrays.append(host_array(leaf, _RETURNED) if is_on_host else leaf)
+                leaf = _ARRAY
+            leaves.append(leaf)
+        return arrays
 
     try:
         with contextlib.ExitStack() as stack:
@@ -264,11 +259,15 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
 
 
 _ARRAY = object()  # stands for an array among the leaves
+_RETURNED = "an array that the builder returns"
 
 
-def has_layout(value: object) -> bool:
-    """Returns whether a map lays out a leaf, which includes Python numbers."""
-    return is_array(value) or isinstance(value, (bool, int, float, complex))
+def layout_per_leaf(leaves: Sequence[Leaf], layouts: PyTree) -> list[Layout | None]:
+    """Returns a layout, or None, per leaf; maps lay out arrays and Python numbers."""
+    rest = iter(jax.tree.leaves(layouts))
+    numbers = (bool, int, float, complex)
+    has_layout = [is_array(leaf) or isinstance(leaf, numbers) for leaf in leaves]
+    return [next(rest) if flag else None for flag in has_layout]
 
 
 def is_array(value: object) -> bool:
@@ -284,8 +283,7 @@ def eager_sharding() -> bool:
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
     """Marks variables as Flax does while eager sharding is on.
 
-    The mark is part of the structure, and `jax.tree.map` would refuse a model made with
-    a layout map together with one made without.
+    `jax.tree.map` would refuse a model made with a map together with one made without.
     """
     for _, node in nnx.iter_graph(tree) if is_eager else ():
         if isinstance(node, nnx.Variable):

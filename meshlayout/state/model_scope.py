@@ -1,11 +1,10 @@
 """`with ml.scope(layouts):` creates models sharded, in unchanged code.
 
 While a scope is open, constructing an NNX module or calling Linen's `init` goes through
-`create`. A module that constructs its own parts does so inside its creation. A module
-that is passed to another one later (the layers of an `nnx.Sequential`) is created
-first, under a path that is not final: its arrays are sharded as finely as they divide,
-and get their layouts when the parent is made. Inside jit and other transformations,
-everything is constructed as without a scope.
+`create`. A module that is passed to another one later (the layers of an
+`nnx.Sequential`) is created first, under a path that is not final: arrays without a
+rule are sharded as finely as they divide, and get their layouts when the parent is
+made. Inside jit and other transformations, everything is constructed as without.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from meshlayout.layout_map import LayoutMap, Resolution, Resolved, activate
 from meshlayout.state.creation import (
     eager_sharding,
     eager_sharding_off,
-    has_layout,
+    layout_per_leaf,
     marked,
     place,
     trace,
@@ -148,11 +147,8 @@ class _Scope:
         build: Callable[[dict[int, nnx.Pytree]], nnx.Module],
         objects: dict[int, nnx.Pytree],
     ) -> nnx.Module:
-        """Creates a module that draws from the caller's Rngs.
-
-        A trace must not change objects from outside, so the builder gets copies of the
-        caller's Rngs, whose counts are written back after the module is made.
-        """
+        # A trace must not change objects from outside, so the builder gets copies of
+        # the caller's Rngs, whose counts are written back after the module is made.
         graphdef, state = nnx.split(objects)
         inputs, state_def = jax.tree.flatten(state)
 
@@ -174,11 +170,7 @@ class _Scope:
         return module
 
     def _lenient(self, node: PyTree) -> Resolved:
-        """Resolves leaves that have a rule; shards the others as finely as possible.
-
-        The path may not be final, and what matches no rule yet may be too large for one
-        device.
-        """
+        """Resolves leaves that have a rule; shards the others as finely as possible."""
         # The module is entry 0 of what was built, and the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
         resolver = self.layouts._resolver()
@@ -194,23 +186,17 @@ class _Scope:
         return Resolved(flat.unflatten(layouts), ())
 
     def _move(self, module: nnx.Module) -> tuple[Resolution, ...]:
-        """Lays out a module's arrays by their paths below it."""
         resolved = self.layouts.resolve(module)
         _lay_out(module, nnx.state(module), resolved.layouts)
         return resolved.resolutions
 
 
 def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
-    """Moves the arrays in (a part of) an NNX object's state to their layouts."""
     flat = _paths.flatten(state)
-    remaining = iter(jax.tree.leaves(layouts))
-    moved = []
-    for leaf in flat.leaves:
-        layout = next(remaining) if has_layout(leaf.value) else None
-        if layout is not None and isinstance(leaf.value, jax.Array):
-            moved.append(_jax.put(leaf.value, layout.sharding))
-        else:
-            moved.append(leaf.value)
+    moved = [leaf.value for leaf in flat.leaves]
+    for index, layout in enumerate(layout_per_leaf(moved, layouts)):
+        if layout is not None and isinstance(moved[index], jax.Array):
+            moved[index] = _jax.put(moved[index], layout.sharding)
     with eager_sharding_off():
         nnx.update(node, flat.unflatten(moved))
 
@@ -219,8 +205,6 @@ _scope: ContextVar[_Scope | None] = ContextVar("scope", default=None)
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that makes the replacement of one of Flax's constructors."""
-
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def run_on_shards(
     results: list[Any] = [None] * len(targets)
 
     def finish(variables: Sequence[Any]) -> None:
-        """Moves values that nothing uses any more to the results, or frees them."""
+        # Nothing uses these values any more: they become results, or are freed.
         for var in variables:
             value = values.pop(var)
             copies = [index for index, out in enumerate(inner.outvars) if out is var]
@@ -102,10 +102,9 @@ def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 def _plan(
     jaxpr: Any, targets: Sequence[Layout], mesh: Mesh
 ) -> tuple[dict[Any, NamedSharding], list[tuple[Equation, list[Any]]]]:
-    """Chooses the shardings of all values, backwards from the results.
+    """Chooses the shardings of what the results need, backwards from them.
 
-    Returns them for what the results need; and the operations that make it, each with
-    the values that no later operation uses.
+    Also returns its operations, each with the values that no later one uses.
     """
     plan: dict[Any, NamedSharding] = {}
 

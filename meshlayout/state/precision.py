@@ -21,9 +21,9 @@ class PrecisionPolicy:
     """Dtypes of a step, for a combination that `precision=` has no name for.
 
     Attributes:
-        compute: The dtype in which layers compute; None for that of the parameters,
-            which are cast where they are used. A layer that was given a dtype keeps it.
-            Statistics of normalization, losses and norms stay in float32.
+        compute: The dtype in which layers compute; None for that of the parameters. A
+            layer that was given a dtype keeps it. Statistics of normalization, losses
+            and norms stay in float32.
         output: The dtype of what the model returns; None leaves it unchanged.
 
     Raises:
@@ -41,11 +41,8 @@ class PrecisionPolicy:
             with contextlib.suppress(TypeError):
                 dtype = jnp.dtype(value)
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                msg = (
-                    f"PrecisionPolicy({name}={value!r}): expected a floating-point "
-                    "dtype, as 'bfloat16'."
-                )
-                raise StateError(msg)
+                msg = f"PrecisionPolicy({name}={value!r}): expected a floating-point "
+                raise StateError(f"{msg}dtype, as 'bfloat16'.")
             object.__setattr__(self, name, dtype)  # as a dtype, to compare and hash by
 
 
@@ -73,10 +70,7 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
 
 
 def cast(tree: PyTree, dtype: DType | None) -> Any:
-    """Casts floating-point arrays in a tree.
-
-    NNX objects keep their identity: of a copy, the caller would lose the updates.
-    """
+    """Casts the floating-point arrays in a tree, and copies no NNX object."""
     if dtype is None:
         return tree
 

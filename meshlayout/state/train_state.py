@@ -2,7 +2,7 @@
 
 The arrays are plain nested dicts, split off the model once: `nnx.jit`, which takes
 modules, traverses them again at every call. The model's structure and the optimizer
-travel along as static code. `optimizer_by_path` is for some of the parameters.
+travel along as static code.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from meshlayout.state.creation import (
     describe_state,
     eager_sharding,
     eager_sharding_off,
-    has_layout,
+    layout_per_leaf,
     marked,
 )
 
@@ -40,23 +40,14 @@ Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 _WHERE = "TrainState.create"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass
 class ModelCode:
-    """The part of a train state that is code: the model's structure and the optimizer.
-
-    It is static in a compiled step, so every call compares it: by identity first.
-    """
+    """The code of a train state, static in a step: every call compares it."""
 
     graphdef: Any  # the structure of an NNX module; None for Linen
     module: Any  # the Linen module; None for NNX
     boxed: Any  # the structure of Linen's parameters with their metadata
     tx: Any  # the optimizer
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, ModelCode):
-            return self is other
-        mine = (self.graphdef, self.module, self.tx)
-        return mine == (other.graphdef, other.module, other.tx)
 
     def __hash__(self) -> int:
         # That of a graphdef would visit the whole model at each call.
@@ -69,8 +60,8 @@ class TrainState(Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
     Make one with `TrainState.create`. Its array fields are plain nested dicts (an Optax
-    state for `opt_state`), so that `jax.tree`, `jax.jit` and `jax.grad` take them
-    directly. To a type checker it is generic over its model: `TrainState[MLP]`.
+    state for `opt_state`), which `jax.tree`, `jax.jit` and `jax.grad` take directly. To
+    a type checker it is generic over its model: `TrainState[MLP]`.
 
     Attributes:
         params: The trainable parameters.
@@ -104,8 +95,7 @@ class TrainState(Generic[T]):
     ) -> "TrainState[Model]":
         """Creates a sharded state: parameters by the map, optimizer slots like them.
 
-        Nothing is ever materialized unsharded, and the values are those of building on
-        one device, to the bit.
+        The values are those of building on one device, to the bit.
 
         Args:
             build: Makes the NNX module; or Linen's variables, together with `module`.
@@ -121,11 +111,9 @@ class TrainState(Generic[T]):
         Example:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-            >>> state = ml.TrainState.create(
-            ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
-            ...     optax.adam(1e-3),
-            ...     ml.LayoutMap(mesh, {"kernel": (None, "model")}),
-            ... )
+            >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+            >>> build = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+            >>> state = ml.TrainState.create(build, optax.adam(1e-3), layouts)
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
@@ -144,30 +132,23 @@ class TrainState(Generic[T]):
     ) -> "StateDescription[TrainState[Model]]":
         """Describes the state that `create` would make, without making it.
 
-        Use this for shapes, layouts and memory, or for `Checkpointer.restore`.
-        Arguments and errors: as for `create`.
+        Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
+        errors: as for `create`.
         """
         check_builder(build, _WHERE)
-        tx, is_eager, seed = _transformation(optimizer), eager_sharding(), 0
+        tx, is_eager = _transformation(optimizer), eager_sharding()
         if not isinstance(rng, jax.Array):
             options: Any = {"at_least": None, "where": _WHERE, "error": StateError}
-            seed = _checks.count("rng", rng, **options)
+            rng = _checks.count("rng", rng, **options)
 
         # The optimizer's state is built in the same trace as the model, so that slots
         # are created sharded as well, and from parameters that are still abstract.
         def state() -> TrainState[Any]:
-            key = rng if isinstance(rng, jax.Array) else jax.random.key(seed)
+            key = rng if isinstance(rng, jax.Array) else jax.random.key(rng)
             built: Any = build()
             if isinstance(built, nnx.Module):
                 built = marked(built, is_eager=is_eager)
             params, model_state, code = _split(built, module, tx)
-            if not jax.tree.leaves(params):
-                msg = (
-                    f"{_WHERE}: the model has no parameters to train: no nnx.Param, or "
-                    "nothing in Linen's collection 'params'. Return what "
-                    "module.init(key, sample) returns, or use create(build, layouts)."
-                )
-                raise StateError(msg)
             step = jax.numpy.zeros((), "int32")
             return cls(params, tx.init(params), model_state, step, key, {}, code)
 
@@ -198,19 +179,18 @@ class TrainState(Generic[T]):
             return nnx.merge(code.graphdef, self.params, self.model_state)
 
     def _num_steps(self) -> int | str | None:
-        """Returns the step; `"?"` if it is abstract, None if a step has donated it."""
+        """Returns the step; `"?"` without a value, None if a step has donated it."""
         step = self.step
-        if isinstance(step, (Tracer, jax.ShapeDtypeStruct)):
+        if isinstance(step, (Tracer, jax.ShapeDtypeStruct, Layout)):
             return "?"
         # A step donates all arrays or none.
         is_deleted = isinstance(step, jax.Array) and step.is_deleted()
         return None if is_deleted else int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
-        """Returns the arrays of a model that are not parameters, for `model_state`.
+        """Returns a model's arrays that are not parameters, for `model_state`.
 
-        Use this in your own step to keep batch statistics and RNG counts of the model
-        from `state.model`, after it was called.
+        Use this in your own step, after a call of `state.model`.
         """
         if isinstance(model, nn.Module):
             return {name: x for name, x in model.variables.items() if name != "params"}
@@ -232,8 +212,7 @@ class TrainState(Generic[T]):
 
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
-            model: The model after its forward pass, to take `model_state` (batch
-                statistics, RNG counts) from.
+            model: The model after its forward pass, to take `model_state` from.
 
         Raises:
             StateError: If the gradients have another structure or other shapes than
@@ -265,12 +244,12 @@ class TrainState(Generic[T]):
         # With the metadata that their layers have set.
         if code.graphdef is None:
             boxed = code.boxed.unflatten(jax.tree.leaves(self.params))
-            boxed_params, boxed_rest = {"params": boxed}, self.model_state
+            parts = {"params": boxed}, self.model_state
         else:
             with eager_sharding_off():
                 model = nnx.merge(code.graphdef, self.params, self.model_state)
-            boxed_params, boxed_rest = nnx.state(model, nnx.Param, ...)
-        params, rest = layouts.resolve(boxed_params), layouts.resolve(boxed_rest)
+            parts = nnx.state(model, nnx.Param, ...)
+        params, rest = map(layouts.resolve, parts)
         # A rule for `kernel` means the parameter wherever it is used, so parameters are
         # resolved without the prefix of their field. Slots have it: a rule can then
         # name `opt_state/...` to override what they take from their parameters.
@@ -286,28 +265,16 @@ class TrainState(Generic[T]):
         parts = (params, slots, rest, own)
         return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
 
-    def _table(self) -> tuple[str, list[str], list[list[str]]]:
-        """Returns a heading, the column names, and a row per leaf."""
-        leaves = _paths.flatten(self).leaves
-        if isinstance(self.step, Layout):
-            rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
-            return "TrainState of layouts", ["path", "layout"], rows
-        rows = []
-        for path, x, _ in leaves:
-            is_array, is_placed = hasattr(x, "dtype"), _jax.sharding_of(x) is not None
-            array = _render.array_text(x.dtype, x.shape) if is_array else str(x)
-            rows.append([path, array, str(Layout.of(x)) if is_placed else "?"])
-        num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
-        head = f"TrainState(step={self._num_steps()}, {num_params:,} parameters)"
-        return head, ["path", "array", "layout"], rows
-
     def __repr__(self) -> str:
-        head, columns, rows = self._table()
-        return f"{head}\n{_render.text_table(columns, rows)}"
-
-    def _repr_html_(self) -> str:
-        head, columns, rows = self._table()
-        return _render.html_table(columns, rows, caption=head)
+        rows = []
+        for path, x, _ in _paths.flatten(self).leaves:
+            is_array, is_placed = hasattr(x, "dtype"), _jax.sharding_of(x) is not None
+            text = _render.array_text(x.dtype, x.shape) if is_array else str(x)
+            rows.append([path, text, str(Layout.of(x)) if is_placed else "?"])
+        num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
+        size = f"{num_params:,}" if num_params else "?"  # of layouts
+        head = f"TrainState(step={self._num_steps()}, {size} parameters)"
+        return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
 
 
 def optimizer_by_path(
@@ -315,15 +282,12 @@ def optimizer_by_path(
 ) -> optax.GradientTransformation:
     """Returns `optax.multi_transform` with patterns of paths instead of labels.
 
-    Use this to freeze a part of the model, or for learning rates of their own.
-
-    Args:
-        optimizers: Optimizers by pattern, searched for in the paths; the first match
-            wins. None freezes the parameters, and keeps no state for them.
+    Use this to freeze a part of the model, or for learning rates of their own. Patterns
+    are searched for in the paths, and the first match wins; None freezes its parameters
+    and keeps no state for them.
 
     Raises:
-        StateError: If an entry is wrong; and at initialization, if a parameter matches
-            no pattern.
+        StateError: If an entry is wrong; at initialization, if no pattern matches.
 
     Example:
         >>> import jax.numpy as jnp
@@ -333,9 +297,9 @@ def optimizer_by_path(
         >>> updates["head"].tolist(), updates["body"].tolist()
         ([-1.0, -1.0], [0.0, 0.0])
     """
-    is_mapping = isinstance(optimizers, Mapping) and len(optimizers) > 0
     kinds = (optax.GradientTransformation, type(None))
-    if not is_mapping or not all(isinstance(tx, kinds) for tx in optimizers.values()):
+    values = optimizers.values() if isinstance(optimizers, Mapping) else ()
+    if not values or not all(isinstance(tx, kinds) for tx in values):
         msg = (
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
@@ -361,38 +325,42 @@ def optimizer_by_path(
         return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
 
     parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, tx in enumerate(optimizers.values())
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(values)
     }
     return optax.multi_transform(parts, labels)
 
 
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
-    """Returns a built model's parameters and other arrays as dicts, and its code."""
-    is_linen = isinstance(module, nn.Module) and isinstance(built, Mapping)
-    if not (is_linen or (module is None and isinstance(built, nnx.Module))):
-        hint = " A function that ends without `return` gives None." * (built is None)
+    # Into plain dicts: flattening an nnx.State takes JAX several times as long, and
+    # every call of a step flattens its state.
+    if module is None and isinstance(built, nnx.Module):
+        graphdef, *states = nnx.split(built, nnx.Param, ...)
+        params, rest = map(nnx.to_pure_dict, states)
+        code = ModelCode(graphdef, None, None, tx)
+    elif isinstance(module, nn.Module) and isinstance(built, Mapping):
+        # Steps work on plain arrays; the boxes are put back to resolve layouts.
+        variables: Any = built
+        rest, boxed = dict(meta.unbox(variables)), variables.get("params")
+        params = rest.pop("params", None)
+        code = ModelCode(None, module, jax.tree.structure(boxed), tx)
+    else:
         msg = (
             f"{_WHERE}: the builder must return an NNX module; or, with module= the "
             "Linen module, what module.init(key, sample) returns. Got "
-            f"{_checks.type_text(built)} and module={_checks.shown(module)}.{hint} "
-            "For any other pytree use create(build, layouts)."
+            f"{_checks.type_text(built)} and module={_checks.shown(module)}. For any "
+            "other pytree use create(build, layouts)."
         )
         raise StateError(msg)
-    if is_linen:
-        # Steps work on plain arrays; the boxes are put back to resolve layouts.
-        variables: Any = built
-        plain, boxed = dict(meta.unbox(variables)), variables.get("params")
-        params = plain.pop("params", None)
-        return params, plain, ModelCode(None, module, jax.tree.structure(boxed), tx)
-    # Into plain dicts: flattening an nnx.State takes JAX several times as long, and
-    # every call of a step flattens its state.
-    graphdef, *states = nnx.split(built, nnx.Param, ...)
-    params, rest = map(nnx.to_pure_dict, states)
-    return params, rest, ModelCode(graphdef, None, None, tx)
+    if not jax.tree.leaves(params):
+        msg = (
+            f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
+            "in Linen's collection 'params'. Use create(build, layouts)."
+        )
+        raise StateError(msg)
+    return params, rest, code
 
 
 def _transformation(optimizer: Any) -> optax.GradientTransformation:
-    """Returns an optimizer as a plain Optax transformation."""
     if isinstance(optimizer, optax.MultiSteps):
         # Its own gradient_transformation() does not pass on arguments such as value=.
         update: Any = optimizer.update
@@ -407,10 +375,7 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
-    """Raises StateError unless a tree has the structure and shapes of another.
-
-    Optax would broadcast a gradient of another shape, and silently update with it.
-    """
+    # Optax would broadcast a gradient of another shape, and silently update with it.
     shapes, expected = (
         {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(x).leaves}
         for x in (tree, like)
@@ -427,5 +392,5 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
 
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:
     """Returns layouts, which come in boxes, in the structure of a plain tree."""
-    rest = iter(jax.tree.leaves(layouts))
-    return jax.tree.map(lambda leaf: next(rest) if has_layout(leaf) else None, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(layout_per_leaf(leaves, layouts))

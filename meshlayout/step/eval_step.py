@@ -171,10 +171,11 @@ class PredictStep(StateStep):
         function, policy = self._function, self._policy
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
-            return call_model(
+            result, _, _ = call_model(
                 lambda model: function(model, batch),
                 *(policy, state, state.rng),
                 train=False,
-            ).result
+            )
+            return result
 
         return CompiledStep(predict_step, donate=False, **self._options)

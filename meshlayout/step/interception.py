@@ -11,6 +11,7 @@ which the copies that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,20 +40,15 @@ class ModuleCall(NamedTuple):
 # A function from a call to what takes its place, or to its own `proceed`.
 Interceptor: TypeAlias = Callable[[ModuleCall], Callable[..., Any]]
 Interceptors: TypeAlias = Sequence[Interceptor]
-
 _interceptors: ContextVar[Interceptors] = ContextVar("_interceptors", default=())
 
 _PATH = "_meshlayout_path"
 
 
+# Any two compare equal: for NNX it is a static attribute, and blocks that differ only
+# in it must stay of one structure, as models stack them to scan over.
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """A submodule's path; any two compare equal.
-
-    For NNX it is a static attribute, and blocks that differ only in it must stay of one
-    structure: models stack them to scan over.
-    """
-
     text: str
 
     def __eq__(self, other: object) -> bool:
@@ -64,10 +60,7 @@ class _Path:
 
 @contextlib.contextmanager
 def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
-    """Lets interceptors handle the calls inside, the last one closest to the module.
-
-    The model is a bound Linen module, or an NNX module that nothing else refers to.
-    """
+    """Lets interceptors handle the calls inside, the last one closest to the module."""
     if not interceptors:
         yield
         return
@@ -75,27 +68,25 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
         with nn.intercept_methods(functools.partial(_linen_call, interceptors)):
             yield
         return
-    modules = {path: one for path, one in named_modules(model) if callable(one)}
-    for path, module in modules.items():
+    modules = [(path, x) for path, x in named_modules(model) if callable(x)]
+    for path, module in modules:
         object.__setattr__(module, _PATH, _Path(path))
     token = _interceptors.set(interceptors)
-    kinds = {type(module) for module in modules.values()}
+    kinds = {type(module) for _, module in modules}
     try:
         with SharedPatches(*((kind, "__call__", _wrapper) for kind in kinds)):
             yield
     finally:
         _interceptors.reset(token)
-        for module in modules.values():
+        for _, module in modules:
             object.__delattr__(module, _PATH)
 
 
 def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Returns an NNX model's submodules by path, itself included."""
-    return [
-        ("/".join(map(str, path)), module)
-        for path, module in nnx.iter_graph(model)
-        if isinstance(module, nnx.Module)
-    ]
+    nodes = nnx.iter_graph(model)
+    modules = [(path, x) for path, x in nodes if isinstance(x, nnx.Module)]
+    return [("/".join(map(str, path)), module) for path, module in modules]
 
 
 def _wrapper(original: Any) -> Callable[..., Any]:
@@ -144,9 +135,9 @@ def weight_mask(weights: jax.Array) -> Interceptor:
             if flag is None:
                 flag = call.module.use_running_average
             if not flag and kwargs.get("mask") is None:
-                mask = _real_mask(call.path, weights, x)
+                is_real = _is_real(call.path, weights, x)
                 # Without any real example all count, so that nothing is NaN.
-                kwargs = {**kwargs, "mask": mask | ~mask.any()}
+                kwargs = {**kwargs, "mask": is_real | ~is_real.any()}
             return call.proceed(x, *args, **kwargs)
 
         is_norm = isinstance(call.module, (nn.BatchNorm, nnx.BatchNorm))
@@ -155,8 +146,7 @@ def weight_mask(weights: jax.Array) -> Interceptor:
     return masked
 
 
-def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns which elements are real, in a shape that broadcasts to `x`."""
+def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
     if x.shape[:1] != weights.shape[:1]:
         msg = (
             f"{path or 'the model'}: a BatchNorm is called with an array of shape "
@@ -164,13 +154,11 @@ def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
             "which rows are padding is unknown. Pass it mask= in the model."
         )
         raise StepError(msg)
-    real = weights != 0
-    # The weights may be per token: as many of their dims as the features have, too.
-    dims = 1
-    while dims < min(real.ndim, x.ndim - 1) and real.shape[dims] == x.shape[dims]:
+    dims = 1  # as many as both have: the weights may be per token
+    while dims < x.ndim - 1 and weights.shape[dims : dims + 1] == (x.shape[dims],):
         dims += 1
-    real = real.any(axis=tuple(range(dims, real.ndim)))
-    return real.reshape(real.shape + (1,) * (x.ndim - dims))
+    is_real = (weights != 0).any(axis=tuple(range(dims, weights.ndim)))
+    return is_real.reshape(is_real.shape + (1,) * (x.ndim - dims))
 
 
 # Recomputation in the backward pass.
@@ -182,9 +170,8 @@ Remat: TypeAlias = str | Callable[..., Any]
 class Rematting:
     """Recomputes submodules; an `Interceptor`. What is inside of one is not done twice.
 
-    They are wrapped in `nnx.remat` or `nn.remat` at the moment they are called, so that
-    the model does not change for a machine with less memory. The parameters' paths show
-    which submodules are blocks.
+    They are wrapped in `nnx.remat` or `nn.remat` when they are called. The parameters'
+    paths show which submodules are blocks.
     """
 
     def __init__(self, remat: Remat, params: PyTree) -> None:
@@ -209,9 +196,8 @@ class Rematting:
 
         def is_traced(leaf: Leaf) -> bool:
             # Not flags and None. An NNX object (with any attribute, as nnx.Rngs) is
-            # not flattened: it would be a copy, whose random streams advance alone.
-            # Linen's remat would; to it such an object is a constant, which Flax lets
-            # nobody change inside.
+            # not flattened: a copy's random streams would advance alone. Linen's remat
+            # would; to it such an object is a constant.
             if _paths.is_nnx_object(leaf):
                 return is_nnx
             return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
@@ -234,10 +220,7 @@ class Rematting:
 
 def _block_paths(params: PyTree) -> set[str]:
     """Returns the outermost numbered paths that hold submodules with parameters."""
-    blocks: set[str] = set()
-    for leaf in _paths.flatten(params).leaves:
-        names = leaf.path.split("/")  # as blocks/0/mlp/kernel; not layers/0/kernel
-        ends = (n for n in range(1, len(names) - 1) if names[n - 1][-1:].isdecimal())
-        if (end := next(ends, None)) is not None:
-            blocks.add("/".join(names[:end]))
-    return blocks
+    # As blocks/0 of blocks/0/mlp/kernel; but nothing of layers/0/kernel.
+    pattern = re.compile(r"((?:[^/]*/)*?[^/]*\d)/[^/]*/")
+    matches = [pattern.match(leaf.path) for leaf in _paths.flatten(params).leaves]
+    return {match[1] for match in matches if match}

@@ -8,13 +8,13 @@ right if that axis shards the channels, of images and kernel alike.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
@@ -41,8 +41,8 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
-    known = enumerate(zip(leaves, shardings, strict=True))
-    unknown = [i for i, (x, s) in known if s is None and isinstance(x, Tracer)]
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
+    unknown = [i for i in traced if shardings[i] is None]
     waiting = set(unknown)
 
     def check() -> None:
@@ -50,8 +50,7 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
         arrays = list(map(_array, map(np.shape, leaves), shardings))
         for eqn in gradients if meshes else ():
             step = eqns, arrays[: len(params)], arrays[len(params) :]
-            blamed = _blamed(eqn, *step, meshes[0].shape)
-            if blamed:
+            if blamed := _blamed(eqn, *step, meshes[0].shape):
                 raise StepError(_refusal(eqn, blamed, meshes[0].shape))
 
     def tell(index: int, sharding: object) -> None:
@@ -83,15 +82,14 @@ def _array(shape: tuple[int, ...], sharding: object) -> _Sharded:
 
 
 def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
-    kernel = eqn.outvars[0].aval
+    kernel = _render.array_text(eqn.outvars[0].aval.dtype, eqn.outvars[0].aval.shape)
     rows = tuple(axis for axis, size in sizes.items() if size > 1)
     return (
-        "XLA would multiply the gradient of a convolution's kernel "
-        f"{_render.array_text(kernel.dtype, kernel.shape)}: it adds up equal sums of "
-        f"the devices along the mesh axes {', '.join(map(repr, sorted(blamed)))}. Two "
-        "layouts are right, of images that are whole in space: their rows over all "
-        f"axes, {rows}; or the channels of kernels and images over the axes without "
-        "rows."
+        f"XLA would multiply the gradient of a convolution's kernel {kernel}: it adds "
+        "up equal sums of the devices along the mesh axes "
+        f"{', '.join(map(repr, sorted(blamed)))}. Two layouts are right, of images "
+        f"that are whole in space: their rows over all axes, {rows}; or the channels "
+        "of kernels and images over the axes without rows."
     )
 
 
@@ -104,10 +102,8 @@ def _blamed(
 ) -> _Axes:
     """Returns the mesh axes along which XLA would add up equal sums."""
     images, kernel = eqn.invars[0].aval, eqn.outvars[0].aval
-    mesh = images.sharding.mesh
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    manual = {axis for axis, kind in types if kind == AxisType.Manual}
-    every = _Axes(axis for axis, size in sizes.items() if size > 1) - manual
+    manual = images.sharding.mesh.manual_axes
+    every = _Axes(axis for axis, size in sizes.items() if size > 1).difference(manual)
     rank, numbers = kernel.ndim, eqn.params["dimension_numbers"]
     (channel_dim, row_dim, *_), out_dim = numbers.lhs_spec, numbers.out_spec[1]
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, eqns)}
@@ -128,18 +124,17 @@ def _blamed(
         rows = dims.pop(row_dim + extra, _Axes())
         rows |= dims.pop(0, _Axes()) if extra else _Axes()  # of stacked batches
         dims.pop(channel_dim + extra, None)
-        cuts.add((rows & every, _union(dims.values()) & every))
+        cuts.add((rows & every, _Axes().union(*dims.values()) & every))
         if array.shape[1 - rank :] == images.shape[1 - rank :]:
             pinned.append(array)
-    space = _union(space for _, space in cuts)
-    spare = _union(every - rows - space for rows, space in cuts)
+    space = _Axes().union(*(space for _, space in cuts))
+    spare = _Axes().union(*(every - rows - space for rows, space in cuts))
     if space:
         # Right only if nothing else is sharded over these axes.
-        shared = space & _union(axes for param in params for axes in param.axes)
+        shared = space & _Axes().union(*(axes for x in params for axes in x.axes))
         return spare or shared or (space if len(cuts) > 1 else _Axes())
-    for shape, dims in params:
-        if any(shape[-len(x) :] == x for x in kernels):
-            continue
+    others = [x for x in params if not any(x.shape[-len(k) :] == k for k in kernels)]
+    for shape, dims in others:
         for dim, axes in enumerate(dims):
             if _Axes() < axes & spare < spare and _may_be_of_images(shape, dim, eqn):
                 return spare
@@ -150,10 +145,6 @@ def _blamed(
     has_channels = bool(outs) and not pinned and all(axes == spare for axes in outs)
     is_whole = groups % math.prod(sizes[axis] for axis in spare) == 0
     return _Axes() if has_channels and is_whole else spare
-
-
-def _union(sets: Iterable[_Axes]) -> _Axes:
-    return _Axes().union(*sets)
 
 
 def _may_be_of_images(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:

@@ -1,13 +1,12 @@
 """One call of a function of a state's model: as a pure function, in a policy's dtypes.
 
-The model is bound to the arrays of the call, its layers compute in the policy's dtypes,
-and what it recorded meanwhile is taken out of it again.
+What the model records meanwhile is taken out of it again.
 """
 
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import jax
 from flax import linen as nn, nnx
@@ -27,23 +26,17 @@ from meshlayout.step.interception import (
 )
 
 
+_T = TypeVar("_T")
+
 # Collections that a step does not return as the model's state.
 _PASSING = (COLLECTION, "intermediates")
 
 # The names under which a plain `sow(nnx.Intermediate, name, ...)` is a loss.
-_LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
+_LOSS_PATH = re.compile(r"(^|_|/)loss(es)?(/\d+)?$")
 
 # JAX's words for a collective over an axis that nothing binds. Should they change,
 # users see JAX's own error; test_interception.py notices.
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
-
-
-class ModelOutputs(NamedTuple):
-    """What a function of a model returned, and what the model recorded meanwhile."""
-
-    result: Any
-    recorded: dict[str, Any]  # losses, by path
-    model_state: PyTree  # the model's other arrays, after the call
 
 
 def call_model(
@@ -54,14 +47,15 @@ def call_model(
     interceptors: Interceptors = (),
     *,
     train: bool,
-) -> ModelOutputs:
+) -> tuple[Any, dict[str, Any], PyTree]:
     """Calls a function of a state's model, in a policy's dtypes.
 
-    A layer with a field `dtype` casts its own parameters, to that dtype or else to the
-    policy's; the parameters of other layers are cast beforehand. Axes of pmap that the
-    model or the function names are of size 1: the program is over the global batch.
-    For Linen, all random streams start from the key, and a function whose model is cast
-    is traced once more: its layers exist only while they are called.
+    Returns its result, the losses that the model recorded, by path, and the model's
+    other arrays after. A layer with a field `dtype` casts its own parameters, to that
+    dtype or else to the policy's; those of other layers are cast beforehand. Axes of
+    pmap that the model or the function names are of size 1: the program is over the
+    global batch. For Linen, all random streams start from the key, and a function whose
+    model is cast is traced once more.
     """
 
     def bound_model(params: PyTree) -> Any:
@@ -76,21 +70,26 @@ def call_model(
         (model.train if train else model.eval)()
         return model
 
-    def call() -> ModelOutputs:
+    def call() -> tuple[Any, dict[str, Any], PyTree]:
         model, handlers = bound_model(state.params), interceptors
         with quiet_sow():
             if policy != PrecisionPolicy():
+                params = _paths.flatten(state.params)
                 casting_layers = _layers_with_dtype(model, function)
-                model = bound_model(_cast_params(state.params, policy, casting_layers))
+                arrays = [leaf.value for leaf in params.leaves]
+                for i, leaf in enumerate(params.leaves):
+                    if leaf.path.rpartition("/")[0] not in casting_layers:
+                        arrays[i] = cast(leaf.value, policy.compute)
+                model = bound_model(params.unflatten(arrays))
                 handlers = (_casting(policy, model), *interceptors)
             with intercepting(model, handlers):
                 result = function(model)
-        return ModelOutputs(result, *_collected(model, state.model_state))
+        return result, *_collected(model, state.model_state)
 
     return _with_pmap_axes(call)
 
 
-def _with_pmap_axes(call: Callable[[], ModelOutputs]) -> ModelOutputs:
+def _with_pmap_axes(call: Callable[[], _T]) -> _T:
     """Calls a function with every axis that it names, and nothing binds, of size 1."""
     try:
         return call()
@@ -126,31 +125,12 @@ def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str
     return paths
 
 
-def _cast_params(
-    params: PyTree, policy: PrecisionPolicy, casting_layers: set[str]
-) -> PyTree:
-    """Casts the parameters of layers that do not do it themselves."""
-    flat = _paths.flatten(params)
-    layers = [leaf.path.rpartition("/")[0] for leaf in flat.leaves]
-    return flat.unflatten(
-        [
-            leaf.value if layer in casting_layers else cast(leaf.value, policy.compute)
-            for leaf, layer in zip(flat.leaves, layers, strict=True)
-        ]
-    )
-
-
 def _casting(policy: PrecisionPolicy, model: Module) -> Interceptor:
-    """Lets a model compute in other dtypes.
-
-    Layers that name no dtype get the policy's: those of an NNX model at once, those of
-    a Linen model when they are called.
-    """
-
     def set_dtype(module: Any) -> None:
         if policy.compute and getattr(module, "dtype", policy.compute) is None:
             object.__setattr__(module, "dtype", policy.compute)
 
+    # Linen's layers exist only while they are called.
     for _, module in named_modules(model) if isinstance(model, nnx.Module) else ():
         set_dtype(module)
 
@@ -178,10 +158,7 @@ def _collected(model: Any, before: PyTree) -> tuple[dict[str, Any], PyTree]:
         return _named(recorded), after
     recorded = _named(nnx.to_pure_dict(nnx.pop(model, ModelLoss)))
     passing = _named(nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)))
-    for path, value in passing.items():
-        name = re.sub(r"/\d+$", "", path).rpartition("/")[2]
-        if _LOSS_NAME.search(name):
-            recorded[path] = value
+    recorded |= {path: x for path, x in passing.items() if _LOSS_PATH.search(path)}
     return recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 

@@ -5,13 +5,9 @@ it returns and what the model records meanwhile are parts of the loss; so are th
 regularizers, which do not depend on the batch. Parts stay one number per example for
 as long as possible: to add up what is sharded takes a round of communication, and the
 compiler can combine it with that of the gradients only if nothing reads it before.
-
-Which metrics there are is known when a step has been traced: a model may record losses.
-So a step measures its batch alone, and what it is first given are empty metrics.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -29,12 +25,7 @@ from meshlayout.errors import LossError, MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
-from meshlayout.step.interception import (
-    Interceptor,
-    Remat,
-    Rematting,
-    weight_mask,
-)
+from meshlayout.step.interception import Interceptor, Remat, Rematting, weight_mask
 from meshlayout.step.model_call import call_model
 
 
@@ -46,11 +37,6 @@ _KINDS: dict[str, Any] = {"learning_rate": Last, "loss_scale": Last, "skipped": 
 
 # Names in a step's metrics that no part, and no metric of a user's, may have.
 RESERVED = ("loss", DATA, "grad_norm", *_KINDS)
-
-_RETURNS = (
-    "a loss function returns losses, floats of shape (batch, ...), or those and a dict "
-    'of outputs for the metrics: return losses, {"logits": logits}.'
-)
 
 
 @dataclass(frozen=True)
@@ -81,9 +67,9 @@ class Loss:
 
     def denominators(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns the number of losses, and by what their weighted sum is divided."""
-        weights, rows = self.weights_of(batch), num_examples(batch)
+        weights = self.weights_of(batch)
         # One weight per token makes each token's loss count one.
-        count = rows if weights is None else math.prod(jnp.shape(weights))
+        count = num_examples(batch) if weights is None else weights.size
         real = losses.denominator_of(self.denominator, weights, count)
         return jnp.float32(count), real
 
@@ -95,11 +81,10 @@ class Loss:
         denominator: jax.Array,
         fraction: float = 1.0,
     ) -> tuple[dict[str, jax.Array], tuple[PyTree, jax.Array, dict[str, Any]]]:
-        """Calls the loss function on a (micro)batch, a fraction of the whole one.
+        """Returns the parts of the loss on a (micro)batch, a fraction of the whole one.
 
-        Returns the parts of the loss by name, each a scalar or what every example
-        contributes, of shape (batch,); and the model's other arrays after, what the
-        loss function returned, and its outputs.
+        Each is a scalar, or what every example contributes, of shape (batch,). Then the
+        model's other arrays after, and the losses and outputs of the loss function.
         """
         weights, rows = self.weights_of(batch), num_examples(batch)
         if rows == 0:
@@ -113,10 +98,9 @@ class Loss:
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
-            extras: dict[str, Any] = {"train": self.train} if "train" in names else {}
-            if "rngs" in names:
-                extras["rngs"] = nnx.Rngs(key)
-            return self.loss_fn(model, batch, **extras)
+            options = {"train": self.train, "rngs": nnx.Rngs(key)}
+            options = {name: x for name, x in options.items() if name in names}
+            return self.loss_fn(model, batch, **options)
 
         result, recorded, after = call_model(
             function, self.policy, state, key, interceptors, train=self.train
@@ -163,14 +147,17 @@ def _losses_and_outputs(
     dtype = getattr(values, "dtype", np.void)
     if not jnp.issubdtype(dtype, jnp.floating) or not isinstance(outputs, Mapping):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        each = map(_text, result if isinstance(result, tuple) else [result])
-        raise StepError(f"{name} returned {' and '.join(each)}; {_RETURNS}")
+        texts = [
+            f"an array of {x.dtype}" if hasattr(x, "dtype") else _checks.type_text(x)
+            for x in (result if isinstance(result, tuple) else [result])
+        ]
+        msg = (
+            f"{name} returned {' and '.join(texts)}; a loss function returns losses, "
+            "floats of shape (batch, ...), or those and a dict of outputs for the "
+            'metrics: return losses, {"logits": logits}.'
+        )
+        raise StepError(msg)
     return values, dict(outputs)
-
-
-def _text(value: PyTree) -> str:
-    kind = getattr(value, "dtype", None)
-    return _checks.type_text(value) if kind is None else f"an array of {kind}"
 
 
 def _weighted_rows(
@@ -210,12 +197,12 @@ def metrics_of_batch(
     values = {"loss": total, **(parts if len(parts) > 1 else {}), **notes}
     # As a batch of one: a value without dims counts 1, whatever its weight.
     weight = jnp.asarray(weight, "float32").reshape(1)
-    metrics: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in _KINDS:
-            metrics[name] = _KINDS[name]().update(value)
-        else:
-            metrics[name] = Mean().update(jnp.reshape(value, 1), weight)
+    metrics: dict[str, Any] = {
+        name: _KINDS[name]().update(value)
+        if name in _KINDS
+        else Mean().update(jnp.reshape(value, 1), weight)
+        for name, value in values.items()
+    }
     return Metrics({**metrics, **{name: users.metric(name) for name in users}})
 
 
@@ -231,9 +218,8 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
     def settled(leaf: Leaf) -> Any:
         # Weak types, or a sum that the compiler shards, would recompile the next call.
         leaf = _jax.with_weak_type(leaf, weak_type=False)
-        if mesh.empty:
-            return leaf
-        return _jax.constrain(leaf, NamedSharding(mesh, PartitionSpec()))
+        whole = NamedSharding(mesh, PartitionSpec())
+        return leaf if mesh.empty else _jax.constrain(leaf, whole)
 
     return jax.tree.map(settled, metrics)
 
@@ -243,9 +229,9 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
 
 def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
     """Raises StepError unless `name=` of `where` takes a model and a batch."""
-    keywords = ("rngs", "train") if name == "loss_fn" else ()
-    context: Any = {"keywords": keywords, "where": where, "error": StepError}
-    _checks.function(name, function, "model", "batch", **context)
+    options: Any = {"where": where, "error": StepError}
+    options["keywords"] = ("rngs", "train") if name == "loss_fn" else ()
+    _checks.function(name, function, "model", "batch", **options)
 
 
 def make_loss(
@@ -287,6 +273,5 @@ def make_loss(
             kind = "metrics" if name in users else "regularizers"
             msg = f"{kind}=: {name!r} is reported by the step; take another name."
             raise StepError(msg)
-    policy, users = parse_precision(precision), users.empty()
-    basis = loss_fn, policy, weights, denominator, penalties, users
-    return Loss(*basis, remat, train)
+    basis = loss_fn, parse_precision(precision), weights, denominator, penalties
+    return Loss(*basis, users.empty(), remat, train)

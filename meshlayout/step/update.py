@@ -6,14 +6,12 @@ compiler is the partitioner. It would add up the devices' gradients in every
 microbatch, but XLA's compilers for TPU and GPU recognize a carry that is only added to
 (while-loop-all-reduce-code-motion) and move the all-reduce out of the loop. So nothing
 may read the carry, or the sum of a microbatch's losses, inside the loop: losses leave
-it one per example, and are added up after it. Running replicas by hand in shard_map
-was tried: losses in which examples meet then depend on the mesh. `test_tpu_programs`
-counts the all-reduces.
-
-A step that is not finite is known only when it has run, and waiting for it would stall
-the host. So the program itself keeps the old state where asked to.
+it one per example, and are added up after it (`test_tpu_programs` counts). Running
+replicas by hand in shard_map was tried: losses in which examples meet then depend on
+the mesh.
 """
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -103,11 +101,10 @@ def gradients_of(
         return grads, (parts, after, loss.measured(values, outputs, batch))
 
     if microbatches.count == 1:
-        grads, (parts, after, measured) = backward(before, batch, key)
+        results = backward(before, batch, key)
     else:
-        grads, (parts, after, measured) = _scanned(
-            backward, state, batch, key, weights, microbatches
-        )
+        results = _scanned(backward, state, batch, key, weights, microbatches)
+    grads, (parts, after, measured) = results
     parts = {name: part.sum() for name, part in parts.items()}
     if weights is not None:
         # A batch of padding alone teaches nothing.
@@ -138,23 +135,30 @@ def _scanned(
     Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
     rows, and no row moves.
     """
-    _check_rows(num_examples(batch), microbatches)
-    leaves, treedef = jax.tree.flatten(batch)
-    rows = [_split(leaf, microbatches) for leaf in leaves if jnp.ndim(leaf)]
+    shards, num_rows = 1, num_examples(batch)
+    if microbatches.rows is not None:
+        (entry,) = microbatches.rows.spec
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(microbatches.rows.mesh.shape[axis] for axis in axes)
+    if num_rows % (microbatches.count * shards):
+        msg = (
+            f"a global batch of {num_rows} examples does not divide into "
+            f"{microbatches.count} microbatches over {shards} shards. Take a multiple "
+            f"of {microbatches.count * shards}."
+        )
+        raise StepError(msg)
+    rows = jax.tree.map(functools.partial(_split, microbatches), batch)
     has_examples = None
     if weights is not None:
         # Here, once: in the loop it would be a round of communication in each.
-        split = _split(weights, microbatches)
+        split = _split(microbatches, weights)
         has_examples = (split != 0).any(axis=tuple(range(1, split.ndim)))
 
-    def part(model_state: PyTree, rows: list[jax.Array], index: jax.Array) -> Any:
-        arrays = iter(rows)
-        batch = [next(arrays) if jnp.ndim(leaf) else leaf for leaf in leaves]
-        part_key = jax.random.fold_in(key, index)
-        return backward(model_state, treedef.unflatten(batch), part_key)
+    def part(model_state: PyTree, rows: Batch, index: jax.Array) -> Any:
+        return backward(model_state, rows, jax.random.fold_in(key, index))
 
     # Traced once, for the shapes of the metrics and for the loop.
-    first = state.model_state, [leaf[0] for leaf in rows], jnp.int32(0)
+    first = state.model_state, jax.tree.map(lambda x: x[0], rows), jnp.int32(0)
     jaxpr, shapes = jax.make_jaxpr(part, return_shape=True)(*first)
     traced = jaxpr_as_fun(jaxpr)
 
@@ -172,26 +176,19 @@ def _scanned(
         sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
         return (sums, after, metrics.merge(measured)), parts
 
-    # Many small gradients would vanish in a sum in bfloat16.
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")),
-        state.params,
-    )
-    (sums, after, metrics), parts = jax.lax.scan(
-        add,
-        (zeros, state.model_state, shapes[1][2].empty()),
-        (rows, jnp.arange(microbatches.count), has_examples),
-    )
-    sums = _like_updates(sums, state.opt_state, microbatches)
-    return sums, (parts, after, metrics)
+    def zeros(x: jax.Array) -> jax.Array:
+        # Many small gradients would vanish in a sum in bfloat16.
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32"))
+
+    start = jax.tree.map(zeros, state.params), state.model_state, shapes[1][2].empty()
+    xs = rows, jnp.arange(microbatches.count), has_examples
+    (sums, after, metrics), parts = jax.lax.scan(add, start, xs)
+    return _like_updates(sums, state.opt_state, microbatches), (parts, after, metrics)
 
 
 def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -> Any:
-    """Shards sums of gradients as parameters first, and then as their updates.
-
-    Otherwise the compiler would scatter them in the loop, or not at all, if the
-    optimizer's state is sharded further than the parameters.
-    """
+    """Shards sums of gradients as parameters first, and then as their updates."""
+    # Otherwise the compiler would scatter them in the loop, or not at all.
     params, slots = _paths.flatten(sums), _paths.flatten(opt_state).leaves
     arrays, updates = [leaf.value for leaf in params.leaves], [*microbatches.params]
     places = find_slots(slots, params.leaves)
@@ -202,28 +199,14 @@ def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -
     return params.unflatten([*map(_constrained, placed, updates)])
 
 
-def _check_rows(rows: int, microbatches: Microbatches) -> None:
-    """Raises StepError unless a batch divides into microbatches of all shards."""
-    count, shards = microbatches.count, 1
-    if microbatches.rows is not None:
-        mesh, (entry,) = microbatches.rows.mesh, microbatches.rows.spec
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(mesh.shape[axis] for axis in axes)
-    step = count * shards
-    if rows % step:
-        msg = (
-            f"a global batch of {rows} examples does not divide into {count} "
-            f"microbatches over {shards} shards. Take a multiple of {step}."
-        )
-        raise StepError(msg)
-
-
-def _split(leaf: jax.Array, microbatches: Microbatches) -> jax.Array:
+def _split(microbatches: Microbatches, leaf: jax.Array) -> jax.Array:
     """Splits rows into (microbatches, rows of one), of every shard's rows a share each.
 
     Not into (count, rows) at once: a microbatch would be the rows of few devices.
     """
     count, rows = microbatches.count, microbatches.rows
+    if not jnp.ndim(leaf):
+        return jnp.broadcast_to(leaf, (count,))
     split = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
     split = jnp.moveaxis(split, 1, 0)
     if rows is None:
@@ -282,11 +265,10 @@ class Update:
                 return state.step.update(dtype=value.dtype)
             return _jax.put(value, state.step.sharding)
 
-        extra = {
-            name: jax.tree.map(_average if name == EMA else scalar, start)
-            for name, start in missing.items()
-        }
-        return state.replace(extra={**state.extra, **extra})
+        extra = dict(state.extra)
+        for name, start in missing.items():
+            extra[name] = jax.tree.map(_average if name == EMA else scalar, start)
+        return state.replace(extra=extra)
 
     @property
     def _may_skip(self) -> bool:
@@ -328,16 +310,14 @@ class Update:
         )
         if self._may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
-            new = self._unless(is_finite, state, new)
+            new = self._kept(is_finite, state, new)
             notes["skipped"] = 1 - is_finite.astype("float32")
         nodes = jax.tree.leaves(new.opt_state, is_leaf=_has_rate)
         rates = [x.hyperparams["learning_rate"] for x in nodes if _has_rate(x)]
         return new, {**({"learning_rate": rates[0]} if rates else {}), **notes}
 
-    def _unless(
-        self, is_finite: jax.Array, old: TrainState, new: TrainState
-    ) -> TrainState:
-        """Returns the new state if the step was finite, and else the old one."""
+    def _kept(self, is_finite: jax.Array, old: TrainState, new: TrainState) -> Any:
+        # In the program: waiting for its numbers would stall the host.
         state = select(is_finite, new, old)
         extra = dict(state.extra)
         extra[SKIPPED] = old.extra[SKIPPED] + (1 - is_finite.astype("int32"))
@@ -361,8 +341,7 @@ def in_device_memory(state: TrainState) -> TrainState:
 
 
 def _average(param: Leaf) -> Any:
-    """Returns the initial average of a parameter; in float32, or small steps vanish."""
-    dtype = jnp.promote_types(param.dtype, "float32")
+    dtype = jnp.promote_types(param.dtype, "float32")  # in which small steps count
     if isinstance(param, jax.ShapeDtypeStruct):
         return param.update(dtype=dtype)
     return jnp.array(param, dtype)  # a copy: the parameter is donated

@@ -4,12 +4,10 @@ Use it as `ml.testing`. Every failed expectation is a `VerificationError`, which
 runners show like a failed assertion.
 """
 
-from meshlayout.testing.communication import (
-    expect_communication as expect_communication,
-)
 from meshlayout.testing.expectations import (
     VerificationError as VerificationError,
     assert_layout as assert_layout,
+    expect_communication as expect_communication,
 )
 from meshlayout.testing.verification import (
     Difference as Difference,

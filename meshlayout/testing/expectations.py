@@ -1,16 +1,20 @@
-"""`assert_layout`: whether arrays have the layouts that a test expects."""
+"""What tests expect: layouts of arrays, and collectives of compiled programs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays.placement import is_same_layout
-from meshlayout.errors import LayoutError, MeshLayoutError
+from meshlayout.errors import LayoutError, MeshLayoutError, did_you_mean
+from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
+from meshlayout.step import compile_step
+from meshlayout.step.inspection import StepInspection
 
 
 # How many wrong leaves an error lists.
@@ -51,8 +55,7 @@ def assert_layout(x: PyTree, expected: Any) -> None:
 
     Raises:
         VerificationError: If a layout differs, or there are no arrays.
-        LayoutError: If `expected` is not a layout, or does not fit.
-        LayoutMapError: If the map does not fit the tree.
+        LayoutError: If `expected` is not a layout, or does not fit; or the map.
 
     Example:
         >>> import meshlayout as ml
@@ -80,7 +83,7 @@ def assert_layout(x: PyTree, expected: Any) -> None:
 
 
 def _problem(leaf: _paths.Leaf, expected: Any) -> str:
-    """Describes the layout of an array that is not the expected one; else empty."""
+    """Describes a layout that is not the expected one; else empty."""
     where = " ".join(filter(None, [leaf.path, leaf_text(leaf.value)]))
     if not isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return f"{where} is on no mesh, but {expected!r} was expected."
@@ -95,7 +98,6 @@ def _problem(leaf: _paths.Leaf, expected: Any) -> str:
 
 
 def _as_layout(expected: Any, actual: Layout) -> Layout:
-    """Returns what the user expects as a layout; entries are on the array's mesh."""
     if isinstance(expected, PartitionSpec):  # it may leave out unsharded dims
         expected = NamedSharding(actual.mesh.jax_mesh, expected)
     if isinstance(expected, (Layout, NamedSharding)):
@@ -108,3 +110,93 @@ def _as_layout(expected: Any, actual: Layout) -> Layout:
         f"or a LayoutMap, got {expected!r} of type {type(expected).__name__}."
     )
     raise LayoutError(msg)
+
+
+def expect_communication(
+    program: Any,
+    *args: Any,
+    only: bool = False,
+    in_loops: Mapping[str, int] | None = None,
+    max_wire_bytes: int | None = None,
+    **counts: int,
+) -> Communication:
+    """Checks how many collectives of each kind a compiled program has; returns them.
+
+    To hold every one as it is, commit what the result's `to_lock` returns, and call its
+    `check_lock` with that.
+
+    Args:
+        program: A compiled step, what `jax.jit`, `lower` or `compile` returned, or a
+            plain function `(state, batch, ...) -> (state, aux)`.
+        *args: The step's arguments; nothing is run or donated.
+        only: Whether kinds that are not named must be absent.
+        in_loops: Counts of those inside a loop, by kind.
+        max_wire_bytes: The most bytes that each device may send in one run, loops
+            counted in full (once, if their length is unknown).
+        **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
+            `all_to_all`, `collective_permute`, `ragged_all_to_all`,
+            `collective_broadcast`. A collective in a loop counts once.
+
+    Raises:
+        VerificationError: If a count differs, or more is sent; every collective is
+            listed.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> @ml.compile_step
+        ... def step(state, batch):
+        ...     return state, (state * batch).sum()
+        >>> batch = ml.arrays.ones(8, mesh.layout("batch"))
+        >>> found = expect_communication(
+        ...     step, ml.arrays.ones((), mesh.layout()), batch, all_reduce=1, only=True
+        ... )
+        >>> found["all_reduce"], found.in_loops["all_reduce"]
+        (1, 0)
+    """
+    expected = [(kind, "", count) for kind, count in counts.items()]
+    expected += [(kind, " in loops", count) for kind, count in (in_loops or {}).items()]
+    for kind, _, count in expected:
+        if kind not in KINDS:
+            msg = (
+                f"{kind!r} is not a kind of collective; the kinds are "
+                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
+            )
+            raise VerificationError(msg)
+        _checks.count(kind, count, at_least=0, error=VerificationError)
+    if only:
+        expected += [(kind, "", 0) for kind in KINDS if kind not in counts]
+    sent = _sent_by(program, args)
+    wrong = [
+        f"{actual[kind]} {kind}{where} where {count} was expected"
+        for kind, where, count in expected
+        if (actual := sent.in_loops if where else sent)[kind] != count
+    ]
+    if max_wire_bytes is not None and sent.wire_bytes > max_wire_bytes:
+        wrong.append(
+            f"{sent.wire_bytes} bytes of collectives sent by each device where at most "
+            f"{max_wire_bytes} were expected"
+        )
+    if wrong:
+        name = getattr(program, "__name__", "the program")
+        raise VerificationError(f"{name} has {', and '.join(wrong)}.\n{sent}")
+    return sent
+
+
+def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
+    is_lowered = hasattr(program, "as_text")
+    if not callable(program) and (not is_lowered or args):
+        msg = (
+            "expect_communication takes a step with its arguments, or alone what "
+            f"lowering or compiling it returned, got {_checks.shown(program)} with "
+            f"{len(args)} arguments."
+        )
+        raise VerificationError(msg)
+    step: Any = program
+    if not is_lowered and not hasattr(program, "lower"):
+        step = compile_step(program)
+    if isinstance(step, StepInspection):
+        return step.communication(*args)
+    lowered = step if is_lowered else step.lower(*args)
+    is_compiled = not hasattr(lowered, "compile")
+    return read_communication(lowered if is_compiled else lowered.compile())

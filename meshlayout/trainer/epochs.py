@@ -3,12 +3,12 @@
 Steps are compiled for one shape, and a mesh divides rows into equal shards. So a short
 batch is padded to the size of the first, and weights of 0 mark the padding. If nothing
 can leave padding out (a loss function that returns a mean, a tuple without a place for
-weights), a short batch keeps its size: a second program is compiled and, if the rows do
-not divide, every device computes the whole batch. The numbers are right either way.
+weights), it keeps its size: a second program is compiled and, if the rows do not
+divide, every device computes the whole batch. The numbers are right either way.
 
 Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
-what it reads anew, into batches of one size and shape, which are not the user's. They
-are not read ahead of a call, so the position of the data is that of the state.
+what it reads anew, into batches that are not the user's. They are not read ahead, so
+the data's position is that of the state.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
@@ -47,6 +48,7 @@ from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.agreement import Agreement
 from meshlayout.data.plan import DataPlan
 from meshlayout.errors import CheckpointError, MeshLayoutError
+from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.step.state_step import check_batch
 
@@ -65,7 +67,7 @@ _END: Any = object()
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is, in numbers that the host knows without asking the device."""
+    """How far training is, as the host knows without asking the device."""
 
     epoch: int = 0  # the current one, from 1
     last_epoch: int = 0  # of this `fit`
@@ -88,11 +90,10 @@ class PlacedBatch:
 class TrainerInput:
     """Data cut into epochs, and the epochs into the batches of each call of a step.
 
-    Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
-    batches, and the next epoch continues where it stopped; at the end of a pass a new
-    one begins, as in Keras. An iterator has only one pass. A dataset's passes are its
-    epochs if it `trains`, and otherwise its first one again and again. Padding is
-    marked by weights if it `marks`.
+    With `steps_per_epoch`, an epoch is that many batches, and the next one continues
+    where it stopped; otherwise it is one pass. An iterator has only one. A dataset's
+    passes are its epochs in `fit`, and otherwise its first one again and again. `where`
+    is the method that reads it; all but `predict` mark padding by weights.
     """
 
     def __init__(
@@ -104,33 +105,27 @@ class TrainerInput:
         labels: PyTree = None,
         batch_size: int | None = None,
         shuffle: int | None = None,
-        *,
         steps_per_epoch: int | None = None,
-        num_epochs: int = 1,
-        trains: bool = False,
-        marks: bool = True,
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
-        self._steps, self._trains, self._marks = steps_per_epoch, trains, marks
-        self._layout, self._key = trainer._layout(), trainer._steps.weights
+        self._trains, self._marks = where == "fit", where != "predict"
+        self._steps = steps_per_epoch
+        self._layout, self._key = _batch_layout(trainer.state), trainer._steps.weights
         if batch_size is not None or labels is not None or is_columns(data):
-            rows = rows_of(where, name, data, labels, batch_size, self._key)
+            rows = rows_of(where, name, data, labels, batch_size)
+            weights = get_weights(data if labels is None else (data, labels), self._key)
+            if weights is not None:  # negative ones are refused
+                check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
         if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
             msg = f"{name} must be an iterable of batches, or a function that returns"
             raise MeshLayoutError(f"{msg} one, got {_checks.shown(data)}.")
-        if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
-            msg = (
-                f"{name} is an iterator, which has one pass, but epochs={num_epochs}. "
-                "Give steps_per_epoch=, or a function that returns an iterator."
-            )
-            raise MeshLayoutError(msg)
         self._data, self._has_batches = data, False
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
         self.size = 0  # rows of the first batch
-        self.where = where  # the batches of the running call, for errors
+        self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
         # Processes take a step together or not at all. Those datasets see to it
@@ -147,22 +142,21 @@ class TrainerInput:
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
         """Yields the batches of each call of a step, in the next epoch.
 
-        Fewer come at the end of an epoch, and with one of another size than the first.
+        Fewer come at the end of an epoch.
         """
         self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
         for batch in self._epoch(text):
-            first, last = self._number - len(group), self._number
-            numbers = f"batch {last}" if first == last else f"batches {first}-{last}"
-            self.where = f"in {self._opening}: {numbers}{text}"
-            with _checks.noted(f"in {self._opening}: batch {last}{text}"):
+            name = f"batch {self._number}"
+            self.where = f"in {self._opening}: {name}{text}"
+            with _checks.noted(self.where):
                 placed = self._placed(batch)
             if placed is None:
-                what = f"batch {last} of {self._name}"
+                what = f"{name} of {self._name}"
                 _log.warning("%s has no rows, or only rows of weight 0: left out", what)
                 continue
             group.append(placed)
-            if placed.is_odd or len(group) == size:
+            if len(group) == size:
                 yield group
                 group = []
         if group:
@@ -205,41 +199,38 @@ class TrainerInput:
 
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
-        key, trainer = self._key, self._trainer
         if isinstance(batch, PlacedBatch):  # of arrays
-            tree, rows = batch.batch, batch.num_examples
-            if rows == num_examples(tree) or not self._marks:
-                return self._sized(tree, rows)
-            batch = map_batch(lambda x: x[:rows], to_numpy(tree))
+            rows, self.size = batch.num_examples, num_examples(batch.batch)
+            if rows == self.size or not self._marks:
+                return batch
+            batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)
         if any(isinstance(x, jax.Array) and _jax.is_committed(x) for x in leaves):
-            check_weights_key(batch, key)
+            check_weights_key(batch, self._key)
             return PlacedBatch(batch, num_examples(batch))
-        check_batch(batch, key)
-        weights, rows = weights_of(batch, key), num_examples(batch)
+        check_batch(batch, self._key)
+        weights, rows = weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            trainer._tell(f"examples are weighted by {key!r} of their batch.")
-        # With weights of 0 gradients are 0, but momentum and weight decay would still
-        # move the parameters.
-        if not rows or (self._marks and weights is not None and not np.any(weights)):
+            text = f"examples are weighted by {self._key!r} of their batch."
+            self._trainer._tell(text)
+            # Momentum and weight decay would still move the parameters.
+            rows = rows if np.any(weights) else 0
+        if not rows:
             return None
-        can_mark = weights is not None or takes_weights(batch, key)
-        if trainer._pads is not False and (can_mark or not self._marks):
+        can_mark = weights is not None or takes_weights(batch, self._key)
+        if self._trainer._pads is not False and (can_mark or not self._marks):
             padded = self._on_mesh(self._padded(batch, rows))
-            if not self._marks or trainer._accepts(padded, train=self._trains):
-                return self._sized(padded, rows)
-        return self._sized(self._on_mesh(batch), rows)
-
-    def _sized(self, batch: Batch, rows: int) -> PlacedBatch:
-        size = num_examples(batch)
-        self.size = self.size or size
-        return PlacedBatch(batch, rows, is_odd=size != self.size)
+            if not self._marks or self._trainer._accepts(padded, train=self._trains):
+                self.size = self.size or num_examples(padded)
+                is_odd = num_examples(padded) != self.size
+                return PlacedBatch(padded, rows, is_odd)
+        self.size = self.size or rows
+        return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self.size)
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Returns a batch of the first one's size, with weights if they mark padding.
 
-        A larger one does not raise the size: a resumed run may not see that one, and
-        has to pad as this one does.
+        A larger one does not raise the size, as a resumed run may not see that one.
         """
         shards = 1 if self._layout is None else num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
@@ -293,8 +284,7 @@ class TrainerInput:
         plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
 
-    # Positions. Data resumes by `set_state` if its iterator has that; other data is
-    # read up to the place.
+    # Positions.
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -312,10 +302,7 @@ class TrainerInput:
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
-        """Goes to a place from which the rest of an epoch is read, or the next one.
-
-        `positions` are those of the processes' iterators; None if none was saved.
-        """
+        """Goes to a place; in data without saved positions by reading up to it."""
         self.is_resumed = self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()
@@ -325,24 +312,15 @@ class TrainerInput:
             count = place["given"] - self._num_given
             _log.info("the data has no position: dropping its first %d batches", count)
             if sum(1 for _ in itertools.islice(batches, count)) < count:
-                msg = (
-                    f"the checkpoint was saved after {place['given']} batches of a "
-                    "pass over the data, which now has fewer. Resume with the data of "
-                    "that run."
-                )
-                raise CheckpointError(msg)
+                msg = f"{self._name} has fewer than the {place['given']} batches that"
+                raise CheckpointError(f"{msg} the checkpointed run had read of it.")
         self._num_given = place["given"]
 
 
 def rows_of(
-    where: str,
-    name: str,
-    data: PyTree,
-    labels: PyTree,
-    size: int | None,
-    key: WeightsKey,
+    where: str, name: str, data: PyTree, labels: PyTree, size: int | None
 ) -> Rows:
-    """Returns arrays as rows, whose weights are not negative."""
+    """Returns arrays as rows."""
     columns, arguments = data, name
     if labels is not None:
         columns, arguments = (data, labels), f"{name}, labels"
@@ -356,14 +334,14 @@ def rows_of(
         )
         raise MeshLayoutError(msg)
     _checks.count("batch_size", size, where=where)
-    weights = get_weights(columns, key)
-    if weights is not None:
-        check_batch({key: np.asarray(weights)}, key)
     return rows
 
 
-def split_rows(rows: Rows, share: float) -> tuple[PyTree, PyTree]:
-    """Returns all rows but a share of them, and those at the end."""
+def split_rows(
+    data: PyTree, labels: PyTree, size: int | None, share: float
+) -> tuple[PyTree, PyTree]:
+    """Returns all rows of arrays for `fit` but the last ones, and a share of these."""
+    rows = rows_of("fit", "train", data, labels, size)
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)
     if first in (0, len(rows)):
@@ -392,3 +370,11 @@ def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:
         return value[rows]
 
     return jax.tree.map(real, to_numpy(outputs))
+
+
+def _batch_layout(state: PyTree) -> Layout | None:
+    """Returns the layout of batches; None if the state is on no mesh."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(_jax.sharding_of(leaf), NamedSharding):
+            return batch_layout(Layout.of(leaf).mesh)
+    return None

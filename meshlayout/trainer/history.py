@@ -1,21 +1,20 @@
 """`History`: the metrics of a trainer's epochs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from meshlayout import _checks, _render
+from meshlayout import _render
 from meshlayout._render.curves import Curves
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import did_you_mean
 
 
 class History(Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
-    Values are floats, or NumPy arrays for metrics that have dims. In an epoch without
-    a value for a name, the value is NaN.
+    Values are floats, or NumPy arrays for metrics with dims; NaN if there is none.
 
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
@@ -44,10 +43,6 @@ class History(Mapping[str, list[Any]]):
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Adds an epoch, by its number from 1, and its values by name."""
-        epoch = _checks.count("epoch", epoch, where="History.add")
-        if not isinstance(logs, Mapping):
-            msg = "History.add: logs must be a dict from names to values, got"
-            raise MeshLayoutError(f"{msg} {_checks.shown(logs)}.")
         # A name that is new in this epoch gets NaN for the epochs before it.
         for name in logs:
             self._values.setdefault(name, [math.nan] * len(self.epochs))
@@ -87,25 +82,24 @@ class History(Mapping[str, list[Any]]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        if not self.epochs:
-            return "History(no epochs)"
-        return _render.text_table(*self._table(), notes=self._notes())
+        return (
+            self._rendered(_render.text_table) if self.epochs else "History(no epochs)"
+        )
 
     def _repr_html_(self) -> str:
-        return _render.html_table(*self._table(), notes=self._notes())
+        return self._rendered(_render.html_table)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str]:
+    def _rendered(self, render: Callable[..., str]) -> str:
         columns = [map(value_text, values) for values in self._values.values()]
         rows = [list(row) for row in zip(map(str, self.epochs), *columns, strict=True)]
-        return ["epoch", *self._values], rows, "r" * (1 + len(columns))
-
-    def _notes(self) -> list[str]:
-        return [f"stopped: {self.stopped}"] if self.stopped else []
+        notes = [f"stopped: {self.stopped}"] if self.stopped else []
+        names = ["epoch", *self._values]
+        return render(names, rows, "r" * len(names), notes=notes)
 
 
 def value_text(value: float | np.ndarray) -> str:
     """Returns a metric's value with four decimals, or in powers of ten."""
-    if not isinstance(value, float):
+    if isinstance(value, np.ndarray):
         return _render.array_text(value.dtype, value.shape)
     is_plain = not value or 0.01 <= abs(value) < 1e5
     return f"{value:.4f}" if is_plain else f"{value:.2e}"

@@ -7,12 +7,11 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
-from jax.tree_util import PyTreeDef
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout.errors import LossError, MeshLayoutError, MetricError, did_you_mean
+from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
@@ -22,10 +21,7 @@ PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
 
 
 class TrainerSteps:
-    """A trainer's train, eval and predict steps; each compiles at its first call.
-
-    A call of the train step takes `group_size` batches, whose weights are at `weights`.
-    """
+    """A trainer's steps, for `group_size` batches in a call, with `weights` as key."""
 
     def __init__(
         self,
@@ -40,13 +36,11 @@ class TrainerSteps:
             near = did_you_mean(name, [*known, "loss_fn", "predict_fn", "pad"])
             msg = f"Trainer has no option {name!r}.{near} The options of its steps"
             raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
-        needless = [x for x in options if x not in ("weights", "steps_per_call")]
-        if loss_fn is None and (needless or metrics is not None):
-            msg = (
-                f"Trainer got no loss function to make steps from, but {needless} or "
-                "metrics= for them. Give loss_fn, or leave these to your own steps."
-            )
-            raise MeshLayoutError(msg)
+        for_steps = options.keys() - {"weights", "steps_per_call"}
+        if loss_fn is None and (for_steps or metrics is not None):
+            msg = "Trainer got no loss function to make steps from, but metrics or"
+            hint = "Give loss_fn, or leave these to your own steps."
+            raise MeshLayoutError(f"{msg} options for them. {hint}")
         self.loss_fn, self._predict_fn = loss_fn, predict_fn
         self.weights = options.get("weights", "weight")
         count = options.get("steps_per_call", 1)
@@ -59,11 +53,10 @@ class TrainerSteps:
         if loss_fn is not None:
             # Fewer batches than a call takes run one by one.
             single = {**options, "steps_per_call": 1}
-            self._one = make_train_step(loss_fn, **shared, **single)
-            self._many = make_train_step(loss_fn, **shared, **options)
-            self._eval = make_eval_step(
-                loss_fn, **shared, **_options_of(make_eval_step, quiet)
-            )
+            self.single_step = make_train_step(loss_fn, **shared, **single)
+            self._train_step = make_train_step(loss_fn, **shared, **options)
+            own = _options_of(make_eval_step, quiet)
+            self.eval_step = make_eval_step(loss_fn, **shared, **own)
         self._predict_options = _options_of(make_predict_step, quiet)
         self._predict_options["layouts"] = layouts
         # Of a few functions, as the last one may be a new one.
@@ -78,18 +71,18 @@ class TrainerSteps:
         # A batch may itself be a list, of arrays.
         batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
         self._check("train_step", batches[0])
-        sizes = {num_examples(one) for one in batches}
+        sizes = {num_examples(item) for item in batches}
         if len(batches) == self.group_size > 1 and len(sizes) == 1:
-            return self._many(state, batches, metrics)
+            return self._train_step(state, batches, metrics)
         result: Any = state, metrics
-        for one in batches:
-            result = self._one(result[0], one, result[1])
+        for item in batches:
+            result = self.single_step(result[0], item, result[1])
         return result
 
     def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
         """Measures a batch."""
         self._check("eval_step", batch)
-        return self._eval(state, batch, metrics)
+        return self.eval_step(state, batch, metrics)
 
     def predict(
         self, state: PyTree, batch: Batch, predict_fn: PredictFn | None = None
@@ -100,17 +93,6 @@ class TrainerSteps:
             self._check("predict_step")
         structure = self._structure if function is None else None
         return self._predict_step(function, structure)(state, batch)
-
-    def take_weights(self, state: PyTree, batch: Batch, *, train: bool) -> bool:
-        """Returns whether the loss can leave out examples by a batch's weights.
-
-        One that is a mean cannot, nor can some metrics. This traces and runs nothing.
-        """
-        try:
-            (self._one if train else self._eval).trace(state, batch)
-        except (LossError, MetricError):
-            return False
-        return True
 
     def _check(self, step: str, batch: Batch = None) -> None:
         """Checks that there is a loss function, and remembers what its batches are."""
@@ -123,22 +105,19 @@ class TrainerSteps:
         if self._structure is None and batch is not None:
             self._structure = jax.tree.structure(_without(batch, self.weights))
 
-    def _new_predict_step(
-        self, function: PredictFn | None, structure: PyTreeDef | None
-    ) -> Any:
+    def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
         function = function or functools.partial(self._predict, structure)
         return make_predict_step(function, **self._predict_options)
 
-    def _predict(self, structure: PyTreeDef | None, model: Any, batch: Batch) -> PyTree:
+    def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
         assert loss_fn is not None
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         note = (
-            f"predict calls {name} for its outputs, and what it reads of a batch has "
-            "to be there; with fewer arrays than fit had, it calls the model itself. "
-            "To call it in another way, give predict_fn=, a function of the model and "
-            "a batch."
+            f"predict calls {name} for its outputs, or the model if there are fewer "
+            "arrays than fit had. To call it in another way, give predict_fn=, a "
+            "function of the model and a batch."
         )
         leaves = jax.tree.leaves(inputs)
         with _checks.noted(note):
@@ -173,3 +152,12 @@ def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[st
     """Returns the options that a `make_*_step` function takes."""
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}
+
+
+def checked_metrics(step: str, metrics: object) -> Metrics:
+    """Returns the metrics of a step, which may be overridden."""
+    if not isinstance(metrics, Metrics):
+        shown = _checks.shown(metrics)
+        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
+        raise MeshLayoutError(msg)
+    return metrics

@@ -1,43 +1,44 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-This file has the methods that users call and override. `FitLoop` runs the epochs,
-`TrainerInput` reads the data, and `TrainerSteps` makes the steps from a loss function.
+The host only dispatches work: nothing here waits for the device except the end of an
+epoch and of an evaluation. `TrainerInput` reads the data, and `TrainerSteps` makes the
+steps from a loss function; a subclass may override them.
 """
 
+import contextlib
 import functools
 import logging
+import math
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import batch_layout
 from meshlayout._tracebacks import user_call
+from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import MeshLayoutError
-from meshlayout.layout import Layout
+from meshlayout.errors import LossError, MeshLayoutError, MetricError, RecompileWarning
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks import Callback
+from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
 from meshlayout.trainer.epochs import (
     Data,
     PlacedBatch,
     TrainerInput,
     TrainingPosition,
     real_rows,
-    rows_of,
     split_rows,
 )
 from meshlayout.trainer.history import History
-from meshlayout.trainer.loop import FitLoop, evaluate
-from meshlayout.trainer.steps import PredictFn, TrainerSteps
+from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
 _log = logging.getLogger("meshlayout")
@@ -46,10 +47,9 @@ _log = logging.getLogger("meshlayout")
 class Trainer:
     """Trains, evaluates and predicts; you may override each of its steps.
 
-    The loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
-    waits for the device only at the end of an epoch, and where a callback reads a
-    value. A subclass may define `train_step`, `eval_step` or `predict_step`; if it
-    defines all that it uses, the state may be any tree of arrays.
+    The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
+    device only at the end of an epoch. A subclass may define `train_step`, `eval_step`
+    or `predict_step`; if it defines all that it uses, the state may be any tree.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
     devices are used unchanged. Others are sharded over the mesh axes called `batch`,
@@ -64,22 +64,20 @@ class Trainer:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
             up; `trainer.state` is always the newest state.
         loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
-        metrics: Metrics besides the loss, by name; in training and validation.
+        metrics: Metrics besides the loss, by name.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`.
         pad: Whether batches get weights and padding where possible.
-        **options: Options of `make_train_step`, such as `clip_norm=1.0`, which also
-            hold for the other steps. With `steps_per_call=n`, a call of the train step
-            takes a list of n batches, and at the end of an epoch of those left over.
+        **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
+            `steps_per_call=n`, `train_step` gets a list of n batches, and at the end
+            of an epoch of those left over.
 
     Attributes:
         state: The state after the last finished step.
         history: The finished epochs of all calls of `fit`.
         position: How far training is; a `TrainingPosition`.
-        stopped: Why training stops before its last epoch; empty if it does not.
-        steps_in_call: The number of steps in the last call of the train step.
-        input: The data of the running `fit`, and `validation`, for callbacks.
+        stopped: Why training ends before its last epoch; empty if it does not.
 
     Example:
         >>> import jax.numpy as jnp
@@ -118,8 +116,10 @@ class Trainer:
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
         self.stopped, self.steps_in_call = "", 1
+        # Of the running `fit`: its data, callbacks, and metrics of the epoch so far.
         self.input: TrainerInput | None = None
-        self.validation: TrainerInput | None = None
+        self._callbacks: list[Callback] = []
+        self._metrics: Metrics | None = None
         self._told: set[str] = set()
 
     # The steps, which may be overridden.
@@ -127,10 +127,10 @@ class Trainer:
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
-        """Runs one step; returns the next state, and the metrics including this step.
+        """Returns the next state, and the metrics of the epoch including this step.
 
         `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
-        are those of the epoch so far; None at its beginning. The state may be used up.
+        are None at the beginning of an epoch. The state may be used up.
         """
         return self._steps.train(state, batch, metrics)
 
@@ -166,19 +166,16 @@ class Trainer:
         """Trains for a number of epochs, or resumes an interrupted run.
 
         `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
-        dicts for a dict of arrays; `fit(batches, 5)` on batches.
-
-        Ctrl-C, and any error of the data or a callback, leaves in `state` the result of
-        the last finished step, and in `history` the finished epochs; another `fit`
-        continues from there.
+        dicts for a dict of arrays; `fit(batches, 5)` on batches. Ctrl-C, and any error
+        of the data or a callback, leaves in `state` the result of the last finished
+        step, and in `history` the finished epochs; another `fit` continues from there.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75,
-        `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, resumes from
-        the newest intact checkpoint if it is started again with `resume=True`: state,
-        metrics of the epoch so far, history, and the data at the very batch. Its result
-        has the same bits as that of an uninterrupted run. Data without a position
-        (`get_state`) is read up to it, and must yield the same batches again.
+        `ml.checkpoint.EXIT_STATUS`. Started again with `resume=True`, a run continues
+        from the newest intact checkpoint at the very batch, and ends with the bits of
+        an uninterrupted one. Data without a position (`get_state`) is read up to it,
+        and must yield the same batches again.
 
         Args:
             train: An iterable of batches, iterated anew in each epoch; a function that
@@ -193,14 +190,12 @@ class Trainer:
                 continues where this one stopped; at the end of a pass a new one begins.
             validation_data: Batches or arrays to evaluate after each epoch; the names
                 of their values begin with `val_`.
-            validation_split: The share of arrays to hold out as validation data: their
-                last rows, before they are shuffled.
+            validation_split: The share of arrays to hold out instead: their last rows.
             callbacks: Instances of `ml.callbacks.Callback`, called in this order.
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
-            resume: Whether to resume from the newest checkpoint of the first
-                `Checkpoint`, if any. Without `resume`, its directory must not hold
-                steps later than the one that training begins at.
+            resume: Whether to resume from the first `Checkpoint`'s newest, if any.
+                Otherwise its directory must not hold later steps than the state's.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
@@ -219,43 +214,48 @@ class Trainer:
         epochs = _checks.count("epochs", epochs, where="fit")
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
-        seed, data = checked_seed(shuffle, "fit"), validation_data
+        seed = checked_seed(shuffle, "fit")
+        callbacks = _sorted(callbacks, progress=progress and verbose != 0)
+        checkpoints = [x for x in callbacks if isinstance(x, Checkpoint)]
+        if resume and not checkpoints:
+            msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
+            raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         if validation_split is not None:
-            if data is not None or not is_columns(train):
-                msg = (
-                    "fit: validation_split= holds out rows of arrays. With batches, or "
-                    "validation data of your own, give validation_data= alone."
-                )
-                raise MeshLayoutError(msg)
-            rows = rows_of(
-                "fit", "train", train, labels, batch_size, self._steps.weights
-            )
-            (train, data), labels = split_rows(rows, validation_split), None
-        source = TrainerInput(
-            *(self, "fit", "train", train, labels, batch_size, seed),
-            steps_per_epoch=steps_per_epoch,
-            num_epochs=epochs,
-            trains=True,
-        )
-        self.validation = None
-        if data is not None:
-            size = batch_size if is_columns(data) else None
+            if validation_data is not None or not is_columns(train):
+                msg = "fit: validation_split= holds out rows of arrays, and takes the"
+                raise MeshLayoutError(f"{msg} place of validation_data=.")
+            parts = split_rows(train, labels, batch_size, validation_split)
+            (train, validation_data), labels = parts, None
+        arrays = train, labels, batch_size, seed, steps_per_epoch
+        source, validation = TrainerInput(self, "fit", "train", *arrays), None
+        if validation_data is not None:
+            size = batch_size if is_columns(validation_data) else None
             names = "fit: validation", "validation_data"
-            self.validation = TrainerInput(self, *names, data, None, size)
-        loop = FitLoop(self, source, callbacks)
+            validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            if isinstance(self.state.step, jax.Array) and self.state.step.is_deleted():
-                msg = "fit: the trainer's state is used up: a step reused its memory. "
-                hint = "Give it the state that the step returned, or trainer.state."
-                raise MeshLayoutError(msg + hint)
-            step = int(self.state.step)  # waits, but nothing is running yet
+            array = self.state.step
+            if isinstance(array, jax.Array) and array.is_deleted():
+                msg = "fit: the trainer's state is used up: a step reused its memory."
+                raise MeshLayoutError(f"{msg} Give it the state that came of the step.")
+            step = int(array)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.input = source
-        loop.run(progress=progress and verbose != 0, resume=resume)
+        self.input, self._callbacks, self._metrics = source, callbacks, None
+        if resume:
+            self._metrics = checkpoints[0].resume(self, source)
+        with contextlib.ExitStack() as closing:
+            preemption = closing.enter_context(Preemption()) if checkpoints else None
+            for callback in callbacks:
+                closing.callback(callback.close)
+            self._notify("on_fit_start")
+            while self.position.epoch < self.position.last_epoch and not self.stopped:
+                self._train_epoch(preemption)
+                self._end_epoch(validation)
+                self._end_if_preempted(preemption)
+            self._notify("on_fit_end")
         return self.history
 
     @user_call
@@ -271,7 +271,7 @@ class Trainer:
         The values are floats by name, and NumPy arrays for metrics that have dims.
         """
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
-        return evaluate(self, source)
+        return self._evaluate(source)
 
     @user_call
     def predict(
@@ -283,11 +283,10 @@ class Trainer:
     ) -> PyTree:
         """Returns the model's predictions for all rows of a dataset, in order.
 
-        Data as `fit` and `evaluate` had it goes through the loss function, whose
-        outputs are returned. Data with fewer arrays, without labels, goes to the model.
-        To call something else, give `predict_fn`, a function of the model, in
-        evaluation mode, and a batch. Padding that the trainer or `distribute_dataset`
-        added is left out; rows to which you gave weight 0 yourself are not.
+        Data as `fit` had it goes through the loss function, whose outputs are returned;
+        data with fewer arrays, without labels, to the model. To call something else,
+        give `predict_fn`, as for `Trainer`. Padding that the trainer or
+        `distribute_dataset` added is left out; other rows of weight 0 are not.
 
         Returns:
             A tree of NumPy arrays with one row per example.
@@ -295,9 +294,7 @@ class Trainer:
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        source = TrainerInput(
-            *(self, "predict", "data", data, None, batch_size), marks=False
-        )
+        source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
@@ -317,7 +314,99 @@ class Trainer:
         epochs, step = len(self.history.epochs), self.position.step
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
-    # What the loops need.
+    # The parts of the loops.
+
+    def _train_epoch(self, preemption: Preemption | None) -> None:
+        """Trains for an epoch, or for the rest of a resumed one."""
+        epoch, source = len(self.history.epochs) + 1, self.input
+        assert source is not None
+        self.position = replace(self.position, epoch=epoch)
+        if self._metrics is None:  # else restored, with the position in the epoch
+            start = {"step_in_epoch": 0, "examples_in_epoch": 0}
+            self.position = replace(self.position, **start)
+        self._notify("on_epoch_start", epoch)
+        for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
+            with _checks.noted(source.where):
+                self._train(group)
+            self._notify("on_step_end", self.position.step, self._metrics)
+            self._end_if_preempted(preemption)
+            if self.stopped:
+                break
+
+    def _train(self, group: list[PlacedBatch]) -> None:
+        """Calls the train step on a group of batches."""
+        position, count = self.position, len(group)
+        batches = [placed.batch for placed in group]
+        rows = sum(placed.num_examples for placed in group)
+        # The call donates the state: until the result is assigned, Ctrl-C must wait.
+        with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
+            # A short batch is a second program, of which the user knows.
+            if any(placed.is_odd for placed in group):
+                quiet.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", RecompileWarning)
+            batch = batches if self._steps.group_size > 1 else batches[0]
+            state, metrics = self.train_step(self.state, batch, self._metrics)
+            self.state, self._metrics = state, checked_metrics("train_step", metrics)
+            self.steps_in_call = count
+            self.position = replace(
+                position,
+                step=position.step + count,
+                step_in_fit=position.step_in_fit + count,
+                step_in_epoch=position.step_in_epoch + count,
+                examples_in_epoch=position.examples_in_epoch + rows,
+            )
+
+    def _end_epoch(self, validation: TrainerInput | None) -> None:
+        """Reads the epoch's metrics and validates; drops an epoch without steps."""
+        position, metrics, self._metrics = self.position, self._metrics, None
+        if self.input is not None and self.input.is_over:
+            self.stop(f"the training data ended at step {position.step}")
+        if metrics is None:  # the data ended exactly with the epoch before
+            self.position = replace(position, epoch=position.epoch - 1)
+            self.history.stopped = self.stopped
+            return
+        logs = metrics.to_host()
+        if validation is not None and not self.stopped:
+            self._notify("on_validation_start")
+            values = self._evaluate(validation)
+            logs.update({f"val_{name}": value for name, value in values.items()})
+        if position.steps_per_epoch is None and not self.stopped:
+            # Unknown until a whole pass is over; for the progress of the next epochs.
+            self.position = replace(position, steps_per_epoch=position.step_in_epoch)
+        self.history.add(position.epoch, logs)
+        is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
+        if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
+            self._tell(
+                f"the loss of epoch {position.epoch} is NaN, and training continues. "
+                "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
+                "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
+                topic="NaN",
+            )
+        self._notify("on_epoch_end", position.epoch, logs)
+        self.history.stopped = self.stopped
+
+    def _end_if_preempted(self, preemption: Preemption | None) -> None:
+        """Saves and raises Preempted after SIGTERM; called after each step."""
+        if preemption is not None and preemption.is_due():
+            for callback in self._callbacks:
+                if isinstance(callback, Checkpoint):
+                    callback.save_now(self, self._metrics)
+            raise Preempted(self.position.step)
+
+    def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
+        """Returns the metrics of the eval step over a dataset, by name."""
+        metrics: Metrics | None = None
+        for (placed,) in source.groups():
+            with _checks.noted(source.where):
+                metrics = self.eval_step(self.state, placed.batch, metrics)
+            checked_metrics("eval_step", metrics)
+        return {} if metrics is None else metrics.to_host()
+
+    def _notify(self, moment: str, *args: Any) -> None:
+        where = f"at step {self.position.step}, epoch {self.position.epoch}"
+        for callback in self._callbacks:
+            with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
+                getattr(callback, moment)(self, *args)
 
     def _tell(self, sentence: str, topic: str = "") -> None:
         """Logs a sentence, once; or only the first one about a topic."""
@@ -326,18 +415,33 @@ class Trainer:
             _log.warning("%s", sentence)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
-        """Returns whether a batch may have weights that mark padding."""
-        step = "train_step" if train else "eval_step"
-        # Nobody knows what a subclass's own steps do with weights.
-        is_own = getattr(type(self), step) is not getattr(Trainer, step)
-        if self._pads is not None or is_own or self._steps.loss_fn is None:
-            return self._pads is not False
-        self._pads = self._steps.take_weights(self.state, batch, train=train)
-        return self._pads
+        """Returns whether the loss can leave out examples by a batch's weights.
 
-    def _layout(self) -> Layout | None:
-        """Returns the layout of batches; None if the state is on no mesh."""
-        for leaf in jax.tree.leaves(self.state):
-            if isinstance(_jax.sharding_of(leaf), NamedSharding):
-                return batch_layout(Layout.of(leaf).mesh)
-        return None
+        One that is a mean cannot, nor can some metrics. This traces and runs nothing.
+        """
+        name = "train_step" if train else "eval_step"
+        # Nobody knows what a subclass's own steps do with weights.
+        is_own = getattr(type(self), name) is not getattr(Trainer, name)
+        if self._pads is None and not is_own and self._steps.loss_fn is not None:
+            step = self._steps.single_step if train else self._steps.eval_step
+            try:
+                step.trace(self.state, batch)
+            except (LossError, MetricError):
+                self._pads = False
+            else:
+                self._pads = True
+        return self._pads is not False
+
+
+def _sorted(callbacks: object, *, progress: bool) -> list[Callback]:
+    """Returns the callbacks of a `fit`, with a `Progress` where none is."""
+    is_list = isinstance(callbacks, Iterable)
+    chosen: list[Any] = [*callbacks] if is_list else [callbacks]
+    for callback in chosen:
+        if not is_list or not isinstance(callback, Callback):
+            msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback"
+            raise MeshLayoutError(f"{msg}, and has {_checks.shown(callback)}.")
+    if progress and not any(isinstance(x, Progress) for x in chosen):
+        chosen.insert(0, Progress())
+    # Those that save come last: what others do, such as stopping, is saved.
+    return sorted(chosen, key=lambda x: isinstance(x, Checkpoint))

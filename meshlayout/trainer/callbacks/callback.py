@@ -1,8 +1,8 @@
 """`Callback`: the moments of training at which a user's code can run.
 
 Callbacks run while the device computes: reading a metric there would make the host wait
-for it, and then leave the device without work. So callbacks that show, log or watch
-values put them into `AsyncMetrics`, and read each one once the device has computed it.
+for it, and then leave the device without work. So callbacks that show or watch values
+put them into `AsyncMetrics`, and read each one once the device has computed it.
 """
 
 from collections import deque
@@ -34,9 +34,8 @@ class Callback:
     Callbacks run in the order in which they were passed, on every process. The trainer
     that they get has `state`, `position`, `history` and `stop(reason)`. The next step
     donates the state, so copy any arrays that you keep. What they decide must be the
-    same on all processes: one that stops a step earlier leaves the others waiting. The
-    values of metrics are the same; decide by a clock, or by a file, on one process, and
-    send that to the others with `ml.cluster.broadcast`.
+    same on all processes, as the values of metrics are; what a clock or a file says,
+    send from one process to the others with `ml.cluster.broadcast`.
 
     Example:
         >>> class Curriculum(Callback):
@@ -61,9 +60,6 @@ class Callback:
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called after an epoch's last step, if there is validation data."""
 
-    def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
-        """Called after each batch of validation; `step` is the number so far."""
-
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Called after an epoch and its validation; the history already has it.
 
@@ -77,15 +73,6 @@ class Callback:
         """Called last, however the `fit` ended; close files here."""
 
 
-def is_due(trainer: Trainer, every: int) -> bool:
-    """Returns whether the last call made a step whose number is a multiple of `every`.
-
-    With `steps_per_call`, that need not be its last step.
-    """
-    step = trainer.position.step
-    return step // every > (step - trainer.steps_in_call) // every
-
-
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values without dims, as floats."""
     return {name: float(value) for name, value in values.items() if not np.ndim(value)}
@@ -97,9 +84,8 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 class AsyncMetrics:
     """A queue of metrics, each of which is read once the device has computed it.
 
-    Values are computed from this process's copy, so that processes may read at
-    different times. With `in_step`, because something is decided by them, all processes
-    read the same values after the same step: a fixed number of calls later.
+    Processes may read at different times. With `in_step`, because something is decided
+    by the values, all read them after the same step: a fixed number of calls later.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:
@@ -111,11 +97,9 @@ class AsyncMetrics:
         # New arrays: the next step donates the metrics themselves.
         self.pending.append((position, metrics.local_values()))
 
-    def read(
-        self, *, wait: bool = False
-    ) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
-        """Yields the scalar values that are ready, oldest first; with `wait`, all."""
-        while self.pending and (wait or self._is_due()):
+    def read(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
+        """Yields the scalar values that are ready, oldest first."""
+        while self.pending and self._is_due():
             position, values = self.pending.popleft()
             yield position, scalars(values)
 

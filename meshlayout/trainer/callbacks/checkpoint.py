@@ -7,7 +7,6 @@ come from the checkpoint, where the metrics of the epoch are a tree beside the s
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,13 +20,7 @@ from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import (
-    Callback,
-    Logs,
-    Trainer,
-    is_due,
-    scalars,
-)
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scalars
 from meshlayout.trainer.epochs import TrainerInput
 
 
@@ -38,10 +31,9 @@ _METRICS = "epoch_metrics"
 class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and at preemption.
 
-    A checkpoint holds the state and the position in the data. Its metadata has the
-    epoch, the epoch's values (`"logs"`) if it is over, and whatever else
-    `fit(resume=True)` needs, such as the history; the metrics of the epoch so far are a
-    tree of their own. `checkpointer.restore(like=state)` restores the state alone.
+    A checkpoint holds the state, the position in the data, and as metadata the epoch,
+    its values (`"logs"`) if it is over, and what else `fit(resume=True)` needs.
+    `checkpointer.restore(like=state)` restores the state alone.
 
     If the checkpointer has `every=`, too, a save happens when both are due. If it has
     `best=`, the end of every epoch is saved, due or not; one that was stopped and not
@@ -56,7 +48,7 @@ class Checkpoint(Callback):
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        if isinstance(checkpointer, type) or not hasattr(checkpointer, "save"):
+        if not isinstance(checkpointer, Checkpointer):
             msg = "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got"
             raise MeshLayoutError(f"{msg} {_checks.shown(checkpointer)}.")
         if every != "epoch":
@@ -77,15 +69,16 @@ class Checkpoint(Callback):
         if later:
             msg = (
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
-                f"steps of another run, up to {later[-1]}: resume=True would later "
-                "resume from there, not from this run. Give resume=True to resume from "
-                "there now, or save to another directory."
+                f"steps of another run, up to {later[-1]}. Give resume=True to resume "
+                "from there, or save to another directory."
             )
             raise CheckpointError(msg)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Saves if a multiple of `every` steps was reached."""
-        if self._every != "epoch" and is_due(trainer, int(self._every)):
+        every = 0 if self._every == "epoch" else int(self._every)
+        # With `steps_per_call`, the multiple need not be the call's last step.
+        if every and step // every > (step - trainer.steps_in_call) // every:
             self._save(trainer, metrics)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
@@ -119,25 +112,21 @@ class Checkpoint(Callback):
         if is_end and self._best is not None and trainer.stopped:
             # Stopped in its first epoch, without validation: no history has the name.
             measured.setdefault(self._best, math.nan)
-
-        def metadata() -> dict[str, Any]:
-            counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
-            notes = {
-                "place": place,
-                "is_end": is_end,
-                "stopped": trainer.stopped,
-                "batch_rows": source.size,
-                "position": {name: getattr(trainer.position, name) for name in counts},
-                "history": {"epochs": history.epochs, "values": history.to_dict()},
-            }
-            ends = {"logs": logs} if is_end else {}
-            return {"epoch": trainer.position.epoch, "resume": notes, **ends}
-
+        counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
+        notes = {
+            "place": place,
+            "is_end": is_end,
+            "stopped": trainer.stopped,
+            "batch_rows": source.size,
+            "position": {name: getattr(trainer.position, name) for name in counts},
+            "history": {"epochs": history.epochs, "values": history.to_dict()},
+        }
+        metadata = {"epoch": trainer.position.epoch, "resume": notes}
         if self.checkpointer.save(
             step,
             trainer.state,
             data=data,
-            metadata=metadata,
+            metadata={**metadata, **({"logs": logs} if is_end else {})},
             metrics=measured or None,
             force=force,
             _beside={_METRICS: metrics} if jax.tree.leaves(metrics) else None,
@@ -147,16 +136,18 @@ class Checkpoint(Callback):
     def resume(self, trainer: Trainer, source: TrainerInput) -> Metrics | None:
         """Restores a trainer from the newest intact checkpoint, if there is one.
 
-        Returns the metrics of the epoch so far; None if it is over. Raises
-        CheckpointError if the newest one cannot be resumed from, or all are damaged.
+        Returns the metrics of the epoch so far; None if it is over.
         """
         abstract: list[Any] = []  # the state and the metrics after a step
 
         def read(saved: SavedStep) -> tuple[SavedStep, Any, Metrics | None]:
-            notes = _notes(saved)
+            if "place" not in (saved.facts["metadata"] or {}).get("resume", {}):
+                msg = f"{saved.path} holds a state, but not its position in the data."
+                hint = "Restore it with Checkpointer.restore."
+                raise CheckpointError(f"{msg} {hint}")
             if not abstract:  # else an older checkpoint is tried
                 # Padded as before, so that the same program computes the same bits.
-                source.size = notes["batch_rows"]
+                source.size = saved.facts["metadata"]["resume"]["batch_rows"]
                 batch, count = source.first_batch(), trainer._steps.group_size
                 batches = batch if count == 1 else [batch] * count
                 result = trainer.train_step(trainer.state, batches, None)
@@ -165,20 +156,15 @@ class Checkpoint(Callback):
             # A metric without arrays is what the first step returned.
             if _METRICS in saved.facts["items"]:
                 metrics = saved.load(Request(like=metrics), _METRICS)
-            state = saved.load(Request(like=state))
-            return saved, state, None if notes["is_end"] else metrics
+            return saved, saved.load(Request(like=state)), metrics
 
         checkpointer = self.checkpointer
-        try:
-            newest = checkpointer.newest(lambda step: checkpointer.read(step, read))
-        except Exception as error:
-            if abstract:
-                error.add_note("The trainer's state is used up: make a new Trainer.")
-            raise
+        newest = checkpointer.newest(lambda step: checkpointer.read(step, read))
         if newest is None:
             return None
         saved, trainer.state, metrics = newest
-        notes, history, position = _notes(saved), trainer.history, trainer.position
+        notes = saved.facts["metadata"]["resume"]
+        history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
         history._restore(**notes["history"])
         trainer.position = replace(
@@ -188,27 +174,16 @@ class Checkpoint(Callback):
             step=saved.number,
             **notes["position"],
         )
-        if notes["is_end"]:
-            trainer.stopped = history.stopped = notes["stopped"]
-        return metrics
-
-
-def _notes(saved: SavedStep) -> Mapping[str, Any]:
-    """Returns the metadata to resume from."""
-    notes = (saved.facts["metadata"] or {}).get("resume", {})
-    if "place" not in notes:
-        msg = (
-            f"{saved.path} holds a state, but not its position in the data: it was "
-            "saved with Checkpointer.save. Restore it with Checkpointer.restore, or "
-            "resume from another directory."
-        )
-        raise CheckpointError(msg)
-    return notes
+        if not notes["is_end"]:
+            return metrics
+        trainer.stopped = history.stopped = notes["stopped"]
+        return None
 
 
 def _abstract(leaf: Leaf) -> Any:
+    # Only a leaf's type and layout are kept: its array may be large.
     if not isinstance(leaf, jax.Array):
         return leaf
-    weak = getattr(leaf, "weak_type", False)
-    kind = leaf.shape, leaf.dtype
-    return jax.ShapeDtypeStruct(*kind, sharding=leaf.sharding, weak_type=weak)
+    kind = jax.typeof(leaf)
+    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)

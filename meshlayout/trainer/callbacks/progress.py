@@ -88,14 +88,13 @@ class _Notebook:
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
-    Each epoch gets a line: its values, its duration in seconds, the remaining time, and
-    the examples per second without validation, as far as they fit the terminal.
-    Terminals and notebooks also show a bar while an epoch runs. The bar has the newest
-    values that the device has computed, and never waits for any.
+    Each epoch gets a line: its values, its duration, the remaining time, and the
+    examples per second without validation, as far as they fit the terminal. Terminals
+    and notebooks also show a bar while an epoch runs, with the newest values that the
+    device has computed; it never waits for any.
 
     Args:
-        console: A `rich` console; by default one on standard output, or the cell of a
-            notebook.
+        console: A `rich` console; by default standard output, or a notebook's cell.
     """
 
     @user_call
@@ -105,7 +104,7 @@ class Progress(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Chooses the display: a terminal, a notebook or a log."""
-        self._start_s = self._looked_s = time.perf_counter()
+        self._start_s = self._shown_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
         if jax.process_index() == 0:
             in_cell = self._console is None and is_notebook()
@@ -124,24 +123,20 @@ class Progress(Callback):
         """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
+        now_s = time.perf_counter()
         # At most one in flight: a slow device would fall behind further and further.
-        if not self._pending.pending and self._is_time_to_look():
+        if not self._pending.pending and now_s - self._shown_s >= _INTERVAL_S:
+            self._shown_s = now_s
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
             texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
-            rate = self._rate_text(position, time.perf_counter() - self._epoch_start_s)
+            rate = self._rate_text(position, now_s - self._epoch_start_s)
             self._show(position, "".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
-        self.on_validation_step_end(trainer, 0)
-
-    def on_validation_step_end(self, trainer: Trainer, step: int) -> None:
-        """Moves the bar, now and then."""
-        if (self._is_time_to_look() or not step) and trainer.validation is not None:
-            steps = step, trainer.validation.num_steps
-            self._show(trainer.position, validation=steps)
+        self._show(trainer.position, "  validating")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Writes the epoch's line."""
@@ -150,8 +145,8 @@ class Progress(Callback):
         position, width = trainer.position, self._display.width
         epoch_s = time.perf_counter() - self._epoch_start_s
         facts = [f"{epoch_s:.1f} s"]
-        num_left = 0 if trainer.stopped else position.last_epoch - epoch
-        if num_left:
+        num_left = position.last_epoch - epoch
+        if num_left and not trainer.stopped:
             fit_s = time.perf_counter() - self._start_s
             left_s = round(fit_s / (epoch - self._first_epoch + 1) * num_left)
             facts.append(f"{timedelta(seconds=left_s)} left")
@@ -163,8 +158,7 @@ class Progress(Callback):
         while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
         line = f"{line}  ({', '.join(facts)})" if facts else line
-        fits = len(line) <= width
-        self._display.add_line(line if fits else f"{line[: width - 1]}…")
+        self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
         if trainer.stopped:
             self._display.add_line(f"stopped: {trainer.stopped}")
 
@@ -174,27 +168,13 @@ class Progress(Callback):
             self._display.close()
         self._display = None
 
-    def _is_time_to_look(self) -> bool:
-        """Returns whether the bar is due for an update; then restarts its clock."""
-        now_s = time.perf_counter()
-        is_time = now_s - self._looked_s >= _INTERVAL_S
-        self._looked_s = now_s if is_time else self._looked_s
-        return is_time
-
-    def _show(
-        self,
-        position: TrainingPosition,
-        facts: str = "",
-        validation: tuple[int, int | None] | None = None,
-    ) -> None:
-        """Shows the steps of the epoch, or those of its validation."""
-        done, total = validation or (position.step_in_epoch, position.steps_per_epoch)
-        doing = "" if validation is None else "validating  "
+    def _show(self, position: TrainingPosition, facts: str = "") -> None:
+        """Shows the steps of the epoch."""
+        done, total = position.step_in_epoch, position.steps_per_epoch
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            self._display.show(
-                f"{_title(position)}  {doing}{count}{facts}", done, total
-            )
+            text = f"{_title(position)}  {count}{facts}"
+            self._display.show(text, done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before

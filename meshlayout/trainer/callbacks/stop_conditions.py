@@ -6,44 +6,22 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
-import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._tracebacks import user_call
-from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.callback import (
-    AsyncMetrics,
-    Callback,
-    Logs,
-    Trainer,
-    is_due,
-)
+from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
 
 
 _log = logging.getLogger("meshlayout")
 
 
-def _measured(where: str, name: str, values: Logs) -> float:
-    """Returns a value that a callback watches, which must be a single number."""
-    if name not in values:
-        names, near = ", ".join(map(repr, values)), did_you_mean(name, values)
-        msg = f"{where}: no value is named {name!r}, only {names}.{near}"
-        raise MeshLayoutError(msg)
-    if np.ndim(values[name]):
-        shown = _checks.shown(values[name])
-        msg = f"{where}: {name!r} is {shown}; monitor a value that is a single number."
-        raise MeshLayoutError(msg)
-    return float(values[name])
-
-
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
-    Use this with `validation_data`, so that training ends before it overfits. A run
-    that is resumed counts the epochs before its interruption, too.
+    A run that is resumed counts the epochs before its interruption, too.
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
@@ -51,9 +29,9 @@ class EarlyStopping(Callback):
             stops.
         min_delta: How much better than the best a value must be to count.
         mode: `"min"` or `"max"`: whether lower or higher values are better.
-        restore_best: Whether to restore the parameters of the best epoch at the end of
-            training, stopped or not, with the other arrays of the model and the moving
-            average. They are copied on the devices at each better epoch.
+        restore_best: Whether to restore the model's arrays, and their moving average,
+            of the best epoch at the end of training, stopped or not. They are copied
+            on the devices at each better epoch.
     """
 
     @user_call
@@ -83,18 +61,16 @@ class EarlyStopping(Callback):
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
-        _measured(type(self).__name__, self._monitor, logs)
-        best, self._best_epoch, bad_epochs = math.inf, 0, 0
-        epochs, values = trainer.history.epochs, trainer.history[self._monitor]
-        for number, value in [*zip(epochs, values, strict=True)][self._first :]:
-            bad_epochs += 1
+        best, self._best_epoch = math.inf, 0
+        for number, value in enumerate(trainer.history[self._monitor], 1):
+            score = value * self._sign
             # False for NaN, which thus counts as an epoch without improvement.
-            if value * self._sign < best - self._min_delta:
-                best, self._best_epoch, bad_epochs = value * self._sign, number, 0
-        if not bad_epochs and self._restore_best:
+            if number > self._first and score < best - self._min_delta:
+                best, self._best_epoch = score, number
+        if self._best_epoch == epoch and self._restore_best:
             # A copy, as the next step donates the state.
             self._weights = _map_states(_copied_weights, trainer.state)
-        if bad_epochs >= self._patience:
+        if epoch - max(self._best_epoch, self._first) >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
             never = "was not a number in any epoch"
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
@@ -105,9 +81,8 @@ class EarlyStopping(Callback):
             trainer.state = _map_states(_with_weights, trainer.state, self._weights)
         elif self._restore_best and self._best_epoch:
             _log.warning(
-                "EarlyStopping keeps the last parameters: those of epoch %d, the best "
-                "one, are not in the checkpoint that training resumed from. "
-                "Checkpointer(best=...) keeps them in a step of their own.",
+                "EarlyStopping keeps the last parameters: those of epoch %d, the best, "
+                "were not resumed. Checkpointer(best=...) keeps them.",
                 self._best_epoch,
             )
         self._weights = None
@@ -118,13 +93,10 @@ def _map_states(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
 
 
 def _copied_weights(part: PyTree) -> PyTree:
-    """Returns copies of what a model computes with; of any other leaf, a copy.
-
-    The optimizer's state and the step number say how far training is.
-    """
+    """Returns copies of what a model computes with; of any other leaf, a copy."""
     if isinstance(part, TrainState):
-        ema = {name: x for name, x in part.extra.items() if name == "ema"}
-        part = part.params, part.model_state, ema
+        # Not the optimizer's state and the step number, which say how far training is.
+        part = part.params, part.model_state, {"ema": part.extra.get("ema")}
     return jax.tree.map(lambda x: x.copy(), part)
 
 
@@ -132,7 +104,7 @@ def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
     if not isinstance(part, TrainState):
         return weights
     params, model_state, ema = weights
-    extra = {**part.extra, **ema}
+    extra = {**part.extra, **(ema if "ema" in part.extra else {})}
     return part.replace(params=params, model_state=model_state, extra=extra)
 
 
@@ -145,12 +117,10 @@ class StopOnNaN(Callback):
 
     Args:
         monitor: The name of the value.
-        every: Steps between two checks.
     """
 
     @user_call
-    def __init__(self, monitor: str = "loss", *, every: int = 1) -> None:
-        self._every = _checks.count("every", every, where="StopOnNaN")
+    def __init__(self, monitor: str = "loss") -> None:
         self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
@@ -159,18 +129,17 @@ class StopOnNaN(Callback):
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Checks the values that are ready."""
-        if is_due(trainer, self._every):
-            names = {self._monitor} & {*metrics}
-            watched = Metrics({name: metrics.metric(name) for name in names})
-            self._pending.add(trainer.position, watched)
+        names = {self._monitor} & {*metrics}
+        watched = Metrics({name: metrics.metric(name) for name in names})
+        self._pending.add(trainer.position, watched)
         for position, values in self._pending.read():
-            # Another name, or one with dims, is refused at the end of the epoch.
+            # Another name is refused at the end of the epoch.
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
-            value = _measured("StopOnNaN", self._monitor, logs)
+            value = trainer.history[self._monitor][-1]
             self._check(trainer, trainer.position.step, value)
 
     def _check(self, trainer: Trainer, step: int, value: float) -> None:
