@@ -59,8 +59,8 @@ class Shards:
         if parts > 1:
             note = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
             note += f", on {copies} devices each" * (copies > 1)
-        ids = f"Numbers in the blocks are ids of {self.layout.mesh.platform.upper()} devices."
-        return title, picture, f"{note}. {ids}"
+        devices = f"{self.layout.mesh.platform.upper()} devices"
+        return title, picture, f"{note}. Numbers in the blocks are ids of {devices}."
 
 
 def visualize(
