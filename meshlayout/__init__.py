@@ -17,30 +17,22 @@ _MODULES = (
     "trainer",
 )
 _NAMES = {
-    "arrays": (
-        *("check_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout"),
-        *("to_numpy", "unpack"),
-    ),
-    "checkpoint": ("Checkpointer",),
-    "cluster": ("initialize", "shutdown"),
-    "data": ("distribute_dataset",),
-    "devices": ("virtual_devices",),
-    "errors": ("MeshLayoutError",),
-    "layout": ("MATCH", "UNSHARDED", "Layout"),
-    "layout_map": ("LayoutMap", "Rule", "constrain"),
-    "mesh": ("Mesh", "create_mesh"),
-    "parallel": ("zero_rule",),
-    "pictures": ("visualize",),
-    "state": (
-        *("PrecisionPolicy", "TrainState", "create", "describe", "optimizer_by_path"),
-        "scope",
-    ),
-    "step": (
-        *("compile_step", "make_eval_step", "make_predict_step", "make_train_step"),
-    ),
-    "trainer": ("History", "Trainer", "callbacks"),
+    "arrays": "check_layout copy_to_mesh fetch_layout pack relayout to_numpy unpack",
+    "checkpoint": "Checkpointer",
+    "cluster": "initialize shutdown",
+    "data": "distribute_dataset",
+    "devices": "virtual_devices",
+    "errors": "MeshLayoutError",
+    "layout": "MATCH UNSHARDED Layout",
+    "layout_map": "LayoutMap Rule constrain",
+    "mesh": "Mesh create_mesh",
+    "parallel": "zero_rule",
+    "pictures": "visualize",
+    "state": "PrecisionPolicy TrainState create describe optimizer_by_path scope",
+    "step": "compile_step make_eval_step make_predict_step make_train_step",
+    "trainer": "History Trainer callbacks",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_MODULES, *_HOME])  # pyright: ignore[reportUnsupportedDunderAll]
 

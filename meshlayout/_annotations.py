@@ -1,7 +1,6 @@
 """Short names for the types in signatures.
 
-`Any` in a signature tells a reader nothing. If Python's types cannot express what is
-allowed (any pytree, for instance), these names do; otherwise the type itself is used.
+`Any` tells a reader nothing. These names do, where Python's types cannot.
 """
 
 from collections.abc import Mapping

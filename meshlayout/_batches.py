@@ -1,14 +1,10 @@
 """What a batch is: the mesh axes that shard it, its weights, its rows and its padding.
 
-A batch is any tree of arrays with one row per example. A short batch is padded to the
-static shape, and a weight of 0 marks the padding; so all code that makes, pads, splits
-or measures batches must agree on where the weights are and which rows are real. So
-data, step and trainer all ask here.
-
-Weights are found by a key: a mapping's key, a tuple's or list's index, or the name of
-a field. Arrays of weights that the library itself put into a batch are remembered by
-weak reference, so that a step which looks for its weights elsewhere can refuse the
-batch instead of counting padding as examples.
+A batch is any tree of arrays with one row per example. A short one is padded to the
+static shape, and a weight of 0 marks the padding. Weights are found by a key: that of a
+mapping, an index of a tuple or list, or the name of a field. Arrays of weights that the
+library itself put into a batch are remembered by weak reference, so that a step which
+looks for them elsewhere refuses the batch instead of counting padding as examples.
 """
 
 import copy
@@ -24,7 +20,7 @@ import numpy as np
 
 from meshlayout import _paths
 from meshlayout._annotations import Batch, Leaf
-from meshlayout.errors import LayoutError, StepError
+from meshlayout.errors import StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
@@ -60,11 +56,7 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
     elif layout.has_ellipsis:
         return layout.with_rank(rank)
     if len(specs) > rank:
-        msg = (
-            f"{layout!r} is for arrays of rank {len(specs)}, but this one has rank "
-            f"{rank}. Name fewer dims: those left out are unsharded."
-        )
-        raise LayoutError(msg)
+        layout.with_rank(rank)  # refuses
     return layout.with_specs([*specs, *[None] * (rank - len(specs))])
 
 
@@ -75,10 +67,7 @@ def num_row_shards(layout: Layout) -> int:
 
 
 def num_examples(batch: Batch) -> int:
-    """Returns the number of rows of a batch, including padding.
-
-    Scalars in the batch have no rows, and are ignored.
-    """
+    """Returns the number of rows of a batch, including padding; scalars have none."""
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
     if len(sizes) == 1:
         return sizes.pop()
@@ -141,12 +130,9 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
 
 
 def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
-    """Returns a copy of a batch with these weights, instead of any that it had.
+    """Returns a copy of a batch, of its type, with these weights or raises StepError.
 
-    A tuple or list may also end where they belong; the copy has the batch's type.
-
-    Raises:
-        StepError: If the batch has no place for weights.
+    A tuple or list may also end where they belong.
     """
     record: Any = batch
     is_record = dataclasses.is_dataclass(batch) or hasattr(batch, "_fields")
@@ -193,8 +179,7 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
 def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
     """Replaces NaN and infinity by 0 in rows of weight 0.
 
-    Such rows do not count in the loss, but the gradient through them is 0 times NaN,
-    which is NaN.
+    The gradient through them would be 0 times NaN, which is NaN.
     """
     if weights is None:
         return batch
@@ -225,10 +210,7 @@ def mark_weights(weights: jax.Array) -> None:
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
-    """Raises StepError if the weights that the library made are not at a key.
-
-    Padding would be trained on. For a correct batch it costs one lookup.
-    """
+    """Raises StepError if the weights that the library made are not at a key."""
     if not marked_weights or is_marked(get_weights(batch, key)):
         return
     if not any(map(is_marked, jax.tree.leaves(batch))):

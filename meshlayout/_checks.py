@@ -1,8 +1,7 @@
 """Checks of a user's arguments: one wording for each kind of mistake.
 
 A check returns the value in the type that the caller needs, or raises the caller's own
-error class with a sentence. The rules are the same everywhere: a bool is not a number,
-NaN is not a number, NumPy scalars are as good as Python's, and no string is parsed.
+error class. A bool and NaN are no numbers, NumPy scalars are, and no string is parsed.
 """
 
 import contextlib
@@ -39,10 +38,8 @@ def shown(value: Any) -> str:
     """Returns a value as messages show it: short, and never a full array or model.
 
     Example:
-        >>> shown("3"), shown(None), shown(2.5), shown(dict)
-        ("'3'", 'None', '2.5', 'the class dict')
-        >>> shown(np.zeros((2, 3)))
-        'an array of shape (2, 3)'
+        >>> shown("3"), shown(dict), shown(np.zeros((2, 3)))
+        ("'3'", 'the class dict', 'an array of shape (2, 3)')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -74,11 +71,8 @@ def count(
         with contextlib.suppress(TypeError):
             index = operator.index(value)
     if index is None or (at_least is not None and index < at_least):
-        kinds = {
-            None: "an integer",
-            0: "a non-negative integer",
-            1: "a positive integer",
-        }
+        kinds = {None: "an integer", 0: "a non-negative integer"}
+        kinds[1] = "a positive integer"
         what = kinds.get(at_least, f"an integer of at least {at_least}")
         raise _refusal(name, value, what, **context)
     return index
@@ -188,10 +182,7 @@ def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
 
 
 def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None:
-    """Refuses a lock text that is not the current one, and lists the differing lines.
-
-    `fact` says what is wrong if they differ.
-    """
+    """Refuses a lock text that is not the current one; `fact` says what differs."""
     if not isinstance(text, str):
         msg = f"check_lock takes the text of to_lock(), got {shown(text)}."
         raise _error(msg, **context)
@@ -206,10 +197,9 @@ def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None
 
 
 def real_array(name: str, value: Any, **context: Unpack[Context]) -> jax.Array:
-    """Returns losses, weights or other inputs as an array of real numbers or bools.
+    """Returns losses or weights as an array of real numbers or bools.
 
-    Integers on the host that do not fit into JAX's become floats: JAX would wrap them
-    around without an error.
+    Integers on the host that do not fit into JAX's become floats: JAX would wrap them.
     """
     array = None
     with contextlib.suppress(TypeError, ValueError, OverflowError):

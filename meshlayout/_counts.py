@@ -12,10 +12,8 @@ from collections.abc import Iterator
 class Counts:
     """What this process has begun.
 
-    Attributes:
-        steps: Calls of steps that all processes take part in, by the main thread.
-        others: What else all take part in: see `taking_part`.
-        meetings: Exchanges of some processes, each of which knows whom it waits for.
+    Steps are calls that all processes take part in, by the main thread; others, what
+    else all take part in; meetings, exchanges of some, each of whom knows the others.
     """
 
     __slots__ = ("meetings", "others", "steps")

@@ -1,9 +1,8 @@
 """Host arrays on their way to devices: one entry point for whatever a user passes in.
 
 NumPy has arrays that JAX lacks: in the other byte order (as in IDX, FITS and HDF5
-files), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them, but
-the fast ways to place an array shard by shard read its raw memory: bytes came out
-swapped, and masks were lost. So all code that places host arrays calls these functions.
+files), with a mask, of 64 bits, of objects. The fast ways to place an array shard by
+shard read its raw memory: bytes came out swapped, and masks were lost.
 """
 
 from typing import Any
@@ -24,8 +23,7 @@ def plain_array(
 ) -> np.ndarray[Any, Any]:
     """Returns a value as a NumPy array in this machine's byte order, without a mask.
 
-    Nothing is copied if it is one already. Any dtype is allowed, even strings; see
-    `host_array` for values that go to a device.
+    Nothing is copied if it is one already. Any dtype is allowed, even strings.
     """
     nodes = jax.tree.leaves(value, is_leaf=lambda x: not isinstance(x, (list, tuple)))
     if any(isinstance(node, np.ma.MaskedArray) for node in nodes):
@@ -48,9 +46,7 @@ def plain_array(
 def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     """Returns a value as a NumPy array that a device can hold with the same values.
 
-    Use this before `jax.device_put`, `jax.make_array_from_callback` and their like.
-    Floats of 64 bits become 32 bits on the device, as everywhere in JAX; integers that
-    do not fit into 32 bits are refused.
+    Integers that do not fit into 32 bits are refused; floats become them, as in JAX.
     """
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -36,11 +36,7 @@ from meshlayout._patches import SharedPatches
 from meshlayout.errors import ClusterError
 
 
-if TYPE_CHECKING:
-    # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
-    Device: TypeAlias = Any
-else:
-    Device = jax.Device
+Device: TypeAlias = Any  # to a type checker, `jax.Device` is a variable
 
 # A context for any hashable value, in which JAX traces compiled functions anew.
 trace_phase: Any = jax.make_user_context()
@@ -54,18 +50,13 @@ def current_trace() -> Any:
 def in_trace(trace: Any) -> AbstractContextManager[Any]:
     """Returns a context whose operations are recorded in a trace around this one.
 
-    A Variable may be met inside of a scan; its value has to be one of the whole
-    function. Without it, all of tests/test_distribute.py fails.
+    A Variable met in a scan needs a value of the whole function: test_distribute.py.
     """
     return jax_core.set_current_trace(trace)
 
 
 def is_mapped(x: Any, axis_name: str) -> bool:
-    """Returns whether a value differs along an axis of `jax.vmap`, by JAX's own rules.
-
-    The public way, `out_axes=None` and an error, is no answer while a trace goes on.
-    tests/test_distribute.py notices.
-    """
+    """Returns whether a value differs along an axis of `jax.vmap`, as JAX sees it."""
     while isinstance(x, batching.BatchTracer):
         if x._trace.axis_data.name == axis_name:
             return True
@@ -89,11 +80,6 @@ def is_transposing() -> bool:
     within its function notices.
     """
     return "transpose" in str(source_info_util.current_name_stack())
-
-
-def is_unreduced(spec: PartitionSpec) -> bool:
-    """Returns whether a spec has axes that hold partial sums."""
-    return bool(getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()))
 
 
 def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
@@ -126,10 +112,7 @@ def is_array_dtype(dtype: DType) -> bool:
 
 
 def itemsize(dtype: DType) -> int:
-    """Returns the bytes of one element on a device; for PRNG keys, of a key's words.
-
-    Without `jax_enable_x64`, a dtype of 64 bits takes 32.
-    """
+    """Returns the bytes of one element on a device; for PRNG keys, of a key's words."""
     if is_extended(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(words.shape) * np.dtype(words.dtype).itemsize
@@ -218,9 +201,8 @@ def device_grid(
 ) -> np.ndarray[Any, Any]:
     """Returns devices in the order that suits their networks, one dim per axis.
 
-    As `jax.make_mesh`, which refuses several slices and takes no slow axes: `sizes` are
-    those inside of a slice or process, `slow_sizes` how many of them each axis crosses.
-    JAX raises NotImplementedError, ValueError or AssertionError if it finds no order.
+    `sizes` are those inside of a slice or process, `slow_sizes` how many of them each
+    axis crosses. Where JAX finds no order, its errors are of several classes.
     """
     # make_mesh also splits the axes of the torus on these chips alone.
     is_v5e = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
@@ -232,20 +214,12 @@ def device_grid(
 
 
 def no_mesh() -> AbstractContextManager[None]:
-    """Returns a context in which no mesh is set, so that only the arrays count.
-
-    Under `jax.set_mesh` of another mesh, or of the same one with Explicit axes, JAX
-    would refuse the operands of programs that the library compiles for itself.
-    """
+    """Returns a context in which no mesh is set: JAX would refuse arrays on others."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def without_set_mesh() -> AbstractContextManager[Any]:
-    """Returns a context in which `jax.set_mesh` has no effect; not for use inside jit.
-
-    `no_mesh` removes only the axes; this also removes the devices, as JAX refuses
-    arrays on other devices than those of the mesh that is set.
-    """
+    """As `no_mesh`, but for arrays on other devices, too; not for use inside jit."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
@@ -254,9 +228,8 @@ def apply_operation(
 ) -> list[Any]:
     """Runs one operation of a jaxpr in the context that it was traced in.
 
-    But without its mesh: the operands have layouts, perhaps on another one, and JAX
-    would refuse them. If JAX binds operations in another way, tests/test_create.py
-    notices.
+    But without its mesh: the operands have layouts, perhaps on another one. If JAX
+    binds operations in another way, tests/test_create.py notices.
     """
     bound = primitive.get_bind_params(params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -322,9 +295,7 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
 def concrete_value(x: Leaf) -> Any:
     """Returns the array behind a traced value if there is one, as in eager grad.
 
-    With it, `Layout.of` and `relayout` work on values that are being differentiated,
-    for which JAX has no public API. The tests of gradients through relayout in
-    tests/test_arrays.py notice.
+    The tests of gradients through relayout in tests/test_arrays.py notice.
     """
     if not isinstance(x, jax.core.Tracer):
         return x
@@ -340,9 +311,8 @@ def is_manual(x: Leaf) -> bool:
 def is_staged(x: Leaf) -> bool:
     """Returns whether an operation on a value is recorded instead of run, as in jit.
 
-    A value under vmap counts as recorded: its dims are not those of the array. JAX's
-    public trace state does not distinguish jit from eager grad, in which arrays can be
-    placed. tests/test_arrays.py notices.
+    A value under vmap counts as recorded: its dims are not those of the array. Under
+    eager grad, arrays can be placed. tests/test_arrays.py notices.
     """
     if isinstance(x, jax.core.Tracer):
         return isinstance(concrete_value(x), jax.core.Tracer)
@@ -357,10 +327,8 @@ def is_staged(x: Leaf) -> bool:
 def is_tracing() -> bool:
     """Returns whether this runs inside jit, grad, vmap or another transformation.
 
-    For functions that need values, which refuse with a sentence. JAX's public trace
-    state can only be compared with that of another moment. If JAX renames its traces,
-    calls outside jit are refused, too, and nearly all of tests/test_checkpoint.py
-    fails.
+    If JAX renames its traces, calls outside jit are refused, too, and nearly all of
+    tests/test_checkpoint.py fails.
     """
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
@@ -394,12 +362,6 @@ def is_explicit(sharding: object) -> bool:
 def _has_axes(sharding: object, kind: AxisType) -> bool:
     """Returns whether a sharding, if it is one, has axes of this type."""
     return kind in getattr(getattr(sharding, "mesh", None), "axis_types", ())
-
-
-def with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Returns a mesh with Auto axes only, on the same devices."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def in_device_memory(x: Leaf) -> Leaf:
@@ -471,11 +433,7 @@ def manual_axis_sizes() -> dict[str, int]:
 
 
 def key_impl(dtype: DType) -> str:
-    """Returns the name of the generator of a dtype of PRNG keys.
-
-    The public `jax.random.key_impl` takes keys, and here there may be none.
-    tests/test_checkpoint.py notices.
-    """
+    """Returns the name of the generator of a dtype of PRNG keys."""
     return str(dtype._impl.name)
 
 
@@ -487,11 +445,7 @@ def x64_mode(*, enabled: bool) -> Any:
 
 
 def coordination_client() -> Any:
-    """Returns the client of `jax.distributed`'s coordination service, or None.
-
-    Its key-value store carries short texts between processes without a collective, and
-    so from background threads, too. tests/test_data_processes.py notices.
-    """
+    """Returns the client of `jax.distributed`'s coordination service, or None."""
     return distributed.global_state.client
 
 
@@ -525,8 +479,7 @@ def is_starting_devices() -> bool:
 def launcher_devices() -> int | None:
     """Returns how many CPU devices the launcher gave to this process; None if none.
 
-    `MESHLAYOUT_LAUNCHER` is the launcher's process id. What a launched process starts
-    inherits the variables, and is not one of the launcher's processes.
+    What a launched process starts inherits the variables, but not its parent's id.
     """
     is_launched = os.environ.get("MESHLAYOUT_LAUNCHER") == str(os.getppid())
     text = os.environ.get("JAX_NUM_CPU_DEVICES", "")
@@ -534,10 +487,7 @@ def launcher_devices() -> int | None:
 
 
 def check_joined(where: str) -> None:
-    """Refuses devices to a launched process that has not joined the others.
-
-    It would train alone, and so would each of the others.
-    """
+    """Refuses devices to a launched process that has not joined the others."""
     if os.environ.get("MESHLAYOUT_LAUNCHER") != str(os.getppid()):
         return
     index, count = (os.environ.get(f"JAX_{x}") for x in ("PROCESS_ID", "NUM_PROCESSES"))
@@ -562,10 +512,8 @@ def detect_cluster(
 ) -> tuple[str, str | None, int | None, int | None, Any] | None:
     """Returns this process's place in a cluster as JAX detects it; None outside one.
 
-    JAX's public way to ask is `jax.distributed.initialize`, which starts at once, and
-    says neither what it found nor where. tests/test_cluster_settings.py notices.
-    What is known already is given. The answer is the name of the scheduler, the three,
-    and the ids of the devices of this process or None.
+    That is the name of the scheduler, the three, with what is given filled in, and the
+    ids of the devices of this process or None. tests/test_cluster_settings.py notices.
     """
     types = clusters.ClusterEnv._cluster_types
     for kind in [kind for kind in types if not kind.opt_in_only_method]:
@@ -581,15 +529,7 @@ def detect_cluster(
     return None
 
 
-def start_processes(
-    *,
-    coordinator_address: str,
-    num_processes: int,
-    process_id: int,
-    local_device_ids: tuple[int, ...] | None,
-    coordinator_bind_address: str,
-    heartbeat_timeout_s: float,
-) -> None:
+def start_processes(*, heartbeat_timeout_s: float, **places: Any) -> None:
     """Starts JAX's coordination service and connects to it, all processes together.
 
     A process that is lost does not abort the others: `cluster.watch` ends them. All are
@@ -598,22 +538,15 @@ def start_processes(
     jax.config.update("jax_enable_recoverability", True)  # noqa: FBT003
     jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
     jax.distributed.initialize(
-        coordinator_address,
-        num_processes,
-        process_id,
-        local_device_ids=local_device_ids,
+        **places,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=coordinator_bind_address,
         initialization_timeout=60,
         heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s),
     )
 
 
 def restrict_devices(ids: tuple[int, ...]) -> None:
-    """Restricts a single process to some GPUs, as `start_processes` does for several.
-
-    The options have no effect where there are no GPUs, nor once JAX has started them.
-    """
+    """Restricts a single process to some GPUs, if JAX has not started them yet."""
     for kind in ("cuda", "rocm"):
         jax.config.update(f"jax_{kind}_visible_devices", ",".join(map(str, ids)))
 
@@ -621,12 +554,10 @@ def restrict_devices(ids: tuple[int, ...]) -> None:
 def shard_placer(
     shape: tuple[int, ...], dtype: DType, sharding: Any
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
-    """Returns a function that makes a global array of shards on the host.
+    """Returns a function that makes a global array of one shard per device, in order.
 
-    It takes one shard per device of this process, in the order of
-    `sharding.addressable_devices_indices_map(shape)`. Every batch passes here, and this
-    takes 0.6 of the time of `jax.make_array_from_callback` on 8 devices.
-    tests/test_data_batches.py notices.
+    Every batch passes here, and `jax.make_array_from_callback` takes twice as long on 8
+    devices. tests/test_data_batches.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)
@@ -644,8 +575,5 @@ def reached_preemption_sync_point(turn: int) -> bool:
 
 
 def has_preemption_service() -> bool:
-    """Returns whether `jax.distributed` watches for SIGTERM in this process.
-
-    If it does not, JAX's sync point raises. tests/test_preemption.py notices.
-    """
+    """Returns whether `jax.distributed` watches for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None

@@ -9,10 +9,7 @@ from meshlayout.errors import MeshLayoutError
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports a module of an optional package, which an extra of this library installs.
 
-    `purpose` says what needs the package, as the beginning of a sentence.
-
-    Raises:
-        MeshLayoutError: If the package is not installed; says how to install it.
+    `purpose` begins the sentence that is raised where it is not installed.
     """
     try:
         return importlib.import_module(module)

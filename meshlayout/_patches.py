@@ -1,8 +1,7 @@
 """Attributes of other libraries, replaced only while anyone needs it.
 
-Some libraries have no hook where we need one (see the uses of `SharedPatches`). A patch
-for the whole life of the process would change programs that never asked for it, and one
-per thread is not possible: so patches are counted, and the last user undoes them.
+A patch for the whole life of the process would change programs that never asked for it,
+and one per thread is not possible: patches are counted, and the last user undoes them.
 """
 
 import contextlib
@@ -27,11 +26,9 @@ _undo: dict[Patch, Callable[[], None]] = {}
 class SharedPatches(contextlib.AbstractContextManager[None]):
     """Attributes that are replaced while any thread is inside, and restored after.
 
-    The first to enter patches; the last to leave restores the original, or deletes the
-    attribute if it was inherited. Equal patches are shared, even between objects of
-    this class. An attribute that someone else has replaced in the meantime is left
-    alone. Other threads call the replacement, too: it must find out, for instance from
-    a ContextVar, whether it is meant.
+    Equal patches are shared, also between objects of this class. An attribute that
+    someone else has replaced in the meantime is left alone. Other threads call the
+    replacement, too: it must find out, as from a ContextVar, whether it is meant.
     """
 
     def __init__(self, *patches: Patch) -> None:

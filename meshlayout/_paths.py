@@ -32,8 +32,7 @@ class Leaf(NamedTuple):
 class Flat:
     """A flattened tree: its leaves in JAX's order, and how to build one from others.
 
-    What `unflatten` builds has the contents of Flax variables and boxes in their place,
-    so that it is a pytree prefix of the original.
+    That has the contents of Flax variables and boxes in their place: it is a prefix.
     """
 
     leaves: list[Leaf]
@@ -41,16 +40,10 @@ class Flat:
 
 
 def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
-    """Flattens a tree into named leaves.
+    """Flattens any pytree into named leaves, or raises MeshLayoutError.
 
-    Args:
-        tree: An NNX module or anything that holds modules, an NNX state, Linen
-            variables, an Optax state, or any other pytree. A module becomes its
-            `nnx.State`, in which a shared variable occurs once.
-        whole: Whether paths keep a `params` at the root.
-
-    Raises:
-        MeshLayoutError: If two leaves have the same path.
+    A module becomes its `nnx.State`, in which a shared variable occurs once. If
+    `whole`, paths keep a `params` at the root.
     """
     if holds_modules(tree):
         tree = nnx.state(tree)

@@ -1,8 +1,8 @@
 """What users see of an error: their own frames, and the sentence.
 
-A loss function is called through some thirty frames of this library and JAX, in which a
-user's two lines are hard to find. So the public calls that run a user's functions cut
-them out, as JAX does with its own; `MESHLAYOUT_TRACEBACK=full` shows all.
+A loss function is called through some thirty frames of this library and JAX. So the
+public calls that run a user's functions cut them out, as JAX does with its own;
+`MESHLAYOUT_TRACEBACK=full` shows all.
 """
 
 import contextlib

@@ -16,11 +16,10 @@ _log = logging.getLogger(__name__)
 def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes.
 
-    Use this on laptops and in notebooks. Call it first, before anything accesses JAX's
-    devices; calling it again with the same number is fine. On a machine with TPUs or
-    GPUs it changes nothing and warns. A program of several processes calls
-    `ml.initialize` before it, and `n` counts the devices of each process. Where
-    `meshlayout.launch --devices-per-process` was given, that number is used instead.
+    Call it first, before anything accesses JAX's devices; again with the same number is
+    fine. On a machine with TPUs or GPUs it changes nothing and warns. A program of
+    several processes calls `ml.initialize` before it. Where `meshlayout.launch
+    --devices-per-process` was given, that number is used instead.
 
     Args:
         n: The number of CPU devices of this process.
@@ -31,8 +30,6 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     Raises:
         MeshError: If `n` is not a positive integer, or JAX already runs with another
             number of CPU devices.
-        ClusterError: If `meshlayout.launch` started this process among others, and it
-            has not called `initialize`.
 
     Example:
         >>> len(virtual_devices(8))

@@ -81,9 +81,8 @@ class Misfit(NamedTuple):
 class Layout:
     """How the dims of one array are sharded over the axes of a mesh.
 
-    Use this wherever you would write a `NamedSharding`. It is one with a rank, so that
-    shapes can be checked before there is an array, and an immutable value: two layouts
-    that mean the same are equal and have the same hash.
+    Use this wherever you would write a `NamedSharding`. It is one with a rank, and an
+    immutable value: two layouts that mean the same are equal and have the same hash.
 
     Args:
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
@@ -152,11 +151,7 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        """The number of dims.
-
-        Raises:
-            LayoutError: If `...` leaves it open; see `with_rank`.
-        """
+        """The number of dims, or a LayoutError if `...` leaves it open."""
         if self.has_ellipsis:
             msg = f"{self!r} has `...` and so no rank yet; use layout.with_rank(n)."
             raise LayoutError(msg)
@@ -164,12 +159,7 @@ class Layout:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The `PartitionSpec`.
-
-        Raises:
-            LayoutError: If `...` is not the last entry, or an entry is MATCH: a
-                `PartitionSpec` cannot express these; see `with_rank` and `relayout`.
-        """
+        """The `PartitionSpec`, which cannot express MATCH, nor `...` before the end."""
         specs = self._known()
         if ... in specs[:-1]:
             msg = (
@@ -190,9 +180,8 @@ class Layout:
         """Returns the layout of an array, an abstract array or a sharding.
 
         Args:
-            value: A `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, a value
-                inside jit on a mesh with Explicit axes, a `NamedSharding`, or a
-                sharding on a single device (which becomes a mesh of one device).
+            value: The array, which may be one inside jit on a mesh with Explicit axes;
+                or a sharding. A single device becomes a mesh of one.
             rank: Dims of the array, if `value` is a sharding, which has no rank.
 
         Raises:
@@ -225,10 +214,7 @@ class Layout:
             # In a trace: the devices are known only if the program set the mesh.
             mesh = _jax.concrete_mesh()
             if mesh is None or mesh.abstract_mesh != sharding.mesh:
-                msg = (
-                    f"the sharding {sharding} is on an abstract mesh, which has no "
-                    "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
-                )
+                msg = f"{sharding} has no devices: set its mesh with jax.set_mesh."
                 raise LayoutError(msg)
         specs = [*sharding.spec]
         # JAX leaves trailing unsharded dims out.
@@ -236,16 +222,7 @@ class Layout:
         return cls(specs, mesh, memory_kind=sharding.memory_kind)
 
     def with_rank(self, rank: int) -> "Layout":
-        """Returns this layout for arrays of `rank` dims, with `...` filled in.
-
-        Raises:
-            LayoutError: If the number of entries does not fit.
-
-        Example:
-            >>> mesh = create_mesh({"batch": 2, "model": 4})
-            >>> Layout([..., "model"], mesh).with_rank(3)
-            Layout([unsharded, unsharded, model], Mesh(batch=2, model=4))
-        """
+        """Fills in `...` for arrays of `rank` dims, or raises LayoutError."""
         is_open = self.has_ellipsis
         missing = rank - len(self.specs) + is_open
         if missing < 0 or (missing and not is_open):
@@ -270,11 +247,7 @@ class Layout:
     # Arithmetic on shapes.
 
     def misfits(self, global_shape: Sequence[int]) -> list[Misfit]:
-        """Returns the dims of a shape that do not divide into their shards.
-
-        Raises:
-            LayoutError: If the rank differs.
-        """
+        """Returns the dims of a shape that do not divide into their shards."""
         return [
             Misfit(dim, size, shards, axes_of(entry))
             for dim, (size, shards, entry) in enumerate(self._dims(global_shape))
@@ -448,14 +421,12 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     """Returns the canonical entries of what a user wrote, or raises LayoutError."""
     # A string is a sequence of strings: "batch" would be five axes.
     if not isinstance(specs, (list, tuple, PartitionSpec)):
-        hint = f" Write [{specs!r}]." * isinstance(specs, str)
-        hint = hint or " Use Layout.of(sharding)." * isinstance(specs, NamedSharding)
         msg = (
             "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"got {_checks.shown(specs)}.{hint}"
+            f"got {_checks.shown(specs)}."
         )
         raise LayoutError(msg)
-    if isinstance(specs, PartitionSpec) and _jax.is_unreduced(specs):
+    if any(getattr(specs, kind, ()) for kind in ("unreduced", "reduced")):
         msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
         raise LayoutError(msg)
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
@@ -472,11 +443,9 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
     if is_sequence and all(isinstance(axis, str) for axis in entry):
         # The canonical form, for which layouts that mean the same are equal.
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    is_open = entry is PartitionSpec.UNCONSTRAINED
-    text = "UNCONSTRAINED" if is_open else _checks.shown(entry)
     msg = (
-        f"entry {dim} is {text}; an entry must be a mesh axis name, a tuple of names, "
-        "UNSHARDED (None), MATCH or `...`."
+        f"entry {dim} is {_checks.shown(entry)}; an entry must be a mesh axis name, a "
+        "tuple of names, UNSHARDED (None), MATCH or `...`."
     )
     raise LayoutError(msg)
 

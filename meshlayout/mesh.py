@@ -1,9 +1,5 @@
 """A named grid of devices: `Mesh`, and `create_mesh`, which makes one.
 
-`Mesh` wraps a `jax.sharding.Mesh` and adds what JAX leaves to the user: names that are
-checked, arithmetic on axes, errors that name the axis and the sizes that fit, a text
-that reads back exactly, and a picture.
-
 Where devices are connected by networks of different speed, their order decides how fast
 a program runs, and nothing else shows it. JAX's helpers know the networks of TPUs; what
 is added here is by which axes the slow network is crossed. `jax.make_mesh` refuses
@@ -46,9 +42,8 @@ _UNITS = {"slice_index": "slices", "process_index": "processes"}
 class Mesh:
     """A named grid of devices.
 
-    An immutable value around a `jax.sharding.Mesh`. Two meshes are equal if they have
-    the same devices in the same places, the same axis names and the same axis types. A
-    JAX mesh is not equal to the `Mesh` around it. Use `create_mesh` to make one.
+    An immutable value around a `jax.sharding.Mesh`, equal to others with the same
+    devices in the same places, axis names and axis types. Use `create_mesh` to make it.
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
@@ -58,8 +53,7 @@ class Mesh:
         shape: The size of each axis by name, in order; read-only.
 
     Raises:
-        MeshError: If `mesh` is neither, has no devices, or an axis name is not a plain
-            string.
+        MeshError: If it is neither, has no devices, or an axis name is not plain.
 
     Example:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -114,19 +108,9 @@ class Mesh:
         return self.jax_mesh.devices
 
     @property
-    def device_kind(self) -> str:
-        """The kind of the devices, such as `"TPU v5 lite"` or `"cpu"`."""
-        return self.devices.flat[0].device_kind
-
-    @property
     def platform(self) -> str:
         """The platform of the devices: `"cpu"`, `"gpu"` or `"tpu"`."""
         return self.devices.flat[0].platform
-
-    @property
-    def process_axes(self) -> tuple[str, ...]:
-        """The axes along which devices belong to different processes."""
-        return _axes_across(self.jax_mesh, "process_index")[0]
 
     @property
     def local_devices(self) -> list[_jax.Device]:
@@ -138,9 +122,6 @@ class Mesh:
 
     def axis_size(self, axis: str | Sequence[str]) -> int:
         """Returns the number of devices along one axis, or along several together.
-
-        Raises:
-            MeshError: If the mesh has no such axis.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -156,14 +137,7 @@ class Mesh:
         return math.prod(self.shape[name] for name in names)
 
     def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
-        """Returns the coordinates of a device, one per axis.
-
-        Args:
-            device: A device of the mesh, or its index in the flattened mesh.
-
-        Raises:
-            MeshError: If the mesh has no such device.
-        """
+        """Returns the coordinates of a device, given as such or by its index."""
         # By identity: a device of another backend may have the same id.
         indices = [i for i, held in enumerate(self.devices.flat) if held is device]
         if isinstance(device, (int, np.integer)) and 0 <= device < self.size:
@@ -177,12 +151,7 @@ class Mesh:
         return tuple(map(int, np.unravel_index(indices[0], self.devices.shape)))
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
-        """Returns `Layout(specs, self)`: the short form, one argument per dim.
-
-        Example:
-            >>> create_mesh({"batch": 8}).layout("batch", None)
-            Layout([batch, unsharded], Mesh(batch=8))
-        """
+        """Returns `Layout(specs, self)`: the short form, one argument per dim."""
         # Through the package: the module of layouts is above this one.
         return meshlayout.Layout(specs, self, memory_kind=memory_kind)
 
@@ -307,7 +276,7 @@ def create_mesh(
 
     With `dcn`, the named axes cross the slow network (the data center's), and every
     other axis stays inside one slice, or inside one process where all devices are in
-    one slice. With one process it has no effect, so the program runs on a laptop, too.
+    one slice. With one process it has no effect.
 
     Args:
         axes: Sizes by name, a list of (name, size), or text such as
@@ -322,17 +291,12 @@ def create_mesh(
         **axis_sizes: The axes as keywords, instead of `axes`.
 
     Raises:
-        MeshError: If names or sizes are malformed, their product is not the number of
-            devices, the axes of `dcn` cannot be divided among slices or processes, or
-            the devices are unknown.
-        ClusterError: If `meshlayout.launch` started this process among others, and it
-            has not called `initialize`.
+        MeshError: If names or sizes are malformed or do not make the devices, the axes
+            of `dcn` cannot be divided among slices, or a device is unknown.
 
     Example:
         >>> create_mesh({"batch": 2, "model": -1})
         Mesh(batch=2, model=4)
-        >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
-        Mesh(batch=2, model=2)
         >>> create_mesh({"replica": 2, "fsdp": 4}, dcn="replica")  # here, one process
         Mesh(replica=2, fsdp=4)
     """
@@ -402,10 +366,7 @@ def _fill_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def _fitting_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns a shape of `count` devices that keeps as many of the sizes as fit.
-
-    The first axis takes the rest: it is usually the batch.
-    """
+    """Returns a shape of `count` devices; the first axis, the batch, takes the rest."""
     first, *others = asked
     fitting: dict[str, int] = {}
     for name in reversed(others):

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout, as_layout, entry_text
+from meshlayout.layout import Layout, entry_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,15 +22,13 @@ class Shards:
     Attributes:
         shape: Shape of the whole array.
         dtype: Its dtype, if known.
-        layout: Its layout, if its sharding has axis names.
-        platform: The platform of the devices, such as `"cpu"`.
+        layout: Its layout.
         held: The id of each device, and the start and stop of its part in every dim.
     """
 
     shape: tuple[int, ...]
     dtype: DType
-    layout: Layout | None
-    platform: str
+    layout: Layout
     held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     def __repr__(self) -> str:
@@ -43,15 +41,13 @@ class Shards:
 
     def _parts(self) -> tuple[str, _render.Picture, str]:
         """Returns a title, the picture, and a line on how many shards there are."""
-        specs = self.layout.specs if self.layout else [None] * len(self.shape)
-        axes = [entry_text(entry) if entry else "" for entry in specs]
+        axes = [entry_text(entry) if entry else "" for entry in self.layout.specs]
         picture = _render.shards_picture(self.shape, axes, self.held)
         dims = zip(self.shape, [f"@{text}" * bool(text) for text in axes], strict=True)
         dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
         title = f"{dtype}[{', '.join(f'{size}{text}' for size, text in dims)}]"
-        if self.layout:
-            kind = self.layout.memory_kind
-            title += f" on {self.layout.mesh!r}" + f" in {kind}" * bool(kind)
+        kind = self.layout.memory_kind
+        title += f" on {self.layout.mesh!r}" + f" in {kind}" * bool(kind)
         shape = tuple(stop - start for start, stop in self.held[0][1])
         parts = len({part for _, part in self.held})
         copies, size = len(self.held) // parts, ""
@@ -63,8 +59,8 @@ class Shards:
         if parts > 1:
             note = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
             note += f", on {copies} devices each" * (copies > 1)
-        ids = f"Numbers in the blocks are ids of {self.platform.upper()} devices."
-        return title, picture, f"{note}. {ids}"
+        devices = f"{self.layout.mesh.platform.upper()} devices"
+        return title, picture, f"{note}. Numbers in the blocks are ids of {devices}."
 
 
 def visualize(
@@ -98,7 +94,7 @@ def visualize(
         CPU devices.
     """
     array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
-    dtype = layout = None
+    dtype = None
     if not isinstance(array, (Layout, Sharding)):
         # Not `array.sharding`, for which traced values raise.
         sharding = _jax.sharding_of(array)
@@ -110,14 +106,11 @@ def visualize(
     if shape is None:
         msg = "a layout alone has no size to draw: give the shape of the array, shape="
         raise LayoutError(f"{msg}(8, 8).")
-    if isinstance(array, (Layout, NamedSharding)):
-        layout = as_layout(array, len(shape))
-        layout.shard_shape(shape)  # says better than JAX what does not divide
-        array = layout.sharding
     shape = tuple(shape)
+    layout = Layout.of(array, len(shape))
+    layout.check(shape)  # says better than JAX what does not divide
     held: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-    for device, index in array.devices_indices_map(shape).items():
+    for device, index in layout.sharding.devices_indices_map(shape).items():
         part = (s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         held.append((int(device.id), tuple(part)))
-    [platform] = {device.platform for device in array.device_set}
-    return Shards(shape, dtype, layout, platform, tuple(held))
+    return Shards(shape, dtype, layout, tuple(held))

@@ -33,7 +33,7 @@ def run_on_shards(
     inner = jaxpr.jaxpr
     # On Explicit axes, operations need shardings as parameters, which a trace without a
     # mesh does not have.
-    mesh = Mesh(_jax.with_auto_axes(mesh.jax_mesh))
+    mesh = Mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names))
     whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     plan, schedule = _plan(inner, targets, mesh)
     values: dict[Any, jax.Array] = {}
