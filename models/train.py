@@ -213,7 +213,7 @@ def print_layouts(setting: Setting, states: dict[str, ml.TrainState]) -> None:
         whole = setting.layouts[name].explain(state)
         print(
             f"With Adam's state {whole.bytes_per_device / 1024:.1f} KiB; replicated it "
-            f"would be {whole.replicated_bytes / 1024:.1f} KiB.\n"
+            f"would be {whole.nbytes / 1024:.1f} KiB.\n"
         )
         specs = [tuple(leaf.layout.spec) for leaf in whole.resolutions]
         used.update(jax.tree.leaves(specs))

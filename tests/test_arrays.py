@@ -461,8 +461,9 @@ BAD = {
     ),
     "the layout of a NumPy array": (
         lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
-        "w f32[2]: an array of shape (2,) is on no mesh. Place it with relayout(x, "
-        "layout).",
+        "w f32[2]: ndarray has no layout: it has no NamedSharding. Place the array with "
+        "relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit "
+        "axes.",
     ),
     "another layout than expected": (
         lambda: ma.check_layout(

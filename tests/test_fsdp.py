@@ -165,7 +165,7 @@ def test_a_map_prints_compares_copies_and_pickles():
         "LayoutMap(Mesh(replica=2, fsdp=4), {}, "
         "default=FsdpRule(axes=('fsdp',), min_bytes=64))"
     )
-    for again in (layouts.copy(), copy.deepcopy(layouts), pickle.dumps(layouts)):
+    for again in (layouts | {}, copy.deepcopy(layouts), pickle.dumps(layouts)):
         again = pickle.loads(again) if isinstance(again, bytes) else again
         assert again == layouts
     assert layouts != ml.parallel.fsdp(HYBRID)

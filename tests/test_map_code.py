@@ -262,4 +262,4 @@ def test_a_rule_says_why_in_the_resolution_and_once_in_the_report():
     assert {leaf.note for leaf in layouts.resolve(tree).resolutions} == {note}
     assert layouts.explain(tree).notes == [f"note: layers/0/query and 2 more: {note}"]
     assert layouts["query"] == ml.Rule(ml.Layout([None, "model"], MESH), note=note)
-    assert layouts.copy() == layouts
+    assert layouts | {} == layouts

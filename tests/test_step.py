@@ -7,7 +7,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -385,29 +384,6 @@ def test_it_can_be_called_inside_jit(state):
     expected, _ = doubled(state, jnp.ones(3))
     result, _ = jax.jit(lambda s, b: step(s, b))(state, jnp.ones(3))
     jax.tree.map(np.testing.assert_array_equal, result, expected)
-
-
-def test_a_train_state_trains(mesh):
-    layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
-    state = ml.TrainState.create(
-        lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), optax.adam(1e-2), layouts
-    )
-    before = state.layouts
-
-    @ml.compile_step
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(
-            lambda p: (state.replace(params=p).model(batch) ** 2).mean()
-        )(state.params)
-        return state.apply_gradients(grads), loss
-
-    losses = []
-    for _ in range(5):
-        state, loss = step(state, ml.arrays.ones((8, 4), mesh.layout("batch", None)))
-        losses.append(float(loss))
-    assert losses == sorted(losses, reverse=True)
-    assert int(state.step) == 5
-    assert jax.tree.leaves(state.layouts) == jax.tree.leaves(before)
 
 
 # What it refuses.

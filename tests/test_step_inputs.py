@@ -108,9 +108,14 @@ def test_a_batch_with_its_weights_elsewhere_is_refused(mesh):
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
-def test_weights_that_make_no_sense_are_refused_on_the_host(mesh, value):
+@pytest.mark.parametrize("stacked", [(), (2,)])
+def test_weights_that_make_no_sense_are_refused_on_the_host(mesh, value, stacked):
     batch = {"x": X, "y": Y, "weight": np.full(16, value, "float32")}
-    assert message_of(lambda: ml.make_train_step(squares)(create(mesh), batch)) == (
+    batch = {
+        name: np.broadcast_to(x, (*stacked, *x.shape)) for name, x in batch.items()
+    }
+    step = ml.make_train_step(squares, steps_per_call=len(stacked) + 1)
+    assert message_of(lambda: step(create(mesh), batch)) == (
         "the weights of a batch must be finite and not negative; 'weight' has values "
         f"from {np.float32(value)} to {np.float32(value)}."
     )
@@ -191,17 +196,6 @@ def test_integers_are_not_trained(mesh):
     assert message_of(lambda: ml.make_train_step(squares)(state, batch)) == (
         "the parameter count is no float: make it no nnx.Param."
     )
-
-
-# Code that names an axis of pmap.
-
-
-def test_a_name_that_python_does_not_know_stays_a_name_error(mesh):
-    def loss_fn(model, batch):
-        return undefined  # type: ignore[name-defined]  # noqa: F821
-
-    with pytest.raises(NameError, match="'undefined' is not defined"):
-        ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
 
 
 # Steps as objects.

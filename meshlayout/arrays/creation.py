@@ -13,13 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _jax
 from meshlayout._annotations import PyTree
-from meshlayout.arrays.placement import (
-    LayoutLike,
-    broadcast,
-    for_each,
-    full_rank,
-    relayout,
-)
+from meshlayout.arrays import placement
+from meshlayout.arrays.placement import LayoutLike, for_each, full_rank, relayout
 from meshlayout.layout import Layout
 
 
@@ -29,8 +24,7 @@ Shape: TypeAlias = int | Sequence[int]
 def zeros(shape: Shape, layout: Layout, dtype: DTypeLike | None = None) -> jax.Array:
     """Creates an array of zeros, as `jnp.zeros` does, each device only its shard.
 
-    Raises:
-        LayoutError: If the layout does not fit the shape.
+    A layout that does not fit the shape is a LayoutError.
 
     Example:
         >>> import meshlayout as ml
@@ -70,7 +64,7 @@ def normal(
     key: jax.Array, shape: Shape, layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
     """Creates the values of `jax.random.normal`, bit for bit, each device its shard."""
-    return _random(jax.random.normal, key, shape, layout, dtype)
+    return _random(jax.random.normal, shape, layout, dtype, key)
 
 
 def uniform(
@@ -82,7 +76,7 @@ def uniform(
     maxval: ArrayLike = 1.0,
 ) -> jax.Array:
     """Creates uniform values in `[minval, maxval)`; see `normal`."""
-    return _random(jax.random.uniform, key, shape, layout, dtype, minval, maxval)
+    return _random(jax.random.uniform, shape, layout, dtype, key, minval, maxval)
 
 
 def call_with_layout(
@@ -90,11 +84,9 @@ def call_with_layout(
 ) -> Any:
     """Calls a function so that its results are created in a layout.
 
-    Use this for arrays that no other function of `ml.arrays` creates, such as
-    `jnp.eye`. The function is compiled, and no device ever holds a full result.
-    Arguments with arrays are traced; all others (shapes, dtypes, numbers) are compiled
-    in, and must be hashable. A layout, or tree of them, that does not fit the result is
-    a LayoutError.
+    The function is compiled, and no device ever holds a full result. Arguments with
+    arrays are traced; all others (shapes, dtypes, numbers) are compiled in, and must be
+    hashable. A layout, or tree of them, that does not fit is a LayoutError.
 
     Example:
         >>> import meshlayout as ml
@@ -103,11 +95,17 @@ def call_with_layout(
         >>> eye.addressable_shards[0].data.shape
         (4, 2)
     """
-    positions = [index for index, x in enumerate(args) if not _has_arrays(x)]
-    names = [name for name, x in kwargs.items() if not _has_arrays(x)]
-    static: Any = {"static_argnums": positions, "static_argnames": names}
+
+    def is_static(x: PyTree) -> bool:
+        kinds = (jax.Array, np.ndarray, np.generic)
+        return not any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(x))
+
+    static: Any = {
+        "static_argnums": [i for i, x in enumerate(args) if is_static(x)],
+        "static_argnames": [name for name, x in kwargs.items() if is_static(x)],
+    }
     shapes = jax.eval_shape(jax.jit(fn, **static), *args, **kwargs)
-    layouts = for_each(full_rank, shapes, broadcast(layout, shapes))
+    layouts = for_each(full_rank, shapes, placement.broadcast(layout, shapes))
     # jax 0.7.2 cannot shard results without elements.
     out = [
         None if 0 in leaf.shape else layout.with_memory_kind(None).sharding
@@ -120,26 +118,16 @@ def call_with_layout(
     return relayout(jitted(*args, **kwargs), structure.unflatten(layouts))
 
 
-def _has_arrays(x: PyTree) -> bool:
-    kinds = (jax.Array, np.ndarray, np.generic)
-    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(x))
-
-
 def _random(
-    sample: Callable[..., jax.Array],
-    key: jax.Array,
-    shape: Shape,
-    layout: Layout,
-    dtype: DTypeLike | None,
-    *bounds: ArrayLike,
+    sample: Callable[..., jax.Array], shape: Shape, layout: Layout, dtype: Any, *xs: Any
 ) -> jax.Array:
     # jit takes no arrays of other devices, or of another mesh that was set.
     whole = layout.mesh.layout(...)
-    there = [x if isinstance(x, Tracer) else relayout(x, whole) for x in (key, *bounds)]
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    key, *bounds = [x if isinstance(x, Tracer) else relayout(x, whole) for x in xs]
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     with _no_set_mesh():
-        return call_with_layout(sample, layout, there[0], sizes, dtype, *there[1:])
+        return call_with_layout(sample, layout, key, shape, dtype, *bounds)
 
 
 def _created(create: Callable[..., jax.Array], layout: Layout) -> jax.Array:

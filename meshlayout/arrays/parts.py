@@ -31,18 +31,14 @@ from meshlayout.layout import Layout, as_layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Each part goes directly to its device; nothing is gathered.
+    Each part goes directly to its device; nothing is gathered. Parts that do not fit
+    together or to the layout, and replicas that differ, are a LayoutError.
 
     Args:
         parts: One part per device of this process, in mesh order: anything array-like,
             even a list of numbers, or a pytree of those, all of the same structure.
         layout: The layout of the global array, or a tree of layouts.
-        verify: Whether to compare the parts of devices that are replicas of each other
-            in the layout, bit by bit, also those of other processes.
-
-    Raises:
-        LayoutError: If the number of parts, their structures, shapes or dtypes do not
-            fit, or replicas differ.
+        verify: Whether to compare replicas bit by bit, also those of other processes.
 
     Example:
         >>> import meshlayout as ml
@@ -119,13 +115,8 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
 def unpack(x: Leaf) -> list[Any]:
     """Splits arrays on the same devices into the parts that these hold, uncopied.
 
-    Returns:
-        One part per device of this process, in mesh order: an array on that device,
-        or a pytree of them.
-
-    Raises:
-        LayoutError: If a leaf is not a `jax.Array` outside jit, or the leaves are on
-            different devices.
+    Returns one array, or pytree of them, per device of this process, in mesh order.
+    Other devices, abstract arrays and arrays inside jit are a LayoutError.
 
     Example:
         >>> import meshlayout as ml
@@ -159,14 +150,8 @@ def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 
     Use this for results and tests, not for states that may not fit into host memory.
-
-    Args:
-        x: An array in any layout, or a pytree of arrays; all processes must call this.
-            PRNG keys become their words; leaves that are neither arrays nor numbers are
-            returned unchanged.
-
-    Raises:
-        LayoutError: If a leaf has no value: inside jit, abstract, or deleted.
+    All processes must call it. PRNG keys become their words; leaves that are neither
+    arrays nor numbers are returned unchanged. Abstract arrays are a LayoutError.
 
     Example:
         >>> import meshlayout as ml

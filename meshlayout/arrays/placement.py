@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.cluster.agreement import assert_same
@@ -37,18 +37,15 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
 
     From any layout to any other, on the same or other devices, and from NumPy arrays
     and numbers. Nothing is copied if an array has the layout already. Differentiable.
-    Inside jit it is a constraint; JAX may need `out_shardings` for another mesh.
+    Inside jit it is a constraint; JAX may need `out_shardings` for another mesh. What
+    does not fit is a LayoutError, and host arrays that differ between processes are a
+    ClusterError.
 
     Args:
         x: An array or a pytree of arrays.
         layout: The layout, or a tree of layouts. A `MATCH` entry keeps the sharding of
             that dim; inside jit on Auto axes it leaves the dim to the compiler.
         donate: Whether to delete `x` after the move; no effect inside jit.
-
-    Raises:
-        LayoutError: If the layout does not fit an array, the structures of the trees
-            differ, or a leaf is not array-like.
-        ClusterError: On several processes, if host arrays differ between them.
 
     Example:
         >>> import meshlayout as ml
@@ -76,9 +73,9 @@ def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
 def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """Copies arrays from the host, or from anywhere else, to a mesh.
 
-    Use this instead of `relayout` if the result must share no memory with `x`, because
-    you write to `x` or donate the result. `x` may also be a list of numbers, or a tree
-    of lists; layouts have no MATCH. Errors are those of `relayout`.
+    Use this, not `relayout`, if the result must share no memory with `x`, because you
+    write to `x` or donate the result. `x` may also be a list of numbers, or a tree of
+    lists; layouts have no MATCH. Errors are those of `relayout`.
 
     Example:
         >>> import meshlayout as ml
@@ -94,10 +91,8 @@ def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
     Inside jit, JAX only knows it on a mesh that `jax.set_mesh` has set and whose axes
-    are all Explicit. An array on a single device is on a mesh of one.
-
-    Raises:
-        LayoutError: If a leaf has no layout, or its layout is unknown.
+    are all Explicit. Unknown layouts, and host arrays, are a LayoutError. An array on a
+    single device is on a mesh of one.
 
     Example:
         >>> import meshlayout as ml
@@ -105,15 +100,14 @@ def fetch_layout(x: Leaf) -> Any:
         >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
         {'w': Layout([batch, unsharded], Mesh(batch=8))}
     """
-    return jax.tree.structure(x).unflatten(for_each(_layout_of, x))
+    return jax.tree.structure(x).unflatten(for_each(Layout.of, x))
 
 
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """Raises LayoutError unless arrays have the expected layouts.
 
-    Use this in tests, or before a computation that relies on a layout. Layouts are
-    compared by meaning: every device must hold the same shard, in the same memory,
-    whatever the names of the axes. A `MATCH` entry allows anything for that dim.
+    Layouts are compared by meaning: every device must hold the same shard, in the same
+    memory, whatever the names of the axes. A `MATCH` entry allows anything for its dim.
 
     Example:
         >>> import meshlayout as ml
@@ -123,7 +117,7 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """
 
     def check(leaf: Leaf, layout: object) -> None:
-        actual = _layout_of(leaf)
+        actual = Layout.of(leaf)
         expected = as_layout(layout, actual.rank)
         if not is_same_layout(actual, expected):
             msg = f"the layout is {actual!r}, but {expected!r} was expected."
@@ -142,9 +136,6 @@ def is_same_layout(actual: Layout, expected: Layout) -> bool:
     )
     actual, expected = actual.with_specs(now), expected.with_specs(then)
     return actual.sharding.is_equivalent_to(expected.sharding, actual.rank)
-
-
-# Trees.
 
 
 def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> list[Any]:
@@ -193,9 +184,6 @@ def with_lists_as_arrays(x: PyTree) -> PyTree:
     return treedef.unflatten(host_array(n) if is_numbers(n) else n for n in leaves)
 
 
-# One array.
-
-
 def is_concrete(x: Leaf) -> bool:
     """Returns whether a leaf is a `jax.Array` that has values now."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
@@ -239,16 +227,9 @@ def _matched(x: Leaf, layout: Layout) -> Layout:
             return layout
         now = tuple(sharding.spec)
     elif isinstance(x, jax.Array):
-        now = _layout_of(x).specs
+        now = Layout.of(x).specs
     pairs = itertools.zip_longest(layout.specs, now)
     return layout.with_specs([here if e is MATCH else e for e, here in pairs])
-
-
-def _layout_of(x: Leaf) -> Layout:
-    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-        msg = f"{_checks.shown(x)} is on no mesh. Place it with relayout(x, layout)."
-        raise LayoutError(msg)
-    return Layout.of(x)
 
 
 def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
@@ -286,7 +267,6 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:
-    """Returns a copy of an array that shares no memory with any other."""
     # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
     # where it stays; the words of PRNG keys it shares in any case.
     if _jax.is_extended(x.dtype):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from meshlayout.layout_map.layout_map import LayoutMap
 
 
-# Part of the key of every jit cache: a function traced under one map is retraced under
-# another.
 _active_map = jax.make_user_context(None)
 
 
@@ -42,19 +40,11 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
 def constrain(x: Leaf, name: str) -> Any:
     """Returns an activation in the layout that the active layout map gives it.
 
-    Use this inside a model for activations whose layout the compiler should not choose.
     Inside `with ml.scope(layouts):` (or a step compiled with `layouts=`), the rules of
-    the map are matched against `name` like against the path of a parameter. If no map
-    is active, or no rule matches, the value is returned unchanged. A LayoutWarning says
-    where `on_uneven="replicate"` left a dim unsharded.
-
-    Args:
-        x: An array of any shape and dtype.
-        name: The name of this activation in the map, such as `"encoder/residual"`.
-
-    Raises:
-        LayoutMapError: If two rules disagree, the layout does not fit, or this is
-            inside `shard_map`.
+    the map are matched against `name` like against the path of a parameter, such as
+    `"encoder/residual"`. If no map is active, or no rule matches, the value is returned
+    unchanged. A LayoutWarning says where `on_uneven="replicate"` left a dim unsharded.
+    Rules that disagree, a layout that does not fit and `shard_map` are LayoutMapErrors.
 
     Example:
         >>> import meshlayout as ml
@@ -78,9 +68,6 @@ def constrain(x: Leaf, name: str) -> Any:
         line = f"{where}: {resolution.fallback} (rule {resolution.rule!r})."
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     if _jax.is_manual(x):
-        msg = (
-            f"{where}: inside shard_map every device works on its own shard, which "
-            "constrain cannot move. Call it outside shard_map."
-        )
-        raise LayoutMapError(msg)
+        msg = f"{where}: inside shard_map every device works on its own shard, which "
+        raise LayoutMapError(f"{msg}constrain cannot move. Call it outside shard_map.")
     return _jax.place(x, resolution.layout.sharding)

@@ -33,8 +33,8 @@ def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
 def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
     r"""Returns rules that give every leaf of a tree the layout it is listed with.
 
-    Use this to write down layouts that were computed leaf by leaf. In a `LayoutMap`
-    these rules resolve the tree to the same layouts, and own rules win over them.
+    In a `LayoutMap` these rules resolve the tree to the same layouts, and own rules win
+    over them.
 
     Args:
         specs: The layout of every leaf by path, with one entry per dim; or a `Rule`
@@ -97,9 +97,6 @@ def _is_of(kind: Rule, pattern: str, kinds: Mapping[str, Rule | None]) -> bool:
     return all(kinds[path] == kind for path in kinds if re.search(pattern, path))
 
 
-# Python.
-
-
 def map_text(rules: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Returns the expression that creates a map; a function is a LayoutMapError."""
     lines = ["ml.LayoutMap(", "    mesh,"]
@@ -126,11 +123,9 @@ def _value_text(pattern: str, value: Any) -> str:
         policy = value.on_uneven
         return f"ml.Rule({text}, on_uneven={policy!r})" if policy else text
     if not isinstance(value, Layout):
-        msg = (
-            f"rule {pattern!r} is {value!r}, a function, which cannot be written as a "
-            "layout. Pass the model, to_code(model), to write what it decides for it."
-        )
-        raise LayoutMapError(msg)
+        msg = f"rule {pattern!r} is {value!r}, a function, which cannot be written as a"
+        hint = "Pass the model, to_code(model), to write what it decides for it."
+        raise LayoutMapError(f"{msg} layout. {hint}")
     names = {None: "None", ...: "..."}
     entries = [names.get(e) or json.dumps(e, ensure_ascii=False) for e in value.specs]
     text = f"({', '.join(entries)}{',' * (len(entries) == 1)})"

@@ -4,7 +4,6 @@
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
-import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -53,10 +52,10 @@ from meshlayout.mesh import Mesh, as_mesh
 class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
-    Use this to say in one place how the arrays of a model are sharded. A pattern is a
-    regular expression that is searched for anywhere in a path (`re.search`). One that
-    equals the path of a leaf wins; otherwise two patterns that match a leaf and give it
-    different layouts are an error. A map alone places nothing; see `create`, `scope`.
+    A pattern is a regular expression that is searched for anywhere in a path
+    (`re.search`). One that equals the path of a leaf wins; otherwise two patterns that
+    match a leaf and give it different layouts are an error. A map alone places nothing;
+    see `create`, `scope`. A malformed rule or option is a LayoutMapError.
 
     Args:
         mesh: The mesh of all layouts.
@@ -77,9 +76,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches; a mapping, or pairs in order
             of preference, several for a name whose first choice may be taken.
-
-    Raises:
-        LayoutMapError: If a rule or an option is malformed.
 
     Example:
         >>> import meshlayout as ml
@@ -130,29 +126,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """The mesh of all layouts."""
         return self._options.mesh
 
-    # The mapping protocol.
-
     def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
         """Returns what was inserted for a pattern; LayoutMapKeyError if nothing was."""
         if pattern in self._rules:
             return self._rules[pattern].value()
         msg = (
-            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)} "
-            "To find the layout of a path, use match(path, shape, dtype)."
+            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)}"
         )
-        raise LayoutMapKeyError(msg)
+        hint = "To find the layout of a path, use match(path, shape, dtype)."
+        raise LayoutMapKeyError(f"{msg} {hint}")
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
         """Inserts a rule; LayoutMapError if it is malformed or there already."""
         rule = parse_rule(pattern, value, self.mesh)
-        # Not overwritten as in a dict: of two equal patterns in one program, one is
-        # nearly always a mistake. `|` replaces.
+        # Of two equal patterns in a program, one is usually a mistake. `|` replaces.
         if pattern in self._rules:
-            msg = (
-                f"the map already has the pattern {pattern!r}, with "
-                f"{self[pattern]!r}. Delete it first to change it."
-            )
-            raise LayoutMapError(msg)
+            msg = f"the map already has the pattern {pattern!r}, with {self[pattern]!r}"
+            raise LayoutMapError(f"{msg}. Delete it first to change it.")
         self._rules[pattern] = rule
         self._snapshot = None
 
@@ -184,46 +174,31 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             return NotImplemented
         return LayoutMap(**{**self._arguments(), "rules": {**self, **rules}})
 
-    def copy(self) -> "LayoutMap":
-        """Returns a map with the same rules and options."""
-        return self | {}
-
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
-        options = "".join(
-            f", {name}={_value_text(value)}"
-            for name, value in self._changed_options().items()
-        )
+        changed = self._changed_options().items()
+        options = "".join(f", {name}={_value_text(value)}" for name, value in changed)
         return f"LayoutMap({self.mesh!r}, {{{rules}}}{options})"
-
-    # Resolving.
 
     def match(
         self, path: str, shape: Iterable[int], dtype: DTypeLike
     ) -> Resolution | None:
-        """Resolves one leaf, or activation, by the rules alone; None if none matches.
-
-        Raises:
-            LayoutMapError: If two rules disagree, or the layout does not fit.
-        """
+        """Resolves a leaf, or activation, by the rules alone; None if none matches."""
         return self._resolver().by_rules(path, tuple(shape), dtype)
 
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
         Use this to see or to test layouts before anything is created: no device is
-        touched, and leaves may be `jax.ShapeDtypeStruct`.
+        touched. Rules that disagree, a layout that does not fit its leaf, and, with
+        `unmatched="error"`, a leaf that nothing matches, are a LayoutMapError.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
-                pytree. For a module, the layouts are an `nnx.State`.
+                pytree; leaves may be abstract. Layouts of a module are an `nnx.State`.
             params: The parameters of an optimizer state that the tree lacks. Slots take
                 the layouts of parameters by the end of their path, unless a rule
                 matches the path of a slot and of no parameter.
-
-        Raises:
-            LayoutMapError: If rules disagree, a layout does not fit its leaf, or
-                nothing matches a leaf and `unmatched` is `"error"`.
         """
         if hasattr(tree, "resolve_layouts"):  # a TrainState knows its parameters
             return tree.resolve_layouts(self)
@@ -236,22 +211,21 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         if len(inside) in (0, len(flat.leaves)):  # a state alone is laid out by rules
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
         # Parameters first, as the slots take their layouts.
-        params = {i: leaf for i, leaf in enumerate(flat.leaves) if i not in inside}
-        state = {i: flat.leaves[i] for i in sorted(inside)}
-        owners = {i: resolver.leaf(leaf) for i, leaf in params.items()}
-        slots = find_slots([*state.values()], [*params.values()])
-        followers = resolver.slots([*state.values()], slots, [*owners.values()])
-        every = owners | dict(zip(state, followers, strict=True))
-        return _resolved(flat, [every[i] for i in range(len(flat.leaves))])
+        params = [leaf for i, leaf in enumerate(flat.leaves) if i not in inside]
+        state = [flat.leaves[i] for i in sorted(inside)]
+        owners = [resolver.leaf(leaf) for leaf in params]
+        slots = resolver.slots(state, find_slots(state, params), owners)
+        decided, followers = iter(owners), iter(slots)
+        indices = range(len(flat.leaves))
+        every = [next(followers if i in inside else decided) for i in indices]
+        return _resolved(flat, every)
 
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
         Use this first if a layout is not what you expect. It has every leaf with its
-        layout, rule and bytes per device, the totals compared with full replication,
-        what could not be followed, arrays that are placed differently, rules that match
-        nothing with the paths that they almost match, rules that others hide, and large
-        leaves that are replicated. Arguments and errors are those of `resolve`.
+        layout, rule and bytes per device, and what deserves a second look, such as a
+        rule that matches nothing. Arguments and errors are those of `resolve`.
         """
         return self._explain_resolved(self.resolve(tree, params=params))
 
@@ -259,11 +233,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
         Use this to keep the result of a ready-made rule, or to start from it. In the
-        text, `ml` is this package and `mesh` the mesh. Notes of rules are comments.
-
-        Args:
-            tree: As for `resolve`: needed (LayoutMapError) if a rule or the default is
-                a function, which is replaced by rules for the leaves of this tree.
+        text, `ml` is this package and `mesh` the mesh. Notes of rules are comments. A
+        rule or default that is a function needs the tree (or is a LayoutMapError), for
+        whose leaves rules take its place.
 
         Example:
             >>> import meshlayout as ml
@@ -302,12 +274,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
                 rules[pattern] = rule.value()
         return map_text(rules, options)
 
-    # For the library.
-
     def _resolve_slots(
         self, opt_state: PyTree, params: PyTree, owners: Sequence[Resolution | None]
     ) -> Resolved:
-        """Returns the layouts of an optimizer state, from those of all its `params`."""
         flat = _paths.flatten(opt_state)
         slots = find_slots(flat.leaves, _paths.flatten(params).leaves)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
@@ -335,11 +304,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def _check_used(self, resolved: Resolved) -> None:
         """Warns or raises, as `unused` says, about rules that match no path."""
-        if self._options.unused != "ignore":
-            lines = [*self._explain_resolved(resolved).dead_lines()]
-            if lines:
-                hint = "Correct it, or, for activations, give the map unused='ignore'."
-                self._report_unused("\n".join([*lines, hint]))
+        if self._options.unused == "ignore":
+            return
+        if lines := [*self._explain_resolved(resolved).dead_lines()]:
+            hint = "Correct it, or, for activations, give the map unused='ignore'."
+            self._report_unused("\n".join([*lines, hint]))
 
     def _report_unused(self, text: str) -> None:
         """Warns or raises, as `unused` says, with a text on unused rules."""
@@ -351,7 +320,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def _take_snapshot(self) -> FrozenMap:
         """Returns an immutable snapshot of this map."""
         if self._snapshot is None:
-            self._snapshot = FrozenMap(self.copy())
+            self._snapshot = FrozenMap(self | {})
         return self._snapshot
 
     def _resolver(self) -> Resolver:
@@ -360,15 +329,12 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def _arguments(self) -> dict[str, Any]:
         """Returns the constructor's arguments for an equal map."""
         default = self._options.default and self._options.default.value()
-        rules = list(self.items())
-        return {**vars(self._options), "rules": rules, "default": default}
+        return {**vars(self._options), "rules": [*self.items()], "default": default}
 
     def _changed_options(self) -> dict[str, Any]:
-        """Returns the arguments, besides mesh and rules, that are not the defaults."""
-        parameters = inspect.signature(LayoutMap).parameters.values()
-        options = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
-        arguments = self._arguments()
-        return {k: arguments[k] for k in options if arguments[k] != options[k]}
+        """Returns the options that are not the defaults, as arguments."""
+        defaults, arguments = vars(Options(self.mesh)), self._arguments()
+        return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
 
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:

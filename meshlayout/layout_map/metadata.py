@@ -42,30 +42,26 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
         return None
     pairs = axes.items() if isinstance(axes, Mapping) else axes
     rules = tuple((name, meant) for name, meant in pairs)
-    for name, axis in (
-        (name, a) for name, meant in rules for a in jax.tree.leaves(meant)
-    ):
-        if axis not in mesh:
-            msg = (
-                f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
-                f"{mesh!r}.{did_you_mean(axis, mesh.axis_names)}"
-            )
-            raise LayoutMapError(msg)
+    for name, meant in rules:
+        for axis in jax.tree.leaves(meant):
+            if axis not in mesh:
+                msg = (
+                    f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
+                )
+                near = did_you_mean(axis, mesh.axis_names)
+                raise LayoutMapError(f"{msg}{mesh!r}.{near}")
     return rules
 
 
 def logical_layout(
     box: Box, own: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, str | None, bool]:
-    """Returns the layout that axis names mean on a mesh, as Flax reads them.
+    """Returns the layout that axis names mean, a note, and whether any name is known.
 
     The rules are those of the map, of the leaf and of Flax, in this order. A name
     without a rule is unsharded, unless it is a mesh axis and Flax reads it as one (in
-    `nn.with_partitioning` and NNX, but not in `nn.with_logical_partitioning`).
-
-    Returns:
-        The layout, a sentence on names that did not get what their first rule says, and
-        whether any name is known.
+    `nn.with_partitioning` and NNX, but not in `nn.with_logical_partitioning`). The note
+    names those that did not get what their first rule says.
     """
     if isinstance(box, nnx.Variable):
         local = box.get_metadata().get("sharding_rules")

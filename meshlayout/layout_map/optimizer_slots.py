@@ -40,11 +40,10 @@ class OptimizerSlot:
 def find_slots(
     state: Sequence[_paths.Leaf], params: Sequence[_paths.Leaf]
 ) -> list[OptimizerSlot | None]:
-    """Returns, for each leaf of an optimizer state, the parameter it belongs to.
+    """Returns the parameter, if any, to which each leaf of an optimizer state belongs.
 
-    None for counters, schedules and anything else that belongs to no parameter. Of
-    several parameters with the same end, that of `params` or `model` is taken, or the
-    one whose name is part of the state's, as `gen` is of `gen_opt`; else the first.
+    Of several parameters with the same end, that of `params` or `model` is taken, or
+    the one whose name is part of the state's, as `gen` is of `gen_opt`; else the first.
     """
     by_end: dict[str, list[int]] = {}
     for index, param in enumerate(params):

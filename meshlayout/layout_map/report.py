@@ -30,9 +30,7 @@ class Resolution:
     """The layout of one leaf, and why.
 
     Attributes:
-        path: The path of the leaf.
-        shape: Its global shape.
-        dtype: Its dtype.
+        path, shape, dtype: Those of the leaf, whole.
         layout: The layout that the map gives it.
         rule: The pattern that decided, as the user wrote it, or None.
         reason: The reason for this layout, as a phrase.
@@ -78,7 +76,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The layouts of a whole tree; unpacks as `layouts, resolutions`.
+    """The layouts of a whole tree.
 
     Attributes:
         layouts: A tree with the structure of the resolved one and a `Layout` for every
@@ -89,17 +87,13 @@ class Resolved:
     layouts: PyTree
     resolutions: tuple[Resolution, ...]
 
-    def __iter__(self) -> Iterator[PyTree]:
-        yield self.layouts
-        yield self.resolutions
-
     def __getitem__(self, path: str) -> Resolution:
         """Returns the resolution of a leaf; raises LayoutMapError for other paths."""
         by_path = {resolution.path: resolution for resolution in self.resolutions}
-        if path not in by_path:
-            msg = f"no leaf has the path {path!r}.{did_you_mean(path, by_path)}"
-            raise LayoutMapError(msg)
-        return by_path[path]
+        if path in by_path:
+            return by_path[path]
+        msg = f"no leaf has the path {path!r}.{did_you_mean(path, by_path)}"
+        raise LayoutMapError(msg)
 
     @property
     def bytes_per_device(self) -> int:
@@ -112,11 +106,7 @@ class Resolved:
         return sum(resolution.nbytes for resolution in self.resolutions)
 
     def to_lock(self) -> str:
-        """Returns the layout of every array as stable text, one line each, by path.
-
-        For a test that calls `check_lock`, to notice changes in review. Concrete arrays
-        are written with their current layouts.
-        """
+        """Returns the current layout of every array as stable text for `check_lock`."""
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
         meshes = {f"Mesh({sizes_text(leaf.layout.mesh.shape)})" for leaf in arrays}
         lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
@@ -133,16 +123,14 @@ class Resolved:
 class Explanation(Resolved):
     """How a layout map applies to a tree; text by `str` or `print`, HTML in notebooks.
 
-    A row of the table stands for all leaves that differ only in the numbers in their
-    paths, as those of the layers of a model do; rows of one rule stand together.
+    A row stands for all leaves that differ only in the numbers in their paths.
 
     Attributes:
-        mesh: The mesh.
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the rules or
             reasons that win there.
         sends: Bytes that all-reduces send in one step because of a rule, by pattern,
-            where a program was traced: over its example inputs, all devices' rows.
+            where a program was traced, for its example inputs.
     """
 
     mesh: Mesh
@@ -151,14 +139,9 @@ class Explanation(Resolved):
     sends: Mapping[str, int]
 
     @property
-    def replicated_bytes(self) -> int:
-        """Bytes on each device if everything were replicated."""
-        return self.nbytes
-
-    @property
     def large_replicated(self) -> tuple[str, ...]:
         """Paths of large leaves that every device holds in full."""
-        large = max(_LARGE_BYTES, _LARGE_SHARE * self.replicated_bytes)
+        large = max(_LARGE_BYTES, _LARGE_SHARE * self.nbytes)
         whole = [x for x in self.resolutions if x.current_layout.is_fully_replicated]
         is_shared = self.mesh.size > 1
         return tuple(x.path for x in whole if is_shared and x.nbytes >= large)
@@ -194,9 +177,8 @@ class Explanation(Resolved):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        notes = [self._total(), *self.notes]
+        caption, notes = repr(self.mesh), [self._total(), *self.notes]
         headers, align, rows = self._table()
-        caption = repr(self.mesh)
         return _render.html_table(headers, rows, align, caption=caption, notes=notes)
 
     def _table(self) -> tuple[list[str], str, list[list[str]]]:
@@ -226,11 +208,9 @@ class Explanation(Resolved):
     def _total(self) -> str:
         here, saving = _sizes(self.resolutions)
         num_arrays = sum(leaf.is_array for leaf in self.resolutions)
-        return (
-            f"{num_arrays} arrays, {here} on each of {self.mesh.size} devices; "
-            f"replicated it would be {_render.bytes_text(self.replicated_bytes)} "
-            f"(saving {saving})."
-        )
+        text = f"{num_arrays} arrays, {here} on each of {self.mesh.size} devices; "
+        whole = _render.bytes_text(self.nbytes)
+        return f"{text}replicated it would be {whole} (saving {saving})."
 
 
 def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:

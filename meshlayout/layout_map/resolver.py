@@ -38,15 +38,15 @@ _NUMBERS = (bool, int, float, complex)
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a layout map, besides its rules; see `LayoutMap`."""
+    """The options of a `LayoutMap`, besides its rules, with the same defaults."""
 
     mesh: Mesh
-    default: ParsedRule | None
-    conflict: Conflict
-    unmatched: Unmatched
-    on_uneven: OnUneven
-    unused: Unused
-    logical_axes: tuple[AxisRule, ...] | None
+    default: ParsedRule | None = None
+    conflict: Conflict = "error"
+    unmatched: Unmatched = "replicate"
+    on_uneven: OnUneven = "error"
+    unused: Unused = "warn"
+    logical_axes: tuple[AxisRule, ...] | None = None
 
 
 class _Array(NamedTuple):
@@ -129,11 +129,7 @@ class Resolver:
         return self._by_rules(_Array(path, shape, dtype), self._deciding(path))
 
     def _deciding(self, path: str) -> list[ParsedRule]:
-        """Returns the rules that decide about a path.
-
-        That whose pattern equals the path; else those of the user; else those that a
-        function of `parallel` made.
-        """
+        """Returns the exact rule for a path, else the user's, else generated ones."""
         rules = self.matching(path)
         if rules and rules[0].pattern == path:
             return rules[:1]
@@ -150,8 +146,6 @@ class Resolver:
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(here, x.ndim)
         return replace(resolution, path=leaf.path, placed=placed, is_array=is_array)
-
-    # Each source of layouts.
 
     def _by_rules(
         self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None
@@ -198,10 +192,10 @@ class Resolver:
                 raise LayoutMapError(f"{array}: {source}: {error}") from None
             return replace(by_rules, note=f"its {source} cannot be read: {error}")
         if by_rules is not None:
+            if layout == by_rules.layout:
+                return by_rules
             note = f"the rule wins over its {source}, which mean {layout}"
-            return (
-                by_rules if layout == by_rules.layout else replace(by_rules, note=note)
-            )
+            return replace(by_rules, note=note)
         if self._default and not is_known:
             return None
         layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
@@ -212,18 +206,14 @@ class Resolver:
             return self._replicated(array, "scalar")
         resolution = self._by_rules(array, self._default)
         if resolution is None and self._options.unmatched == "error":
-            msg = (
-                f"{array}: no rule matches, and the map has unmatched='error'. Add a "
-                f"rule, such as layouts[{array.path!r}] = [...] for replicated."
-            )
-            raise LayoutMapError(msg)
+            msg = f"{array}: no rule matches, and the map has unmatched='error'. Add a "
+            rule = f"rule, such as layouts[{array.path!r}] = [...] for replicated."
+            raise LayoutMapError(msg + rule)
         return resolution or self._replicated(array, "default")
 
     def _replicated(self, array: _Array, reason: str) -> Resolution:
         layout = Layout.replicated(self._options.mesh, len(array.shape))
         return Resolution(*array, layout, None, reason)
-
-    # From a rule to a layout that fits.
 
     def _answer(
         self, parsed: ParsedRule, array: _Array, layout: Layout | None
@@ -274,7 +264,7 @@ class Resolver:
 
 
 def _array_of(leaf: _paths.Leaf) -> _Array | None:
-    """Returns the array or number that a leaf is; None for anything else."""
+    """Returns the array or number that a leaf is, or None."""
     path, value, _ = leaf
     dtype = getattr(value, "dtype", None)
     if dtype is not None and hasattr(value, "shape"):

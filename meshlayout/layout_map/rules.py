@@ -24,10 +24,9 @@ LayoutLike: TypeAlias = Layout | NamedSharding | SpecLike
 LayoutFunction: TypeAlias = Callable[
     [str, tuple[int, ...], Any], "LayoutLike | Rule | None"
 ]
-"""`(path, shape, dtype) -> spec`, or None if the function has no opinion; a `Rule` to
-give a note as well. One that has a method `extend(path, shape, dtype, layout)`, as
-`zero_rule` returns, is given the layout that the leaf has without it, such as that of
-an optimizer slot's parameter."""
+"""`(path, shape, dtype) -> spec`, None if it has no opinion, or a `Rule` with a note. A
+method `extend(path, shape, dtype, layout)`, as that of `zero_rule`, is also given the
+layout that the leaf has without it, such as that of an optimizer slot's parameter."""
 
 RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
@@ -68,7 +67,7 @@ class ParsedRule:
         return None if isinstance(self.rule.layout, Layout) else self.rule.layout
 
     def value(self) -> "Layout | LayoutFunction | Rule":
-        """Returns the value that the user could assign to get this rule again."""
+        """Returns what a user could assign to get this rule again."""
         layout: Any = self.rule.layout
         return layout if self.rule == Rule(layout) else self.rule
 
@@ -76,10 +75,9 @@ class ParsedRule:
 def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
     """Checks one rule; raises LayoutMapError if its pattern or layout is wrong."""
     if not isinstance(pattern, str) or not pattern:
-        msg = (
-            f"a pattern must be a string, and not empty, got {_checks.shown(pattern)}."
-        )
-        raise LayoutMapError(f"{msg} For every path, give the layout as default=.")
+        msg = "a pattern must be a string, and not empty, got "
+        hint = "For every path, give the layout as default=."
+        raise LayoutMapError(f"{msg}{_checks.shown(pattern)}. {hint}")
     regex = _checks.pattern("pattern", pattern, error=LayoutMapError)
     where = f"rule {pattern!r}"
     rule = checked_rule(value, where)
@@ -109,11 +107,8 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     if isinstance(value, (Layout, NamedSharding)):
         layout = Layout.of(value)
         if layout.mesh != mesh:
-            msg = (
-                f"{layout!r} is on another mesh than the map, {mesh!r}. Give the spec "
-                "alone, or a layout on the mesh of the map."
-            )
-            raise LayoutError(msg)
+            msg = f"{layout!r} is on another mesh than the map, {mesh!r}. Give the spec"
+            raise LayoutError(f"{msg} alone, or a layout on the mesh of the map.")
     elif isinstance(value, (PartitionSpec, list, tuple)):
         layout = Layout(value, mesh)
     else:

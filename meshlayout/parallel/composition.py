@@ -61,7 +61,7 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         for pattern, rule in part.items()
         if pattern.lstrip("^").startswith(OPT_STATE)
     }
-    everything = Composition(tuple(part.copy() for part in parts))
+    everything = Composition(tuple(part | {} for part in parts))
     rules = {
         pattern: Rule(everything, sends=_rule(part, pattern).sends, is_generated=True)
         for part in parts

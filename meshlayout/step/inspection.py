@@ -1,9 +1,9 @@
 """What compiled steps say about their programs; nothing is run or donated for it."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StepMemory:
     """Bytes on each device while a step runs; text, or a table in notebooks.
 
@@ -57,37 +57,23 @@ class StepMemory:
         return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
 
     def __str__(self) -> str:
-        return _render.text_table(_HEADERS, self._rows(), "lrl")
+        return _render.text_table(_HEADERS, self._rows(), "lr")
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._rows(), "lrl")
+        return _render.html_table(_HEADERS, self._rows(), "lr")
 
     def _rows(self) -> list[list[str]]:
-        known = {"in host memory": self.host_bytes, "program": self.code_bytes}
-        rows = [
-            ("parameters", self.parameter_bytes, "by layouts"),
-            ("optimizer", self.optimizer_bytes, "by layouts"),
-            ("other state", self.other_state_bytes, "by layouts"),
-            ("batch and metrics", self.batch_bytes, "by layouts"),
-            ("in host memory", self.host_bytes, "by layouts"),
-            ("arguments", self.argument_bytes, "measured"),
-            ("outputs", self.output_bytes, "measured"),
-            ("of these donated", self.donated_bytes, "measured"),
-            ("temporary", self.temporary_bytes, "measured"),
-            ("of these gradients", self.gradient_bytes, "by layouts, at most"),
-            ("program", self.code_bytes, "measured"),
-            ("peak", self.peak_bytes, "sum of measured"),
-        ]
+        sizes = {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
         return [
-            [name, _render.bytes_text(size), how]
-            for name, size, how in rows
-            if known.get(name, 1)
+            [name.removesuffix("_bytes").replace("_", " "), _render.bytes_text(size)]
+            for name, size in sizes.items()
+            if size or name not in ("host_bytes", "code_bytes")
         ]
 
 
-_HEADERS = ["", "per device", "known"]
+_HEADERS = ["", "per device"]
 
 
 class StepInspection:

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import Batch, Leaf
+from meshlayout._annotations import Batch
 from meshlayout._batches import (
     BATCH_AXES,
     batch_axes,
@@ -155,7 +155,7 @@ class StateStep(StepInspection):
         """Traces the step on a new mesh, and returns its empty metrics there."""
         args = (state, batch) if self.weights is None else (state, batch, None)
         traced = compiled.trace(*args)
-        _check_divided(state, batch, lambda: traced.lower().as_text(), self._row_dim)
+        _check_divided(state, batch, traced, self._row_dim)
         if self.weights is None:
             return None
         out: Any = traced.out_info
@@ -262,12 +262,9 @@ def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
 
 
 def _check_divided(
-    state: TrainState, batch: Batch, text: Callable[[], str], dim: int
+    state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int
 ) -> None:
-    """Raises StepError, before the first call on a mesh, if its devices do the same.
-
-    The program's text shows what is sharded inside it alone.
-    """
+    """Raises StepError, before the first call on a mesh, if its devices do the same."""
     sharding = _jax.sharding_of(state.step)
     leaves = jax.tree.leaves(batch)
     is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
@@ -276,17 +273,19 @@ def _check_divided(
     mesh: Any = sharding.mesh
     shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
     rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
-    is_divided = any(map(_is_sharded, [*leaves, *jax.tree.leaves(state)]))
-    if not is_divided and re.search(r'\{"\w|devices=\[', text()):
-        return
+    shardings = map(_jax.sharding_of, [*leaves, *jax.tree.leaves(state)])
+    is_divided = any(x and not x.is_fully_replicated for x in shardings)
     if is_divided or rows % shards:  # or a short last batch that cannot be padded
         if shards > 1 and row_sharding(batch, dim) is None:
             _log.warning(
                 "the batch is sharded over no axis, so that all %d devices compute all "
                 "of its %d rows. Place it with ml.relayout(batch, mesh.layout(%r, "
                 "...)), or take ml.distribute_dataset.",
-                *(mesh.size, rows, next(iter(batch_axes(mesh)))),
+                *(mesh.size, rows, batch_axes(mesh)[0]),
             )
+        return
+    # The program's text shows what is sharded inside it alone.
+    if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
         return
     msg = (
         f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the same: "
@@ -297,8 +296,3 @@ def _check_divided(
         "LayoutMap's rules; or make a mesh of one device."
     )
     raise StepError(msg)
-
-
-def _is_sharded(leaf: Leaf) -> bool:
-    sharding = _jax.sharding_of(leaf)
-    return sharding is not None and not sharding.is_fully_replicated

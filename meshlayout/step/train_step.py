@@ -202,12 +202,11 @@ class TrainStep(StateStep):
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self._plan.update.prepared(state)
-        if not self._row_dim:
-            check_batch(batch, self.weights)
-        elif isinstance(batch, list):
-            for one in batch:
-                check_batch(one, self.weights)
-            batch = [place_batch(state, one) for one in batch]
+        is_list = self._row_dim and isinstance(batch, list)
+        for part in batch if is_list else [batch]:
+            check_batch(part, self.weights)
+        if is_list:
+            batch = [place_batch(state, part) for part in batch]
         if self._row_dim:
             batch = _stacked(batch, self._plan.steps_per_call)
         return state, place_batch(state, batch, self._row_dim)
