@@ -264,11 +264,6 @@ def ambient_mesh(mesh: jax.sharding.Mesh | AbstractMesh | None) -> Iterator[None
         yield
 
 
-def place(x: Leaf, sharding: NamedSharding) -> Any:
-    """Moves a value to a sharding; inside jit, constrains it."""
-    return constrain(x, sharding) if is_staged(x) else put(x, sharding)
-
-
 def put(x: Leaf, sharding: Any, **options: Any) -> Any:
     """Moves a value outside jit as `jax.device_put` does, to several processes, too.
 
@@ -527,28 +522,6 @@ def detect_cluster(
             )
             return name or "k8s", *settings
     return None
-
-
-def start_processes(*, heartbeat_timeout_s: float, **places: Any) -> None:
-    """Starts JAX's coordination service and connects to it, all processes together.
-
-    A process that is lost does not abort the others: `cluster.watch` ends them. All are
-    there already, so JAX need not wait for them for five minutes.
-    """
-    jax.config.update("jax_enable_recoverability", True)  # noqa: FBT003
-    jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
-    jax.distributed.initialize(
-        **places,
-        cluster_detection_method="deactivate",
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s),
-    )
-
-
-def restrict_devices(ids: tuple[int, ...]) -> None:
-    """Restricts a single process to some GPUs, if JAX has not started them yet."""
-    for kind in ("cuda", "rocm"):
-        jax.config.update(f"jax_{kind}_visible_devices", ",".join(map(str, ids)))
 
 
 def shard_placer(

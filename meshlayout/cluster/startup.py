@@ -7,6 +7,7 @@ process that does not come nor be interrupted while it waits.
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -117,17 +118,24 @@ def initialize(
         os.environ[_DIRECT] = f"{others},{host}" if others else host
         if settings.process_index:
             watch.delay_abort()
-        _jax.start_processes(
-            coordinator_address=settings.coordinator_address,
-            num_processes=settings.num_processes,
-            process_id=settings.process_index,
+        # A process that is lost does not abort the others: the watch ends them.
+        jax.config.update("jax_enable_recoverability", True)  # noqa: FBT003
+        jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
+        jax.distributed.initialize(
+            settings.coordinator_address,
+            settings.num_processes,
+            settings.process_index,
             local_device_ids=settings.local_device_ids,
+            cluster_detection_method="deactivate",
             coordinator_bind_address=settings.bind_address,
-            heartbeat_timeout_s=heartbeat_timeout_s,
+            initialization_timeout=60,  # all are there already
+            heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s),
         )
         watch.Watch(names, heartbeat_timeout_s, step_timeout_s)
     elif settings.local_device_ids is not None:
-        _jax.restrict_devices(settings.local_device_ids)
+        for kind in ("cuda", "rocm"):  # of one process; before JAX has started them
+            ids = ",".join(map(str, settings.local_device_ids))
+            jax.config.update(f"jax_{kind}_visible_devices", ids)
     _running = settings
     _log.info("%s%s.", settings, "" if settings.source else "; no cluster was found")
 

@@ -70,4 +70,5 @@ def constrain(x: Leaf, name: str) -> Any:
     if _jax.is_manual(x):
         msg = f"{where}: inside shard_map every device works on its own shard, which "
         raise LayoutMapError(f"{msg}constrain cannot move. Call it outside shard_map.")
-    return _jax.place(x, resolution.layout.sharding)
+    move = _jax.constrain if _jax.is_staged(x) else _jax.put
+    return move(x, resolution.layout.sharding)
