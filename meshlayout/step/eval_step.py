@@ -90,7 +90,7 @@ class EvalStep(StateStep):
         """Measures one batch, added to metrics; raises as a train step does."""
         return self._run(state, batch, metrics)
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+    def _compile_for(self, key: Any) -> CompiledStep:
         loss = self._loss
 
         @jax.jit
@@ -167,7 +167,7 @@ class PredictStep(StateStep):
         """Returns the model's predictions; raises StepError for what does not fit."""
         return self._run(state, batch, None)
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+    def _compile_for(self, key: Any) -> CompiledStep:
         function, policy = self._function, self._policy
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
