@@ -86,7 +86,8 @@ def test_what_starts_on_no_mesh_and_comes_back_on_one_is_a_recompilation(mesh):
     start = create(mesh), ml.metrics.Metrics({"d": ml.metrics.Mean()})
     with pytest.warns(ml.errors.RecompileWarning) as caught:
         _, metrics = functools.reduce(call, range(3), start)
-    assert [str(one.message) for one in caught] == [
+    # JAX's spec of an array that is replicated is either.
+    assert [str(one.message).replace("(None,)", "()") for one in caught] == [
         "step recompiles: the layout of metrics/metrics/d/sums changed from no layout of "
         "its own to () on (batch=4, model=2)."
     ]

@@ -223,11 +223,13 @@ class CompiledStep(StepInspection):
         self._check(args, kwargs)
         mesh = _mesh_of(map(layout_of, jax.tree.leaves((args, kwargs))))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
-            put = functools.partial(
-                _jax.put, sharding=NamedSharding(mesh, PartitionSpec())
+            whole = NamedSharding(mesh, PartitionSpec())
+            args = (
+                jax.tree.map(
+                    lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
+                ),
+                *args[1:],
             )
-            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
-            args = (state, *args[1:])
         program = self._last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         program.is_compared = [
@@ -300,7 +302,6 @@ class CompiledStep(StepInspection):
 
     @contextlib.contextmanager
     def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
-        """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
         try:
@@ -310,7 +311,6 @@ class CompiledStep(StepInspection):
             counts.steps += program.is_shared
 
     def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
-        """Returns what processes compare of a program."""
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
         named = {f"constant {index}": value for index, value in constants}
         return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr))

@@ -62,8 +62,9 @@ class StateStep(StepInspection):
         weights: str | int | None,
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
+        plan: Any,  # what the kind of step needs besides
     ) -> None:
-        self._function, self.weights = function, weights
+        self._function, self.weights, self._plan = function, weights, plan
         self._options: Any = {"layouts": layouts, "on_recompile": on_recompile}
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep] = {}
@@ -203,8 +204,7 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     A batch with any array on a mesh is left as its owner has placed it.
     """
     leaves, treedef = jax.tree.flatten(batch)
-    abstract = (Tracer, jax.ShapeDtypeStruct)
-    if any(isinstance(leaf, abstract) or layout_of(leaf) for leaf in leaves):
+    if any(isinstance(leaf, Tracer) or layout_of(leaf) for leaf in leaves):
         return batch
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -225,8 +225,12 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
                 "gives the padding weight 0."
             )
             raise StepError(msg)
-    # In one call, as processes compare what they place.
-    each = iter(relayout(with_rows, Mesh(mesh).layout(*[None] * dim, axes, ...)))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
+        placed = [leaf.update(sharding=sharding) for leaf in with_rows]
+    else:  # in one call, as processes compare what they place
+        placed = relayout(with_rows, Mesh(mesh).layout(*[None] * dim, axes, ...))
+    each = iter(placed)
     return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
 
 

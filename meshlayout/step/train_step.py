@@ -180,8 +180,8 @@ class TrainStep(StateStep):
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        super().__init__(plan.loss.loss_fn, plan.loss.weights, layouts, on_recompile)
-        self._plan = plan
+        loss = plan.loss
+        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
         self._row_dim = int(plan.steps_per_call != 1)
         self._repeats = plan.steps_per_call == plan.accumulate == 1
 
