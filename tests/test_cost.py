@@ -176,16 +176,16 @@ def test_every_kind_of_step_reports(mesh):
 def test_reports_of_shapes_are_those_of_the_batch_that_a_call_would_place(mesh):
     state = state_on(mesh, optax.sgd(0.1), (None, None))
     host = {"x": np.ones((32, 64), "float32")}
-    shape = {"x": jax.ShapeDtypeStruct((32, 64), "float32")}
-    for count in (1, 2):
+    for count, dims in ((1, (32, 64)), (2, (2, 32, 64))):
         step = ml.make_train_step(squares, steps_per_call=count)
-        batch, abstract = (x if count == 1 else [x] * count for x in (host, shape))
+        batch = host if count == 1 else [host] * count
+        abstract = {"x": jax.ShapeDtypeStruct(dims, "float32")}
         expected = step.communication(state, batch)
         assert expected["all_reduce"] > 0
         assert str(step.communication(state, abstract)) == str(expected)
-    placed = ml.arrays.ones((32, 64), mesh.layout("batch", None))
-    shape = jax.ShapeDtypeStruct(placed.shape, "float32", sharding=placed.sharding)
-    assert str(step.communication(state, [{"x": shape}] * 2)) == str(expected)
+    placed = ml.arrays.ones(dims, mesh.layout(None, "batch", None))
+    shape = jax.ShapeDtypeStruct(dims, "float32", sharding=placed.sharding)
+    assert str(step.communication(state, {"x": shape})) == str(expected)
 
 
 def test_memory_counts_the_metrics_that_a_call_would_continue(mesh):

@@ -96,7 +96,7 @@ def test_rows_from_the_host_that_do_not_divide_are_an_error(name):
     assert str(error.value) == (
         "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
         "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop "
-        "rows (sizes that divide: 8 and 12), or take ml.distribute_dataset(source, "
+        "rows, or take ml.distribute_dataset(source, "
         "mesh), which pads the last batch and gives the padding weight 0."
     )
 

@@ -174,7 +174,7 @@ CHANGES = {
     ),
     "structure": (
         lambda m: (({"x": jnp.ones(8)},), {}),
-        "changing recompiles: batch/x is new: f32[8].",
+        "changing recompiles: batch/x changed from nothing to f32[8].",
     ),
     "layout": (
         lambda m: ((ml.arrays.ones(8, m.layout("batch")),), {}),
@@ -187,7 +187,7 @@ CHANGES = {
     ),
     "keyword": (
         lambda m: ((jnp.ones(8),), {"scale": jnp.float32(2)}),
-        "changing recompiles: scale is new: f32[].",
+        "changing recompiles: scale changed from nothing to f32[].",
     ),
 }
 
@@ -428,8 +428,8 @@ REFUSED = {
     ),
     "another structure": (
         lambda: ml.compile_step(lambda s: ({"b": s["a"]}, None))({"a": jnp.ones(2)}),
-        "<lambda> returned another state than came in: s/b is new: f32[2]. Return it in the "
-        "structure, shapes and dtypes that it had: cast or reshape it back.",
+        "<lambda> returned another state than came in: s/b changed from nothing to f32[2]. "
+        "Return it in the structure, shapes and dtypes that it had: cast or reshape it back.",
     ),
     "another dtype": (
         lambda: ml.compile_step(lambda s: ({"a": s["a"].astype("bfloat16")}, 0))(
@@ -441,8 +441,8 @@ REFUSED = {
     ),
     "a state used up": (
         used_up,
-        "doubled: 'state/w' was used up by an earlier call of a step, which reuses the "
-        "memory of its state. Continue with the state that the step returned.",
+        "doubled: 'state/w' was used up by an earlier call of a step. "
+        "Continue with the state that the step returned.",
     ),
     "an array twice": (
         lambda: twice(ml.create_mesh({"batch": 8})),
@@ -456,9 +456,8 @@ REFUSED = {
     ),
     "a module": (
         shared_module,
-        "doubled: the state holds an NNX module. Pass what nnx.split(module) gives, or a "
-        "TrainState; a module would be taken apart at every call, and what it shares "
-        "would be doubled.",
+        "doubled: the state holds an NNX module, no pytree of arrays. Pass what "
+        "nnx.split(module) gives, or a TrainState.",
     ),
 }
 

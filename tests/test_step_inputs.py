@@ -86,7 +86,8 @@ def test_what_starts_on_no_mesh_and_comes_back_on_one_is_a_recompilation(mesh):
     start = create(mesh), ml.metrics.Metrics({"d": ml.metrics.Mean()})
     with pytest.warns(ml.errors.RecompileWarning) as caught:
         _, metrics = functools.reduce(call, range(3), start)
-    assert [str(one.message) for one in caught] == [
+    # JAX's spec of an array that is replicated is either.
+    assert [str(one.message).replace("(None,)", "()") for one in caught] == [
         "step recompiles: the layout of metrics/metrics/d/sums changed from no layout of "
         "its own to () on (batch=4, model=2)."
     ]
@@ -176,8 +177,8 @@ def test_a_state_that_was_used_up_is_refused_by_eval_steps(mesh):
     eval_step(state, batch)
     ml.make_train_step(squares)(state, batch)
     assert message_of(lambda: eval_step(state, batch)) == (
-        "eval_step: 'state/params/bias' was used up by an earlier call of a step, "
-        "which reuses the memory of its state. Continue with the state that the step returned."
+        "eval_step: 'state/params/bias' was used up by an earlier call of a step. "
+        "Continue with the state that the step returned."
     )
 
 

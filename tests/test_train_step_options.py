@@ -555,7 +555,7 @@ def test_a_batch_that_every_device_computes_is_logged_once(caplog):
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
 def test_a_step_wants_a_train_state(make, mesh, batch):
     state = create(mesh)
-    kind = "a train step" if make is ml.make_train_step else "an eval step"
+    kind = "train_step" if make is ml.make_train_step else "eval_step"
     with pytest.raises(ml.errors.StepError) as caught:
         make(squares)(state.params, batch)
     assert str(caught.value) == f"{kind} takes a TrainState, and got a dict."

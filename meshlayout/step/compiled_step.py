@@ -9,9 +9,9 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.core import Tracer
@@ -29,41 +29,21 @@ from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 from meshlayout.step.kernel_gradients import check_kernel_gradients
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 
 # Virtual CPU devices share one thread pool. With many collectives queued, the last
 # participant of one finds no thread, and XLA ends the process after 40 seconds.
 _MAX_IN_FLIGHT = 8
 
-_SETTING = (
-    "something changed other than a shape, dtype or layout: the code of the state (a "
-    "new model or optimizer), its devices, a Python number for an array, the active "
-    "layout map or a JAX setting"
+_OTHER_CHANGE = (
+    "no shape, dtype or layout, but the state's code (a new model or optimizer), its "
+    "devices, a Python number for an array, the active layout map or a JAX setting"
 )
 
 # Type and layout of every argument of a call, by name.
 _Seen: TypeAlias = dict[str, tuple[str, str]]
 
 
-@overload
-def compile_step(
-    step: None = None,
-    *,
-    static_argnames: str | Sequence[str] = (),
-    on_recompile: OnRecompile = "warn",
-    layouts: LayoutMap | None = None,
-) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
-@overload
-def compile_step(
-    step: Callable[P, R],
-    *,
-    static_argnames: str | Sequence[str] = (),
-    on_recompile: OnRecompile = "warn",
-    layouts: LayoutMap | None = None,
-) -> "CompiledStep[P, R]": ...
 @user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
@@ -103,29 +83,20 @@ def compile_step(
     return make if step is None else make(step)
 
 
-class _OtherProgram(Exception):  # noqa: N818 (a signal, out of a trace)
-    """The arguments have another structure than those that the program is for."""
-
-
 class _Jitted:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
     def __init__(self, treedef: PyTree, layouts: list[Any]) -> None:
-        meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
-        self.mesh: Any = next(meshes, None)
-        # For what is on no mesh: it would come back on one, and be a recompilation.
-        self.whole = self.mesh and NamedSharding(self.mesh, PartitionSpec())
-        self.layouts = [layout or self.whole for layout in layouts]
-        self.treedef, self.key = treedef, (treedef, *map(_key, self.layouts))
+        self.treedef, self.layouts, self.mesh = treedef, layouts, _mesh_of(layouts)
+        self.key = treedef, *map(_key, layouts)
         self.jitted: Any = None
         # Of the last call: where its arrays were, without PRNG keys, which have to look
         # for that and are whole; and how many leaves were the state's.
         self.shardings: list[Any] = []
         self.is_compared: list[bool] = []
         self.num_donated = 0
-        self.arguments: Any = None  # those of a call, while it is under way
-        self.is_looked_at = False  # traced without a call
-        devices = (layout.device_set for layout in self.layouts if layout)
+        self.arguments: Any = None  # of a call, while it is under way
+        devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
         is_cpu = all(device.platform == "cpu" for device in self.devices)
@@ -154,7 +125,7 @@ class _Jitted:
             return False
 
 
-class CompiledStep(StepInspection, Generic[P, R]):
+class CompiledStep(StepInspection):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step
@@ -183,15 +154,16 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise StepError(msg)
         functools.update_wrapper(self, step, updated=())
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
-        is_name = isinstance(static_argnames, str)
-        names = (static_argnames,) if is_name else tuple(static_argnames)
-        self.function, self.static_argnames = step, names
+        names = (
+            [static_argnames] if isinstance(static_argnames, str) else static_argnames
+        )
+        self.function, self.static_argnames = step, tuple(names)
         self._on_recompile: OnRecompile = on_recompile
         self._layouts, self._donates = layouts, donate
         self._signature = inspect.signature(step)
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
-        self._inner: Any = jax.jit(step, static_argnames=names)
+        self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
         self._last: _Jitted | None = None
         self._seen: list[_Seen] = []  # the last calls that were traced
@@ -204,7 +176,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; the state, which comes first, is used up."""
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)
@@ -216,9 +188,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             and not program.is_like_last(jax.tree.leaves((args, kwargs)))
         ):
             program, args = self._switch(args, kwargs)
-        if program.has_peers:
-            program.arguments = (args, kwargs)
-            counts.steps += program.is_shared
+        program.arguments = (args, kwargs)
+        counts.steps += program.is_shared
         try:
             result = program.jitted(*args, **kwargs)
         except Exception as error:
@@ -250,11 +221,16 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
         self._check(args, kwargs)
+        mesh = _mesh_of(map(layout_of, jax.tree.leaves((args, kwargs))))
+        if mesh and self._donates:  # it comes back on the mesh, and would recompile
+            whole = NamedSharding(mesh, PartitionSpec())
+            args = (
+                jax.tree.map(
+                    lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
+                ),
+                *args[1:],
+            )
         program = self._last = self._program(args, kwargs)
-        if program.whole and self._donates:
-            put = functools.partial(_jax.put, sharding=program.whole)
-            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
-            args = (state, *args[1:])
         leaves = jax.tree.leaves((args, kwargs))
         program.is_compared = [
             isinstance(leaf, jax.Array) and not _jax.is_extended(leaf.dtype)
@@ -293,11 +269,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         args, kwargs = self._by_place(args, kwargs)
         program = self._program(args, kwargs, is_call=False)
-        program.is_looked_at = True
-        try:
-            return program.jitted.trace(*args, **kwargs)
-        finally:
-            program.is_looked_at = False
+        return program.jitted.trace(*args, **kwargs)
 
     def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
@@ -308,11 +280,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
             program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
             if treedef != program.treedef:
-                raise _OtherProgram
-            now = self._texts(
-                args, kwargs, list(map(_layout_now, leaves, program.layouts))
-            )
-            if not program.is_looked_at:
+                raise TypeError("the program is for another structure")
+            now = self._texts(args, kwargs, program.layouts)
+            if program.arguments is not None:  # else, it is only looked at
                 why = self._explain(now) if self._was_called else ""
                 agreement = self._agreement(program, why)
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
@@ -332,7 +302,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     @contextlib.contextmanager
     def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
-        """A context in which all processes of a program trace it, and then compare."""
         # While it waits for the others, it is behind those that run this call already.
         counts.steps -= program.is_shared
         try:
@@ -342,7 +311,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
             counts.steps += program.is_shared
 
     def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
-        """Returns what processes compare of a program."""
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
         named = {f"constant {index}": value for index, value in constants}
         return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr))
@@ -350,22 +318,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
-            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else ""
             msg = (
-                f"{self.__name__} returned {what or _checks.type_text(result)}; a step "
-                "returns a pair, (state, aux), with aux=None if there is nothing else."
+                f"{self.__name__} returned {_checks.type_text(result)}; a step returns "
+                "a pair, (state, aux), with aux=None if there is nothing else."
             )
             raise StepError(msg)
         new, aux = result
+        olds, treedef = jax.tree.flatten(old)
         changes = _changes(*(self._texts((state,), {}) for state in (old, new)))
-        if changes or jax.tree.structure(old) != jax.tree.structure(new):
+        if changes or treedef != jax.tree.structure(new):
             msg = (
                 f"{self.__name__} returned another state than came in: "
                 f"{[*changes, 'its containers changed'][0]}. Return it in the "
                 "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
-        olds, treedef = jax.tree.flatten(old)
         kept = map(_like, jax.tree.leaves(new), olds, layouts)
         return treedef.unflatten(kept), aux
 
@@ -373,9 +340,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Raises StepError for arrays that were used up or would be donated twice."""
         if self._donates and _paths.holds_modules(args[:1]):
             msg = (
-                f"{self.__name__}: the state holds an NNX module. Pass what "
-                "nnx.split(module) gives, or a TrainState; a module would be taken "
-                "apart at every call, and what it shares would be doubled."
+                f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
+                "Pass what nnx.split(module) gives, or a TrainState."
             )
             raise StepError(msg)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
@@ -385,8 +351,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if _is_deleted(leaf):
                 msg = (
                     f"{self.__name__}: {name!r} was used up by an earlier call of a "
-                    "step, which reuses the memory of its state. Continue with the "
-                    "state that the step returned."
+                    "step. Continue with the state that the step returned."
                 )
             elif name != other and isinstance(leaf, jax.Array) and id(leaf) in donated:
                 msg = (
@@ -399,7 +364,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
         changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
-        change = [*changes, _SETTING][0]
+        change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._on_recompile == "error":
             raise StepError(line)
@@ -411,10 +376,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
     ) -> _Seen:
         """Returns the types of arguments by name, and layouts if they are given."""
-        texts: dict[str, str] = {}
-        if layouts:
-            treedef = jax.tree.structure((args, kwargs))
-            texts = self._named(*treedef.unflatten(map(_layout_text, layouts)))
+        treedef = jax.tree.structure((args, kwargs))
+        layouts = layouts or [None] * treedef.num_leaves
+        on_mesh = self._named(*treedef.unflatten(map(_layout_text, layouts)))
 
         def text(name: str, leaf: Leaf) -> str:
             if name.partition("/")[0] in self.static_argnames:
@@ -422,7 +386,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             return _render.array_text(jax.typeof(leaf).dtype, jax.typeof(leaf).shape)
 
         named = self._named(args, kwargs)
-        return {name: (text(name, x), texts.get(name, "")) for name, x in named.items()}
+        return {name: (text(name, x), on_mesh[name]) for name, x in named.items()}
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
@@ -447,10 +411,13 @@ def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
 
-def _layout_now(leaf: Leaf, layout: Sharding | None) -> Any:
-    """Returns a layout, or None for an argument that came from no mesh."""
-    is_on_mesh = isinstance(leaf, Tracer) and jax.typeof(leaf).sharding.mesh.axis_names
-    return None if isinstance(layout, NamedSharding) and not is_on_mesh else layout
+def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:
+    return next((x.mesh for x in layouts if isinstance(x, NamedSharding)), None)
+
+
+def as_weak_as(old: Leaf, leaf: Leaf) -> Any:
+    """Returns a leaf with an older one's weak type, whose change would recompile."""
+    return _jax.with_weak_type(leaf, weak_type=jax.typeof(old).weak_type)
 
 
 def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
@@ -459,8 +426,7 @@ def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
     JAX moves results to the host's memory first and then shards them: TPU compilers
     would gather on the host, or fail. tests/test_tpu_programs.py notices.
     """
-    # Adding a Python number can change it, and that alone would recompile.
-    leaf = _jax.with_weak_type(leaf, weak_type=jax.typeof(old).weak_type)
+    leaf = as_weak_as(old, leaf)
     if getattr(layout, "memory_kind", None) != "pinned_host" or _jax.is_on_host(leaf):
         return leaf
     on_device = layout.with_memory_kind("device")
@@ -488,12 +454,9 @@ def _changes(before: _Seen, now: _Seen) -> list[str]:
     changes = []
     for name in dict.fromkeys([*now, *before]):
         (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
-        if not old:
-            changes.append(f"{name} is new: {new}")
-        elif not new:
-            changes.append(f"{name} is gone: it was {old}")
-        elif old != new:
-            changes.append(f"{name} changed from {old} to {new}")
+        if old != new:
+            text = f"{name} changed from {old or 'nothing'} to {new or 'nothing'}"
+            changes.append(text)
         elif here != there:
             changes.append(f"the layout of {name} changed from {here} to {there}")
     return changes

@@ -65,7 +65,7 @@ def make_eval_step(
         "make_eval_step",
         *(loss_fn, metrics, regularizers, weights, denominator, precision),
     )
-    return EvalStep(loss, layouts, on_recompile)
+    return EvalStep(loss.loss_fn, loss.weights, layouts, on_recompile, loss)
 
 
 class EvalStep(StateStep):
@@ -77,12 +77,7 @@ class EvalStep(StateStep):
     """
 
     __name__ = "eval_step"
-
-    def __init__(
-        self, loss: Loss, layouts: LayoutMap | None, on_recompile: OnRecompile
-    ) -> None:
-        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile)
-        self._loss = loss
+    _plan: Loss
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -90,8 +85,8 @@ class EvalStep(StateStep):
         """Measures one batch, added to metrics; raises as a train step does."""
         return self._run(state, batch, metrics)
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
-        loss = self._loss
+    def _compile_for(self, key: Any) -> CompiledStep:
+        loss = self._plan
 
         @jax.jit
         def measure(state: TrainState, batch: Batch) -> Metrics:
@@ -142,7 +137,8 @@ def make_predict_step(
         (8, 1)
     """
     check_function("predict_fn", "make_predict_step", predict_fn)
-    return PredictStep(predict_fn, parse_precision(precision), layouts, on_recompile)
+    policy = parse_precision(precision)
+    return PredictStep(predict_fn, None, layouts, on_recompile, policy)
 
 
 class PredictStep(StateStep):
@@ -152,23 +148,14 @@ class PredictStep(StateStep):
     """
 
     __name__ = "predict_step"
-
-    def __init__(
-        self,
-        predict_fn: Callable[[Any, Any], Any],
-        policy: PrecisionPolicy,
-        layouts: LayoutMap | None,
-        on_recompile: OnRecompile,
-    ) -> None:
-        super().__init__(predict_fn, None, layouts, on_recompile)
-        self._policy = policy
+    _plan: PrecisionPolicy
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions; raises StepError for what does not fit."""
         return self._run(state, batch, None)
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
-        function, policy = self._function, self._policy
+    def _compile_for(self, key: Any) -> CompiledStep:
+        function, policy = self._function, self._plan
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
             result, _, _ = call_model(

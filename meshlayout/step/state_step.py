@@ -54,7 +54,7 @@ class StateStep(StepInspection):
     _row_dim = 0  # of what a call takes
     _repeats = False  # whether calls are alike if states and batches are
     # What calls like the last one have in common, and what they call.
-    _last: tuple[Any, CompiledStep[..., Any], Metrics | None] | None = None
+    _last: tuple[Any, CompiledStep, Metrics | None] | None = None
 
     def __init__(
         self,
@@ -62,22 +62,18 @@ class StateStep(StepInspection):
         weights: str | int | None,
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
+        plan: Any,  # what the kind of step needs besides
     ) -> None:
-        self._function, self.weights = function, weights
-        options = {"layouts": layouts, "on_recompile": on_recompile}
-        self._options: dict[str, Any] = options
+        self._function, self.weights, self._plan = function, weights, plan
+        self._options: Any = {"layouts": layouts, "on_recompile": on_recompile}
         CompiledStep(function, **self._options)  # checks them
-        self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
+        self._compiled: dict[Hashable, CompiledStep] = {}
         # Metrics are not donated: all calls that begin without any share these.
         self._empty: dict[Hashable, Metrics | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
         return {**vars(self), "_compiled": {}, "_empty": {}, "_last": None}
-
-    def __repr__(self) -> str:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"{type(self).__name__}({name})"
 
     def without_layouts(self) -> Self:
         """Returns the same step for states on any mesh, which follows no layout map."""
@@ -116,23 +112,24 @@ class StateStep(StepInspection):
 
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
+    ) -> tuple[CompiledStep, tuple[Any, ...], Metrics | None]:
         """Returns what to call, with what, and the empty metrics."""
         if type(state) is not TrainState:
-            article = "an" if self.__name__[0] in "aeiou" else "a"
-            words = f"{article} {self.__name__.replace('_', ' ')}"
-            msg = f"{words} takes a TrainState, and got {_checks.shown(state)}."
+            msg = f"{self.__name__} takes a TrainState, and got {_checks.shown(state)}."
             raise StepError(msg)
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
-            self._tell_of_weights(batch)
+            first = batch[0] if isinstance(batch, list) and batch else batch
+            weights = None if self.weights is None else get_weights(first, self.weights)
+            if isinstance(weights, np.ndarray) and self._function not in _told:
+                _told.add(self._function)
+                _log.warning("examples are weighted by %r of each batch.", self.weights)
         program = key, state.program
-        if program in self._empty:
-            empty = self._empty[program]
-        else:
+        empty = self._empty.get(program)
+        if program not in self._empty:
             empty = self._start(compiled, state, placed)
             if not isinstance(state.step, (jax.ShapeDtypeStruct, Tracer)):
                 self._empty[program] = empty
@@ -141,16 +138,8 @@ class StateStep(StepInspection):
         metrics = empty if metrics is None else metrics
         return compiled, (state, placed, metrics), empty
 
-    def _tell_of_weights(self, batch: Batch) -> None:
-        """Logs once that a loss is weighted by weights that a batch on the host has."""
-        first = batch[0] if isinstance(batch, list) and batch else batch
-        weights = None if self.weights is None else get_weights(first, self.weights)
-        if isinstance(weights, np.ndarray) and self._function not in _told:
-            _told.add(self._function)
-            _log.warning("examples are weighted by %r of each batch.", self.weights)
-
     def _start(
-        self, compiled: CompiledStep[..., Any], state: TrainState, batch: Batch
+        self, compiled: CompiledStep, state: TrainState, batch: Batch
     ) -> Metrics | None:
         """Traces the step on a new mesh, and returns its empty metrics there."""
         args = (state, batch) if self.weights is None else (state, batch, None)
@@ -179,7 +168,7 @@ class StateStep(StepInspection):
         # To measure several models is no recompilation to warn of.
         return _jax.sharding_of(state.step), state.program
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+    def _compile_for(self, key: Any) -> CompiledStep:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
 
@@ -225,7 +214,17 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     with_rows = [leaf for leaf in leaves if np.ndim(leaf) > dim]
     if not axes or not with_rows:
         return batch
-    _check_rows(mesh, axes, {np.shape(leaf)[dim] for leaf in with_rows})
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    for size in (np.shape(leaf)[dim] for leaf in with_rows):
+        if size % shards:
+            msg = (
+                f"the batch has {size} rows, which do not divide into {shards} shards "
+                f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
+                "device would compute all of them. Pad or drop rows, or take "
+                "ml.distribute_dataset(source, mesh), which pads the last batch and "
+                "gives the padding weight 0."
+            )
+            raise StepError(msg)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
         placed = [leaf.update(sharding=sharding) for leaf in with_rows]
@@ -233,23 +232,6 @@ def place_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
         placed = relayout(with_rows, Mesh(mesh).layout(*[None] * dim, axes, ...))
     each = iter(placed)
     return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
-
-
-def _check_rows(mesh: Any, axes: tuple[str, ...], sizes: set[int]) -> None:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    for size in sorted(sizes):
-        if size % shards:
-            below = max(shards, size // shards * shards)
-            near = sorted({below, -(-size // shards) * shards})
-            msg = (
-                f"the batch has {size} rows, which do not divide into {shards} shards "
-                f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
-                "device would compute all of them. Pad or drop rows (sizes that "
-                f"divide: {' and '.join(map(str, near))}), or take "
-                "ml.distribute_dataset(source, mesh), which pads the last batch and "
-                "gives the padding weight 0."
-            )
-            raise StepError(msg)
 
 
 def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:

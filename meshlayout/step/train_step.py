@@ -10,17 +10,16 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
-from meshlayout._annotations import Batch, Leaf
+from meshlayout._annotations import Batch
 from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, as_weak_as
 from meshlayout.step.interception import Remat
 from meshlayout.step.objective import Loss, make_loss, merged, metrics_of_batch
 from meshlayout.step.state_step import (
@@ -181,8 +180,8 @@ class TrainStep(StateStep):
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
-        super().__init__(plan.loss.loss_fn, plan.loss.weights, layouts, on_recompile)
-        self._plan = plan
+        loss = plan.loss
+        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
         self._row_dim = int(plan.steps_per_call != 1)
         self._repeats = plan.steps_per_call == plan.accumulate == 1
 
@@ -222,7 +221,7 @@ class TrainStep(StateStep):
         )
         return mesh, Microbatches(count, rows, params, slots)
 
-    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+    def _compile_for(self, key: Any) -> CompiledStep:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
 
         def train_step(
@@ -240,7 +239,8 @@ class TrainStep(StateStep):
 
             def body(carry: Any, batch: Batch) -> tuple[Any, None]:
                 after = train_step(carry[0], batch, carry[1])
-                return jax.tree.map(_as_weak_as, carry, after), None
+                # A loop refuses a carry whose leaves become weakly typed, or strongly.
+                return jax.tree.map(as_weak_as, carry, after), None
 
             return jax.lax.scan(body, (state, metrics), batch)[0]
 
@@ -248,36 +248,19 @@ class TrainStep(StateStep):
         return CompiledStep(function, **self._options)
 
 
-def _as_weak_as(before: Leaf, after: Leaf) -> Any:
-    # A loop refuses a carry whose leaves become weakly typed, or strongly.
-    return _jax.with_weak_type(after, weak_type=jax.typeof(before).weak_type)
-
-
 def _stacked(batches: Batch, count: int) -> Batch:
     """Returns the batches of one call, stacked in a dim before the rows."""
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batches)}
-    number = len(batches) if isinstance(batches, list) else None
-    if number not in (None, count) or (number is None and sizes != {(count,)}):
-        got = sorted(size[0] if size else 0 for size in sizes)
+    is_list = isinstance(batches, list)
+    dims = [(*jnp.shape(x), 0)[0] for x in jax.tree.leaves(batches)]
+    sizes = {len(batches)} if is_list else {*dims}
+    if sizes != {count}:
+        got = f"a list of {len(batches)}" if is_list else sorted(sizes)
         msg = (
             f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
-            f"first dim of {count}; this call was given "
-            f"{got if number is None else f'a list of {number}'}."
+            f"first dim of {count}; this call was given {got}."
         )
         raise StepError(msg)
-    if number is None:
-        return batches
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batches)):
-        return jax.tree.map(_stacked_shape, *batches)
-    return _stack(batches)
-
-
-def _stacked_shape(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(None, *sharding.spec)
-        sharding = NamedSharding(sharding.mesh, spec)
-    return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
+    return _stack(batches) if is_list else batches
 
 
 @jax.jit
