@@ -549,7 +549,7 @@ MISFIT = (
 REFUSED = [
     (
         lambda: metrics.Accuracy(top_k=2, threshold=0.5),
-        "Accuracy: threshold= is for one score per label, and top_k= for one score per class. Give one of them.",
+        "Accuracy: give threshold= or top_k=, not both.",
     ),
     (
         lambda: metrics.Precision(average="micro"),
