@@ -583,7 +583,7 @@ REFUSED = [
         lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
             metrics.Metrics({"b": metrics.Mean()})
         ),
-        "Metrics of a do not merge with Metrics of b.",
+        "Metrics of a do not merge with b.",
     ),
     (
         lambda: metrics.Metrics({"a": 3}),

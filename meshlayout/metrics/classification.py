@@ -20,8 +20,6 @@ from meshlayout.metrics.metric import Arrays, MeanMetric, Metric, text
 
 
 class _PairMetric(Metric):
-    """Base of the metrics of predictions and labels."""
-
     _: KW_ONLY
     predictions: str | int = "logits"
     labels: str | int = "label"

@@ -134,8 +134,7 @@ class Metrics(Mapping[str, Any]):
     def merge(self, other: "Metrics") -> "Metrics":
         """Returns the metrics of all that both counted; their names must be equal."""
         if not isinstance(other, Metrics) or {*other.names} != {*self.names}:
-            names = ", ".join(getattr(other, "names", ()))
-            what = f"Metrics of {names}" if names else _checks.shown(other)
+            what = ", ".join(getattr(other, "names", ())) or _checks.shown(other)
             msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
@@ -209,7 +208,6 @@ def _as_metric(name: str, metric: object) -> Any:
 
 
 def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) -> Any:
-    """Returns the metric of one batch alone, from the inputs of a step by name."""
     if isinstance(metric, Metric):
         return metric.from_model_output(**{**named, "weights": weights})
     where = f"{type(metric).__module__.partition('.')[0]}'s {type(metric).__name__}"

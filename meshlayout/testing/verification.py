@@ -299,11 +299,7 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     """
     mesh = as_mesh(mesh)
     if not mesh.local_devices:
-        msg = (
-            f"one_device_mesh: process {jax.process_index()} has no devices in "
-            f"{mesh!r}. Call this on the processes of the mesh."
-        )
-        raise MeshError(msg)
+        raise MeshError(f"one_device_mesh: this process has no devices in {mesh!r}.")
     sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
     return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
 
