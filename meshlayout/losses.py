@@ -190,7 +190,6 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 
 
 def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
-    """Returns float32 weights whose shape is a leading part of the losses'."""
     weights = real_array("weights", weights, "losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (

@@ -549,7 +549,7 @@ MISFIT = (
 REFUSED = [
     (
         lambda: metrics.Accuracy(top_k=2, threshold=0.5),
-        "Accuracy: threshold= is for one score per label, and top_k= for one score per class. Give one of them.",
+        "Accuracy: give threshold= or top_k=, not both.",
     ),
     (
         lambda: metrics.Precision(average="micro"),
@@ -583,7 +583,7 @@ REFUSED = [
         lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
             metrics.Metrics({"b": metrics.Mean()})
         ),
-        "Metrics of a do not merge with Metrics of b.",
+        "Metrics of a do not merge with b.",
     ),
     (
         lambda: metrics.Metrics({"a": 3}),

@@ -290,7 +290,7 @@ def nan_on_the_mesh(state, batch):
 def test_what_depends_on_the_shards_is_found(mesh, step, said):
     state, batch = ml.arrays.ones((), mesh.layout()), rows(mesh, 8, 2)
     text = message(lambda: testing.verify(step, state, batch))
-    assert text.startswith("step 1: aux/x f32[8@batch, 2] differs between Mesh(")
+    assert text.startswith("step 1: aux/x f32[8, 2] differs between Mesh(")
     assert said in text
     assert "Leaves that differ: 1 of 2.\n" in text
 
@@ -313,11 +313,7 @@ def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
     assert first.startswith(
         "step 1: aux/loss f32[] differs between Mesh(batch=2, model=4) and one device. The largest difference is "
     )
-    assert second == (
-        "Leaves that differ: 5 of 7: also state/params/hidden/bias, "
-        "state/params/hidden/kernel, state/params/output/bias, "
-        "state/params/output/kernel."
-    )
+    assert second == ("Leaves that differ: 5 of 7.")
     assert causes == CAUSES
 
 
@@ -335,7 +331,7 @@ def test_keys_and_integers_have_to_be_equal(mesh):
     text = message(lambda: testing.verify(step, state, None, rtol=1, atol=10))
     assert "step 1: state/key key<fry>[] differs between" in text
     assert (
-        "where 0 is allowed. Elements that differ: 2 of 2.\nLeaves that differ: 2 of 3: also state/n.\n"
+        "where 0 is allowed. Elements that differ: 2 of 2.\nLeaves that differ: 2 of 3.\n"
         in text
     )
 
@@ -365,7 +361,7 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         ml.arrays.ones(4, mesh.layout("batch")),
     )
     assert message(lambda: testing.verify(losses, state, batch)) == (
-        "step 1: aux f32[2@batch] differs between Mesh(batch=2, model=4) and one device: it is f32[2] on the mesh and f32[1] on one device.\n"
+        "step 1: aux f32[2] differs between Mesh(batch=2, model=4) and one device: it is f32[2] on the mesh and f32[1] on one device.\n"
         f"Leaves that differ: 1 of 2.\n{CAUSES}"
     )
     assert message(lambda: testing.verify(named, state, batch)) == (
@@ -596,7 +592,7 @@ def test_predict_steps_agree_with_one_device(mesh, precision):
     assert {"state/step", "aux/y"} <= {leaf.path for leaf in found.differences}
     step = ml.make_predict_step(wrong, precision=precision)
     text = message(lambda: testing.verify(step, state, batch))
-    assert text.startswith("step 1: aux f32[8@batch] differs between Mesh(")
+    assert text.startswith("step 1: aux f32[8] differs between Mesh(")
 
 
 def test_linen_steps_agree_with_one_device(mesh):
@@ -717,7 +713,7 @@ def test_a_layout_map_is_asserted_for_whole_states(mesh):
     for tree, num_wrong in trees:
         testing.assert_layout(tree, ml.LayoutMap(mesh, MODEL_PARALLEL))
         text = message(lambda: testing.assert_layout(tree, ml.LayoutMap(mesh, other)))  # noqa: B023
-        assert "hidden/kernel f32[8, 16@model]: the layout is Layout(" in text
+        assert "hidden/kernel f32[8, 16]: the layout is Layout(" in text
         assert len(text.split("\n")) == num_wrong
 
 
@@ -728,10 +724,9 @@ def test_every_layout_that_is_wrong_is_listed(mesh):
         "\n"
     )
     assert lines[0] == (
-        "w00 f32[8@model]: the layout is Layout([model], Mesh(batch=2, model=4)), but Layout([(batch, model)], Mesh(batch=2, model=4)) was expected."
+        "w00 f32[8]: the layout is Layout([model], Mesh(batch=2, model=4)), but Layout([(batch, model)], Mesh(batch=2, model=4)) was expected."
     )
-    assert len(lines) == 11
-    assert lines[-1] == "... and 2 more."
+    assert len(lines) == 12
 
 
 def test_what_is_not_an_array_on_a_mesh_is_named(mesh):
@@ -744,8 +739,7 @@ def test_what_is_not_an_array_on_a_mesh_is_named(mesh):
     with pytest.raises(ml.errors.LayoutError) as info:
         testing.assert_layout({"w": ml.arrays.zeros(8, mesh.layout("model"))}, "model")
     assert str(info.value) == (
-        "w f32[8@model]: expected a Layout, a NamedSharding, a PartitionSpec, a tuple of "
-        "entries or a LayoutMap, got 'model' of type str."
+        "w f32[8]: expected a Layout or a NamedSharding, got 'model'."
     )
 
 
@@ -772,7 +766,7 @@ def scanned_arguments(mesh):
 def test_collectives_are_counted_and_those_in_loops_separately(scanned_arguments):
     state, batch = scanned_arguments
     found = testing.expect_communication(
-        scanned, state, batch, all_reduce=2, all_gather=0, in_loops={"all_reduce": 1}
+        scanned, state, batch, all_reduce=2, all_gather=0
     )
     testing.expect_communication(scanned, state, batch, all_reduce=2, only=True)
     assert found["all_reduce"] == 2
@@ -799,13 +793,12 @@ def test_an_unexpected_count_lists_every_collective(scanned_arguments):
             *scanned_arguments,
             all_reduce=0,
             all_gather=1,
-            in_loops={"all_reduce": 0},
         )
     )
     first, *table = text.split("\n")
     assert first == (
         "scanned has 2 all_reduce where 0 was expected, and 0 all_gather where 1 was "
-        "expected, and 1 all_reduce in loops where 0 was expected."
+        "expected."
     )
     assert sum(line.startswith("all_reduce  batch") for line in table) == 2
 
@@ -832,8 +825,7 @@ class Text:
         ),
         (
             lambda: testing.expect_communication(Text(), 1, 2),
-            "expect_communication takes a step with its arguments, or alone what "
-            "lowering or compiling it returned, got a Text with 2 arguments.",
+            "expect_communication: a lowered program takes no further arguments.",
         ),
     ],
 )

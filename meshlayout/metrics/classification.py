@@ -19,15 +19,7 @@ from meshlayout.errors import MetricError
 from meshlayout.metrics.metric import Arrays, MeanMetric, Metric, text
 
 
-_ONE_OF = (
-    "threshold= is for one score per label, and {}= for one score per class. Give one "
-    "of them."
-)
-
-
 class _PairMetric(Metric):
-    """Base of the metrics of predictions and labels."""
-
     _: KW_ONLY
     predictions: str | int = "logits"
     labels: str | int = "label"
@@ -149,7 +141,7 @@ class Accuracy(_PairMetric, MeanMetric):
 
     def _shape(self) -> tuple[int, ...]:
         if self.threshold is not None and self.top_k != 1:
-            raise MetricError(f"Accuracy: {_ONE_OF.format('top_k')}")
+            raise MetricError("Accuracy: give threshold= or top_k=, not both.")
         return super()._shape()
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:
@@ -255,7 +247,7 @@ class _ClassShare(_PairMetric):
         choices = ("macro", None)
         _checks.choice("average", self.average, choices, where=where, error=MetricError)
         if self.threshold is not None and self.num_classes is not None:
-            raise MetricError(f"{where}: {_ONE_OF.format('num_classes')}")
+            raise MetricError(f"{where}: give threshold= or num_classes=, not both.")
         return (3, self.num_classes or 1)  # one column, of the positive class
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:

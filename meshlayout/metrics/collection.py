@@ -82,14 +82,9 @@ class Metrics(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
     # A mapping would compare values, and == of two arrays is an array.
     __eq__ = object.__eq__
-
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__
 
     def metric(self, name: str) -> Any:
         """Returns the metric with a name, rather than its value."""
@@ -139,8 +134,7 @@ class Metrics(Mapping[str, Any]):
     def merge(self, other: "Metrics") -> "Metrics":
         """Returns the metrics of all that both counted; their names must be equal."""
         if not isinstance(other, Metrics) or {*other.names} != {*self.names}:
-            names = ", ".join(getattr(other, "names", ()))
-            what = f"Metrics of {names}" if names else _checks.shown(other)
+            what = ", ".join(getattr(other, "names", ())) or _checks.shown(other)
             msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
             raise MetricError(msg)
         merged = {x: self.metrics[x].merge(other.metrics[x]) for x in self.names}
@@ -182,7 +176,10 @@ class Metrics(Mapping[str, Any]):
         return _render.html_table(("metric", "value"), self._rows(), "lr")
 
     def _rows(self) -> list[list[str]]:
-        return [[name, _value_text(value)] for name, value in self.to_host().items()]
+        return [
+            [name, f"{x:.6g}" if isinstance(x, float) else str(x).replace("\n", "")]
+            for name, x in self.to_host().items()
+        ]
 
 
 # In one dispatch: a value is a few operations on scalars.
@@ -190,7 +187,6 @@ _compute: Any = jax.jit(lambda metric: metric.compute())
 
 
 def _as_metric(name: str, metric: object) -> Any:
-    """Returns an object that follows the protocol of clu and metrax."""
     if type(metric) is nnx.metrics.Average:
         return Mean(metric.argname)
     if type(metric) is nnx.metrics.Accuracy:
@@ -212,11 +208,6 @@ def _as_metric(name: str, metric: object) -> Any:
 
 
 def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) -> Any:
-    """Returns the metric of one batch alone, from the inputs of a step by name.
-
-    Each parameter of a `from_model_output` gets the input of that name, and `**kwargs`
-    all; `mask` gets whether weights are not 0, `weights` and `sample_weights` them.
-    """
     if isinstance(metric, Metric):
         return metric.from_model_output(**{**named, "weights": weights})
     where = f"{type(metric).__module__.partition('.')[0]}'s {type(metric).__name__}"
@@ -265,11 +256,3 @@ def _one_copy(leaf: Leaf) -> Any:
 def _on_host(value: Leaf) -> Any:
     value = _jax.to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
     return float(value) if value.ndim == 0 else value
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, np.ndarray) and value.size > 8:
-        return _render.array_text(value.dtype, value.shape)
-    return str(value).replace("\n", "")

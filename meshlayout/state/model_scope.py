@@ -81,7 +81,6 @@ class _Scope:
     def construct(
         self, construct: Callable[..., nnx.Module], cls: type, *args: Any, **kwargs: Any
     ) -> nnx.Module:
-        """Constructs an NNX module, outside of another one's construction."""
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
         objects = {i: x for i, x in enumerate(leaves) if _paths.is_nnx_object(x)}
         if any(isinstance(x, nnx.Module) for x in objects.values()):
@@ -107,7 +106,6 @@ class _Scope:
         return module
 
     def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Creates Linen's variables."""
         return place(trace(lambda: init(*args, **kwargs)), self.layouts).create()
 
     def start_optimizer(

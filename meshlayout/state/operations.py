@@ -190,8 +190,6 @@ def _program(
     *,
     is_safe: bool,
 ) -> Any:
-    """Returns an operation under jit; equal ones share it, and compile once."""
-
     def apply(*operands: jax.Array) -> list[jax.Array]:
         if primitive.name == "sharding_constraint":  # the layout map decides
             return list(operands)
@@ -238,7 +236,6 @@ _CONTAINERS = frozenset(_CONTAINER_NAMES.split())
 
 
 def _keeps_bits_on_shards(eqn: Equation) -> bool:
-    """Returns whether an operation computes the same bits on shards as unsharded."""
     if eqn.primitive.name in _CONTAINERS:
         inner = (e for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
         return all(map(_keeps_bits_on_shards, inner))

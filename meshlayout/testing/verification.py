@@ -50,8 +50,7 @@ class Difference:
 
     Attributes:
         path: The path of the leaf, which begins with `state` or `aux`.
-        array: Its dtype, shape and layout on the mesh, such as `f32[512@batch, 10]`.
-        step: The step after which it was compared, from 1.
+        array: Its dtype and shape, such as `f32[512, 10]`.
         largest: The largest difference; infinite if only one value is NaN.
         allowed: The largest difference that passes.
         text: What differs and by how much; empty if it passes.
@@ -59,7 +58,6 @@ class Difference:
 
     path: str
     array: str
-    step: int
     largest: float
     allowed: float
     text: str = ""
@@ -73,7 +71,7 @@ class Verification:
         mesh: The mesh.
         num_steps: The number of steps that were compared.
         differences: One `Difference` per leaf of the state and of the step's other
-            results, from the step where it was largest.
+            results, after the last step.
     """
 
     mesh: Mesh
@@ -143,7 +141,11 @@ def verify(
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    step_on_one = _for_one_device(step)
+    step_on_one = step
+    if isinstance(step, StateStep):
+        step_on_one = step.without_layouts()
+    elif isinstance(step, CompiledStep):
+        step_on_one = jax.jit(step.function, static_argnames=step.static_argnames)
     args_on_one, kwargs_on_one = _to_one_device((args, kwargs), one)
 
     def results(result: Any, state: PyTree) -> tuple[PyTree, dict[str, Leaf]]:
@@ -174,7 +176,7 @@ def verify(
 
     whole, moved = _to_one_device(state, one), _to_one_device(state, one, rounded)
     starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
-    state, worst = jax.tree.map(_copied, state), {}
+    state, differences = jax.tree.map(_copied, state), []
     for number in range(1, num_steps + 1):
         state, leaves = results(step(state, batch, *args, **kwargs), state)
         whole, expected = on_one(whole, _to_one_device(batch, one))
@@ -195,16 +197,20 @@ def verify(
                     # A parameter's own error is larger than that of its update.
                     noise -= _wide(starts[1][path]) - _wide(starts[0][path])
                 allowed = _allowed(values, _largest(noise), rtol, atol)
-                differences.append(_compared(path, number, leaf, values, allowed))
-        if any(difference.text for difference in differences):
-            raise VerificationError(_message(mesh, differences))
-        for x in differences:
-            worst[x.path] = max(worst.get(x.path, x), x, key=lambda x: x.largest)
-    return Verification(mesh, num_steps, tuple(worst.values()))
+                differences.append(_compared(path, leaf, values, allowed))
+        if wrong := [leaf for leaf in differences if leaf.text]:
+            # The loss is nearest to the cause: parameters differ because it does.
+            first = min(wrong, key=lambda leaf: leaf.path != "aux/loss")
+            msg = (
+                f"step {number}: {first.path} {first.array} differs between {mesh!r} "
+                f"and one device{first.text}\nLeaves that differ: {len(wrong)} of "
+                f"{len(differences)}.\n{_CAUSES}"
+            )
+            raise VerificationError(msg)
+    return Verification(mesh, num_steps, tuple(differences))
 
 
 def _mesh_of(arguments: PyTree) -> Mesh:
-    """Returns the mesh of a step's arguments that has several devices."""
     for leaf in jax.tree.leaves(arguments):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
@@ -217,7 +223,6 @@ def _mesh_of(arguments: PyTree) -> Mesh:
 
 
 def _leaves(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
-    """Returns the leaves of a step's results by path."""
     aux = aux.compute() if isinstance(aux, Metrics) else aux
     return {
         "/".join(filter(None, [name, leaf.path])): leaf.value
@@ -254,13 +259,13 @@ def _allowed(
 
 
 def _compared(
-    path: str, step: int, leaf: Leaf, expected: np.ndarray, allowed: float
+    path: str, leaf: Leaf, expected: np.ndarray, allowed: float
 ) -> Difference:
     array, values = leaf_text(leaf), np.asarray(to_numpy(leaf))
     kinds = [_render.array_text(x.dtype, x.shape) for x in (values, expected)]
     if kinds[0] != kinds[1]:
         text = f": it is {kinds[0]} on the mesh and {kinds[1]} on one device."
-        return Difference(path, array, step, np.inf, 0.0, text)
+        return Difference(path, array, np.inf, 0.0, text)
     distances = np.abs(_wide(values) - _wide(expected))
     both_nan = (values != values) & (expected != expected)
     # NaN on one side alone, and integers so large that floats do not tell them apart.
@@ -268,7 +273,7 @@ def _compared(
     distances = np.where((values == expected) | both_nan, 0.0, distances)
     largest, num_wrong = float(distances.max(initial=0.0)), np.sum(distances > allowed)
     if not num_wrong:
-        return Difference(path, array, step, largest, allowed)
+        return Difference(path, array, largest, allowed)
     index = tuple(map(int, np.unravel_index(distances.argmax(), distances.shape)))
     text = (
         f". The largest difference is {largest:.3g}"
@@ -276,19 +281,7 @@ def _compared(
         f"{expected[index]} on one device, where {allowed:.2g} is allowed. Elements "
         f"that differ: {num_wrong:,} of {values.size:,}."
     )
-    return Difference(path, array, step, largest, allowed, text)
-
-
-def _message(mesh: Mesh, differences: list[Difference]) -> str:
-    # The loss is nearest to the cause: parameters differ because it does.
-    wrong = [leaf for leaf in differences if leaf.text]
-    first, *others = sorted(wrong, key=lambda leaf: leaf.path != "aux/loss")
-    also = f": also {', '.join(leaf.path for leaf in others[:5])}" if others else ""
-    return (
-        f"step {first.step}: {first.path} {first.array} differs between {mesh!r} and "
-        f"one device{first.text}\nLeaves that differ: {len(wrong)} of "
-        f"{len(differences)}{also}.\n{_CAUSES}"
-    )
+    return Difference(path, array, largest, allowed, text)
 
 
 def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
@@ -306,11 +299,7 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     """
     mesh = as_mesh(mesh)
     if not mesh.local_devices:
-        msg = (
-            f"one_device_mesh: process {jax.process_index()} has no devices in "
-            f"{mesh!r}. Call this on the processes of the mesh."
-        )
-        raise MeshError(msg)
+        raise MeshError(f"one_device_mesh: this process has no devices in {mesh!r}.")
     sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
     return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
 
@@ -324,14 +313,6 @@ def _alone(no_rules: LayoutMap) -> Iterator[None]:
     # Without a rule, `constrain` leaves every value where it is.
     with ambient, activate(no_rules):
         yield
-
-
-def _for_one_device(step: Any) -> Any:
-    if isinstance(step, StateStep):
-        return step.without_layouts()
-    if isinstance(step, CompiledStep):
-        return jax.jit(step.function, static_argnames=step.static_argnames)
-    return step
 
 
 def _to_one_device(
@@ -359,7 +340,6 @@ def _to_one_device(
 
 
 def _copied(leaf: Leaf) -> Leaf:
-    """Copies an array, on its own devices."""
     if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
         return _jax.put(leaf, leaf.sharding, may_alias=False)
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
