@@ -226,9 +226,10 @@ def optimizers(run):
         for batch in data_on(mesh):
             state, _ = train_step(state, batch)
         found[name] = contents(state)
-    on_host = ml.zero_rule(mesh, (), memory_kind="pinned_host")
-    offload = ml.LayoutMap(mesh, {"^opt_state/": on_host})
-    found["on the host"] = trained(mesh, offload)
+    if hasattr(jax, "reshard"):  # jax 0.7 has no such programs on CPUs
+        on_host = ml.zero_rule(mesh, (), memory_kind="pinned_host")
+        offload = ml.LayoutMap(mesh, {"^opt_state/": on_host})
+        found["on the host"] = trained(mesh, offload)
     return found
 
 

@@ -122,13 +122,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
 
 
 def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """Describes what differs between processes, and on which; empty if nothing does.
-
-    Example:
-        >>> difference({0: {"lr": "1"}, 1: {"lr": "2", "seed": "5"}, 2: {"lr": "1"}})
-        'lr is 2 on process 1, and 1 on processes 0,2; seed is 5 on process 1, and
-        missing on processes 0,2'
-    """
+    """Describes what differs between processes, and on which; empty if nothing does."""
     texts = []
     for name in dict.fromkeys(name for values in facts.values() for name in values):
         processes: defaultdict[str, list[int]] = defaultdict(list)
@@ -295,12 +289,7 @@ def _shared_value(leaf: Leaf) -> Any:
 
 
 def _stable(text: str) -> str:
-    """Returns a program's text without addresses, and with sets of names in order.
-
-    Example:
-        >>> _stable("jvp=<function f at 0x7f00> axes=frozenset({'b', 'a'})")
-        "jvp=<function f> axes=frozenset({'a', 'b'})"
-    """
+    """Returns a program's text without addresses, and with sets of names in order."""
     return re.sub(
         r"\{('[^{}\n]*')\}",
         lambda match: f"{{{', '.join(sorted(match[1].split(', ')))}}}",

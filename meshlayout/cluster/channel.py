@@ -191,11 +191,6 @@ def shared_channel(name: str, *args: Any, **kwargs: Any) -> Channel:
 
 
 def processes_text(processes: Sequence[int]) -> str:
-    """Returns the name of one or more processes.
-
-    Example:
-        >>> processes_text([3]), processes_text([0, 1, 2, 5])
-        ('process 3', 'processes 0-2,5')
-    """
+    """Returns the name of one or more processes, such as `processes 0-2,5`."""
     plural = "es" * (len(processes) > 1)
     return f"process{plural} {_render.ranges_text(processes)}"

@@ -33,10 +33,6 @@ _ALL_THREE = (
     "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or "
     "the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
 )
-_TF_CONFIG = (
-    '{"cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]}, '
-    '"task": {"type": "worker", "index": 0}}'
-)
 
 
 @dataclass(frozen=True)
@@ -85,11 +81,9 @@ def find_settings(
     for (first, a), (second, b) in itertools.combinations(told.items(), 2):
         for name in a.keys() & b.keys() - given.keys():
             if a[name] != b[name]:
-                msg = (
-                    f"initialize: {name} is {a[name]!r} by {first}, and {b[name]!r} by "
-                )
-                msg += f"{second}. Unset what was not meant for this program, or give "
-                raise ClusterError(f"{msg}all of {', '.join(_FACTS)}.")
+                fact = f"{name} is {a[name]!r} by {first}, and {b[name]!r} by {second}"
+                msg = f"initialize: {fact}. Unset what was not meant for this program, "
+                raise ClusterError(f"{msg}or give all of {', '.join(_FACTS)}.")
     facts = {**_from_variables((BIND, DEVICES), environment), **facts}
     text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
     if not text:
@@ -162,8 +156,7 @@ def _from_tf_config(text: str) -> _Facts:
         index = addresses.index(jobs[task["type"]][int(task["index"])])
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         msg = f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}."
-        msg += " All processes train: the chief, if there is one, and the workers. "
-        msg += f"Right for the first of two is {_TF_CONFIG!r}."
+        msg += " It must list chief and workers, and one of them as the task."
         raise ClusterError(msg) from None
     address = _checked(ADDRESS, addresses[0], "TF_CONFIG")
     return {ADDRESS: address, COUNT: len(addresses), INDEX: index}

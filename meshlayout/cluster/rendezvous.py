@@ -40,11 +40,7 @@ _LOOK = (
 
 
 def meet(settings: Settings, timeout_s: float) -> list[str]:
-    """Waits until all processes have come; returns their names, with hosts and pids.
-
-    Raises ClusterError on all if one did not come or ended, if two have the same index,
-    or if their numbers of processes or versions differ.
-    """
+    """Waits until all processes have come; returns their names, with hosts and pids."""
     index, count = settings.process_index, settings.num_processes
     name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})"
     facts = {"num_processes": count, "jax": jax.__version__}

@@ -31,23 +31,9 @@ def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
 
 
 def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
-    r"""Returns rules that give every leaf of a tree the layout it is listed with.
+    """Returns rules that give every leaf of a tree the layout it is listed with.
 
-    In a `LayoutMap` these rules resolve the tree to the same layouts, and own rules win
-    over them.
-
-    Args:
-        specs: The layout of every leaf by path, with one entry per dim; or a `Rule`
-            with such a layout and a note. Leaves with different notes have different
-            rules; replicated ones without a note have none.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> columns, rows = ml.Layout([None, "model"], mesh), ml.Layout([None], mesh)
-        >>> paths = ["blocks/0/query", "blocks/0/key", "blocks/1/query", "blocks/1/key"]
-        >>> [*rules_for({**dict.fromkeys(paths, columns), "out/bias": rows})]
-        ['(^|/)blocks/\\d+/(query|key)$']
+    Leaves with different notes have different rules; replicated ones without, none.
     """
     rules = {path: checked_rule(value, path) for path, value in specs.items()}
     kinds: dict[str, Rule | None] = {}

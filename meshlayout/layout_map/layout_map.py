@@ -130,11 +130,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Returns what was inserted for a pattern; LayoutMapKeyError if nothing was."""
         if pattern in self._rules:
             return self._rules[pattern].value()
-        msg = (
-            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)}"
-        )
-        hint = "To find the layout of a path, use match(path, shape, dtype)."
-        raise LayoutMapKeyError(f"{msg} {hint}")
+        near = did_you_mean(pattern, self._rules)
+        msg = f"no rule has the pattern {pattern!r}.{near} To find the layout of a path"
+        raise LayoutMapKeyError(f"{msg}, use match(path, shape, dtype).")
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
         """Inserts a rule; LayoutMapError if it is malformed or there already."""

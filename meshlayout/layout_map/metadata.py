@@ -45,9 +45,7 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
     for name, meant in rules:
         for axis in jax.tree.leaves(meant):
             if axis not in mesh:
-                msg = (
-                    f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
-                )
+                msg = f"logical_axes maps {name!r} to {axis!r}, which is no axis of "
                 near = did_you_mean(axis, mesh.axis_names)
                 raise LayoutMapError(f"{msg}{mesh!r}.{near}")
     return rules

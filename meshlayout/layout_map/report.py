@@ -37,7 +37,6 @@ class Resolution:
         fallback: What could not be followed, such as a dim that does not divide.
         note: The note of the rule, or a disagreement that is not an error.
         placed: The layout of an array on the mesh of the map, if it has another one.
-        is_array: False for a Python number, which `create` leaves unchanged.
     """
 
     path: str
@@ -49,7 +48,6 @@ class Resolution:
     fallback: str | None = None
     note: str | None = None
     placed: Layout | None = None
-    is_array: bool = True
 
     @property
     def current_layout(self) -> Layout:
@@ -59,7 +57,7 @@ class Resolution:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole leaf: what each device would hold if replicated."""
-        return math.prod(self.shape) * _jax.itemsize(self.dtype) if self.is_array else 0
+        return math.prod(self.shape) * _jax.itemsize(self.dtype)
 
     @property
     def bytes_per_device(self) -> int:
@@ -70,8 +68,7 @@ class Resolution:
     @property
     def array(self) -> str:
         """The dtype and shape of the leaf, such as `f32[784, 128]`."""
-        array = _render.array_text(self.dtype, self.shape)
-        return array if self.is_array else "(not an array)"
+        return _render.array_text(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class Resolved:
 
     def to_lock(self) -> str:
         """Returns the current layout of every array as stable text for `check_lock`."""
-        arrays = [leaf for leaf in self.resolutions if leaf.is_array]
+        arrays = self.resolutions
         meshes = {f"Mesh({sizes_text(leaf.layout.mesh.shape)})" for leaf in arrays}
         lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
         header = f"# layouts on {', '.join(sorted(meshes))}"
@@ -185,20 +182,18 @@ class Explanation(Resolved):
         groups: dict[str, dict[tuple[str, ...], list[Resolution]]] = {}
         for leaf in self.resolutions:
             rule = "(placed)" if leaf.placed else leaf.rule or f"({leaf.reason})"
-            layout = str(leaf.current_layout) if leaf.is_array else ""
-            kind = (folded(leaf.path), leaf.array, layout)
+            kind = (folded(leaf.path), leaf.array, str(leaf.current_layout))
             groups.setdefault(rule, {}).setdefault(kind, []).append(leaf)
         rows: list[list[str]] = []
         for rule, kinds in groups.items():
             sends = self.sends.get(rule)
             for (path, array, layout), leaves in kinds.items():
-                sizes = _sizes(leaves) if layout else ("", "")
                 if len(leaves) == 1:
                     path = leaves[0].path or "(the array)"
                 else:
                     array = f"{len(leaves)} x {array}"
                 sent = "" if sends is None else _render.bytes_text(sends)
-                rows.append([path, array, layout, rule, *sizes, sent])
+                rows.append([path, array, layout, rule, *_sizes(leaves), sent])
                 sends = None  # once for each rule
         headers = ["path", "array", "layout", "rule", "bytes/device", "saving"]
         if self.sends:
@@ -207,10 +202,9 @@ class Explanation(Resolved):
 
     def _total(self) -> str:
         here, saving = _sizes(self.resolutions)
-        num_arrays = sum(leaf.is_array for leaf in self.resolutions)
-        text = f"{num_arrays} arrays, {here} on each of {self.mesh.size} devices; "
+        text = f"{len(self.resolutions)} arrays, {here} on each of {self.mesh.size} "
         whole = _render.bytes_text(self.nbytes)
-        return f"{text}replicated it would be {whole} (saving {saving})."
+        return f"{text}devices; replicated it would be {whole} (saving {saving})."
 
 
 def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:

@@ -138,14 +138,13 @@ class Resolver:
     def _of_leaf(self, resolution: Resolution, leaf: _paths.Leaf) -> Resolution:
         """Returns a resolution for a leaf, with its path, and where it is now."""
         x, placed = leaf.value, None
-        is_array = not isinstance(x, _NUMBERS) or isinstance(x, np.generic)
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             here, there = x.sharding, resolution.layout.sharding
             is_on_mesh = isinstance(here, NamedSharding) and here.mesh == there.mesh
             if is_on_mesh and not here.is_equivalent_to(there, x.ndim):
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(here, x.ndim)
-        return replace(resolution, path=leaf.path, placed=placed, is_array=is_array)
+        return replace(resolution, path=leaf.path, placed=placed)
 
     def _by_rules(
         self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None
