@@ -324,6 +324,12 @@ def test_the_best_parameters_keep_layout_step_and_random_streams(patience):
     fit(trainer)
 
 
+def test_only_a_train_state_has_best_parameters():
+    stopping = ml.callbacks.EarlyStopping("loss", restore_best=True)
+    with pytest.raises(ml.MeshLayoutError, match="restores the model of a TrainState"):
+        Scripted(1.0).run(stopping)
+
+
 def test_nan_stops_training_within_the_epoch(state):
     data = [batches(1)[0] for _ in range(200)]
     data[2] = {**data[2], "y": np.full(8, np.nan, np.float32)}

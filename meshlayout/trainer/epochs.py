@@ -46,6 +46,7 @@ from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.agreement import Agreement
 from meshlayout.data.plan import DataPlan
 from meshlayout.errors import CheckpointError, MeshLayoutError
+from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.step.state_step import check_batch
 
@@ -107,9 +108,11 @@ class TrainerInput:
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps = steps_per_epoch
         self._key = trainer._steps.weights
-        shardings = map(_jax.sharding_of, jax.tree.leaves(trainer.state))
-        meshes = [Mesh(x.mesh) for x in shardings if isinstance(x, NamedSharding)]
-        self._layout = batch_layout(meshes[0]) if meshes else None
+        self._layout: Layout | None = None
+        for leaf in jax.tree.leaves(trainer.state):
+            if isinstance(_jax.sharding_of(leaf), NamedSharding):
+                self._layout = batch_layout(Layout.of(leaf).mesh)
+                break
         if batch_size is not None or labels is not None or is_columns(data):
             rows = rows_of(where, name, data, labels, batch_size)
             weights = get_weights(data if labels is None else (data, labels), self._key)

@@ -210,18 +210,18 @@ class Trainer:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
         is_list = isinstance(callbacks, Iterable)
-        callbacks = [*callbacks] if is_list else [callbacks]
-        for callback in callbacks:
+        chosen: list[Any] = [*callbacks] if is_list else [callbacks]
+        for callback in chosen:
             if not is_list or not isinstance(callback, Callback):
                 msg = "fit: callbacks must be a list of instances of"
                 shown = _checks.shown(callback)
                 raise MeshLayoutError(f"{msg} ml.callbacks.Callback, and has {shown}.")
-        has_progress = any(isinstance(x, Progress) for x in callbacks)
+        has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
-            callbacks.insert(0, Progress())
+            chosen.insert(0, Progress())
         # Those that save come last: what others do, such as stopping, is saved.
-        callbacks.sort(key=lambda x: isinstance(x, Checkpoint))
-        checkpoints = [x for x in callbacks if isinstance(x, Checkpoint)]
+        chosen.sort(key=lambda x: isinstance(x, Checkpoint))
+        checkpoints = [x for x in chosen if isinstance(x, Checkpoint)]
         if resume and not checkpoints:
             msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
@@ -248,12 +248,12 @@ class Trainer:
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.input, self._callbacks, self._metrics = source, callbacks, None
+        self.input, self._callbacks, self._metrics = source, chosen, None
         if resume:
             self._metrics = checkpoints[0].resume(self, source)
         with contextlib.ExitStack() as closing:
             preemption = closing.enter_context(Preemption()) if checkpoints else None
-            for callback in callbacks:
+            for callback in chosen:
                 closing.callback(callback.close)
             self._notify("on_fit_start")
             while self.position.epoch < self.position.last_epoch and not self.stopped:

@@ -100,8 +100,8 @@ class AsyncMetrics:
         """Yields the scalar values that are ready, oldest first."""
         while self.pending:
             position, values = self.pending[0]
-            arrays = [x for x in values.values() if isinstance(x, jax.Array)]
-            is_ready = all(array.is_ready() for array in arrays)
+            leaves = jax.tree.leaves(values)
+            is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
             if not (len(self.pending) > _CALLS_LATER if self._in_step else is_ready):
                 break
             self.pending.popleft()
