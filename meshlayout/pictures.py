@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, entry_text
 
@@ -20,47 +19,20 @@ class Shards:
     """A picture of shards, each a block with the ids of the devices that hold it.
 
     Attributes:
-        shape: Shape of the whole array.
-        dtype: Its dtype, if known.
-        layout: Its layout.
         held: The id of each device, and the start and stop of its part in every dim.
     """
 
-    shape: tuple[int, ...]
-    dtype: DType
-    layout: Layout
-    held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    held: _render.Held
+    _title: str
+    _picture: _render.Picture
+    _note: str  # on how many shards there are
 
     def __repr__(self) -> str:
-        title, picture, note = self._parts()
-        return "\n".join([title, _render.picture_text(picture), note])
+        picture = _render.picture_text(self._picture)
+        return "\n".join([self._title, picture, self._note])
 
     def _repr_html_(self) -> str:
-        title, picture, note = self._parts()
-        return _render.picture_html(title, picture, [note])
-
-    def _parts(self) -> tuple[str, _render.Picture, str]:
-        """Returns a title, the picture, and a line on how many shards there are."""
-        axes = [entry_text(entry) if entry else "" for entry in self.layout.specs]
-        picture = _render.shards_picture(self.shape, axes, self.held)
-        dims = zip(self.shape, [f"@{text}" * bool(text) for text in axes], strict=True)
-        dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
-        title = f"{dtype}[{', '.join(f'{size}{text}' for size, text in dims)}]"
-        kind = self.layout.memory_kind
-        title += f" on {self.layout.mesh!r}" + f" in {kind}" * bool(kind)
-        shape = tuple(stop - start for start, stop in self.held[0][1])
-        parts = len({part for _, part in self.held})
-        copies, size = len(self.held) // parts, ""
-        if self.dtype is not None:
-            nbytes = math.prod(shape) * _jax.itemsize(self.dtype)
-            size = f", {_render.bytes_text(nbytes)}"
-        note = f"{copies} devices hold" if copies > 1 else "One device holds"
-        note += f" the whole array{size}"
-        if parts > 1:
-            note = f"{parts} shards of shape {shape}{size}{' each' * bool(size)}"
-            note += f", on {copies} devices each" * (copies > 1)
-        devices = f"{self.layout.mesh.platform.upper()} devices"
-        return title, picture, f"{note}. Numbers in the blocks are ids of {devices}."
+        return _render.picture_html(self._title, self._picture, [self._note])
 
 
 def visualize(
@@ -113,4 +85,24 @@ def visualize(
     for device, index in layout.sharding.devices_indices_map(shape).items():
         part = (s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         held.append((int(device.id), tuple(part)))
-    return Shards(shape, dtype, layout, tuple(held))
+    axes = [entry_text(entry) if entry else "" for entry in layout.specs]
+    dims = zip(shape, [f"@{text}" * bool(text) for text in axes], strict=True)
+    title = "" if dtype is None else _render.dtype_text(dtype)
+    title += f"[{', '.join(f'{size}{text}' for size, text in dims)}]"
+    kind = layout.memory_kind
+    title += f" on {layout.mesh!r}" + f" in {kind}" * bool(kind)
+    part_shape = tuple(stop - start for start, stop in held[0][1])
+    parts = len({part for _, part in held})
+    copies, nbytes = len(held) // parts, ""
+    if dtype is not None:
+        number = math.prod(part_shape) * _jax.itemsize(dtype)
+        nbytes = f", {_render.bytes_text(number)}"
+    note = f"{copies} devices hold" if copies > 1 else "One device holds"
+    note += f" the whole array{nbytes}"
+    if parts > 1:
+        note = f"{parts} shards of shape {part_shape}{nbytes}{' each' * bool(nbytes)}"
+        note += f", on {copies} devices each" * (copies > 1)
+    note += (
+        f". Numbers in the blocks are ids of {layout.mesh.platform.upper()} devices."
+    )
+    return Shards(held, title, _render.shards_picture(shape, axes, held), note)

@@ -565,7 +565,7 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
     [
         (None, "got None."),
         ("func.func main\n", "got 'func.func main\\n'."),
-        (jax.jit(lambda x: x).lower(1.0), "got a Lowered. Call its compile() first."),
+        (jax.jit(lambda x: x).lower(1.0), "got a Lowered."),
     ],
 )
 def test_what_is_not_a_compiled_program_is_refused(bad, ending):

@@ -43,7 +43,6 @@ class Cell(NamedTuple):
 
     devices: list[int]  # that hold it
     color: str
-    about: str  # in a tooltip
 
 
 Grid: TypeAlias = dict[tuple[int, int], Cell]
@@ -82,14 +81,12 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     ]
     grids: dict[str, Grid] = {}
     for number, (index, devices) in enumerate(sorted(holders.items())):
-        pieces = [f"{cuts[d][i][0]}:{cuts[d][i][1]}" for d, i in enumerate(index)]
-        stacked = (dim for dim in sharded if dim not in drawn)
-        title = ", ".join(f"dim {dim} at {pieces[dim]}" for dim in stacked)
+        stacked = {dim: cuts[dim][index[dim]] for dim in sharded if dim not in drawn}
+        parts = [f"dim {d} at {start}:{stop}" for d, (start, stop) in stacked.items()]
         # An array of one dim is drawn as a single row.
         row, column = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
-        color = _color(number, len(holders))
-        cell = Cell(devices, color, f"[{', '.join(pieces)}]")
-        grids.setdefault(title, {})[row, column] = cell
+        cell = Cell(devices, _color(number, len(holders)))
+        grids.setdefault(", ".join(parts), {})[row, column] = cell
     rest = [f"dim {dim} ({shape[dim]})" for dim in sorted({*whole} - {*drawn})]
     notes = [f"Whole in every shard, and not drawn: {', '.join(rest)}."] * bool(rest)
     return _picture(directions, grids, notes)
@@ -107,8 +104,7 @@ def mesh_picture(
     for number, coords in enumerate(itertools.product(*map(range, shape))):
         names = [f"{name} {i}" for name, i in zip(axis_names, coords, strict=True)]
         row, column = (0, *coords)[-2:]
-        color = _color(number, len(devices))
-        cell = Cell([devices[number]], color, f"{', '.join(names)}:")
+        cell = Cell([devices[number]], _color(number, len(devices)))
         grids.setdefault(", ".join(names[:-2]), {})[row, column] = cell
     return _picture(directions, grids, [])
 
@@ -146,12 +142,8 @@ def _label(grid: Grid, row: int, column: int) -> str:
     if row < 0 or column < 0:
         return "…"
     devices = grid[row, column].devices
-    ids = _ids(devices)
+    ids = ranges_text(sorted(devices)).replace(",", ", ")
     return ids if len(ids) <= _MAX_LABEL else f"{len(devices)} devices"
-
-
-def _ids(devices: Sequence[int]) -> str:
-    return ranges_text(sorted(devices)).replace(",", ", ")
 
 
 def picture_text(picture: Picture) -> str:
@@ -222,7 +214,5 @@ def _cell_html(grid: Grid, row: int, column: int) -> str:
     text = _label(grid, row, column)
     if row < 0 or column < 0:
         return f'<td style="{_PLAIN}">{text}</td>'
-    devices, color, about = grid[row, column]
-    tip = html.escape(f"{one_line(about)} {_ids(devices)}")
-    fill = f"background:{color};{_FILLED};text-align:center"
-    return f'<td title="{tip}" style="{fill}">{text}</td>'
+    fill = f"background:{grid[row, column].color};{_FILLED};text-align:center"
+    return f'<td style="{fill}">{text}</td>'

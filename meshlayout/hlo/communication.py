@@ -144,11 +144,8 @@ def read_communication(
     """
     text = program.as_text() if hasattr(program, "as_text") else program
     if not isinstance(text, str) or not text.startswith("HloModule "):
-        hint = " Call its compile() first." * hasattr(program, "compile")
-        msg = (
-            "read_communication takes a compiled program or its text, which begins "
-            f"with HloModule, got {_checks.shown(program)}.{hint}"
-        )
+        expected = "a compiled program or its text, which begins with HloModule"
+        msg = f"read_communication takes {expected}, got {_checks.shown(program)}."
         raise CommunicationError(msg)
     if mesh is None:
         names = ("input_shardings", "output_shardings")

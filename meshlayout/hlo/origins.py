@@ -39,12 +39,7 @@ _NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
 
 
 def leaf_name(text: str) -> str:
-    """Returns JAX's name of an argument as a path.
-
-    Example:
-        >>> leaf_name("params['layers'][0].kernel"), leaf_name("state[3]")
-        ('params/layers/0/kernel', 'state/3')
-    """
+    """Returns JAX's name of an argument, as `params['w'][0]`, as a path."""
     return _KEY.sub(lambda match: f"/{match[1] or match[2]}", text)
 
 

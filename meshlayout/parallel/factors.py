@@ -110,11 +110,8 @@ def made_of(
     """Returns a value that depends on what some arrays do, and on contractions."""
     args = [*args]
     history |= union(arg.history for arg in args)
-    params, of_inputs = (
-        union(arg.params for arg in args),
-        any(x.of_inputs for x in args),
-    )
-    return Value(shape, dims, params, of_inputs, history)
+    of_inputs = any(arg.of_inputs for arg in args)
+    return Value(shape, dims, union(x.params for x in args), of_inputs, history)
 
 
 def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:
@@ -148,7 +145,10 @@ def link(first: Dim, second: Dim) -> None:
         if a is b:
             continue
         if a.size == b.size:
-            _unite(a, b)
+            b._link = a
+            is_of_inputs = OF_INPUTS in (a._block, b._block)
+            a._block = OF_INPUTS if is_of_inputs else a._block or b._block
+            a._below = a._below or b._below
         elif a.size and b.size % a.size == 0:
             right += b.split(a.size)[::-1]
             left.append(a)
@@ -171,13 +171,6 @@ def _pop(stack: list[Factor]) -> Factor:
     first, *others = stack.pop().leaves
     stack += others[::-1]
     return first
-
-
-def _unite(first: Factor, second: Factor) -> None:
-    second._link = first
-    is_of_inputs = OF_INPUTS in (first._block, second._block)
-    first._block = OF_INPUTS if is_of_inputs else first._block or second._block
-    first._below = first._below or second._below
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims:

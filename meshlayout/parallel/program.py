@@ -163,9 +163,6 @@ def _split_arrays(tree: PyTree) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTr
     return shapes, rebuild
 
 
-# The walk.
-
-
 def _walk(flow: Flow, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
     """Walks a jaxpr from its arguments, notes in a flow, and returns its results."""
     values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))

@@ -11,6 +11,7 @@ and gives columns, then rows.
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,11 +160,9 @@ def expert_parallel(
         rules[param.path] = Rule(Layout(entries, mesh), note=note)
     if not any(rule.note for rule in rules.values()):
         fact = "no parameter is a stack of matrices of which each has its own inputs"
-        way_out = "multiply with all at once, not in a loop, as by jnp.einsum or "
-        way_out += (
-            f"ragged_dot, or write LayoutMap(mesh, {{'experts': ({axis!r}, ...)}})"
-        )
-        raise LayoutMapError(f"expert_parallel: {fact}: {way_out}.")
+        fix = "multiply with all at once, not in a loop, as by jnp.einsum or ragged_dot"
+        rule = f"LayoutMap(mesh, {{'experts': ({axis!r}, ...)}})"
+        raise LayoutMapError(f"expert_parallel: {fact}: {fix}, or write {rule}.")
     return LayoutMap(mesh, rules_for(rules))
 
 
@@ -302,27 +301,21 @@ def _sharded(candidate: Candidate, index: int) -> str:
 def _heaviest(worth: dict[Factor, float], rivals: _Rivals) -> list[Factor]:
     """Returns candidates that do not exclude each other, of the largest worth.
 
-    Exact for a few that are tied together; of more, the most valuable comes first.
+    Exact for a few that are tied together; of more, the most valuable come first.
     """
     left = dict(worth)
     chosen: list[Factor] = []
     while left:
-        group, todo = set[Factor](), [next(iter(left))]
-        while todo:
-            factor = todo.pop()
-            if factor not in group:
-                group.add(factor)
-                todo += rivals[factor].keys() & left.keys()
-        tied = [factor for factor in left if factor in group]
-        if len(tied) <= _MOST_COMBINED:
-            sets: list[list[Factor]] = [[]]
-            for factor in tied:
-                sets += [[*x, factor] for x in sets if not rivals[factor].keys() & {*x}]
-            chosen += max(sets, key=lambda factors: sum(worth[f] for f in factors))
-        else:
-            chosen.append(max(tied, key=worth.__getitem__))
-            tied = [chosen[-1], *rivals[chosen[-1]]]
-        for factor in tied:
+        group = [next(iter(left))]
+        for factor in group:  # which grows by all that are tied to it
+            group += [x for x in rivals[factor] if x in left and x not in group]
+        tied = sorted(group, key=lambda f: -worth[f])[:_MOST_COMBINED]
+        sets: list[list[Factor]] = [[]]
+        for factor in (f for f in left if f in tied):
+            sets += [[*x, factor] for x in sets if not rivals[factor].keys() & {*x}]
+        best = max(sets, key=lambda factors: sum(worth[f] for f in factors))
+        chosen += best
+        for factor in itertools.chain(best, *(rivals[f] for f in best)):
             left.pop(factor, None)
     return chosen
 
