@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             history = trainer.fit(
                 data, options.epochs, callbacks=[save], resume=True, progress=False
             )
-    metrics = {name: values[-1] for name, values in history.to_dict().items()}
+    metrics = {name: values[-1] for name, values in history.items()}
     if ml.cluster.is_main():
         print(f"{jax.process_count()} processes, {mesh}")
         print(f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}")

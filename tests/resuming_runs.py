@@ -96,7 +96,7 @@ def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
     }
     history = {
         name: [float(one).hex() for one in values]
-        for name, values in trainer.history.to_dict().items()
+        for name, values in trainer.history.items()
     }
     result = {"leaves": leaves, "history": history, "step": trainer.position.step}
     if jax.process_index() == 0:

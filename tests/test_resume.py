@@ -107,7 +107,7 @@ def fit(mesh, ck=None, kind=DATASET, *, every=100, until=None, resume=False):
             **options,
         )
     history, position = trainer.history, trainer.position
-    found = bits(trainer.state), history.to_dict(), history.epochs, position.step
+    found = bits(trainer.state), dict(history), history.epochs, position.step
     return found, position.step_in_fit
 
 

@@ -284,7 +284,7 @@ def a_linen_model(run):
     )
     trainer = ml.Trainer(state, loss_fn)
     history = trainer.fit(data_on(mesh), epochs=2, progress=False)
-    return [history.to_dict(), numbers(trainer.state.params)]
+    return [dict(history), numbers(trainer.state.params)]
 
 
 # Metrics.
@@ -337,7 +337,7 @@ def a_trainer_with_callbacks(run):
     ml.cluster.barrier("all have written")
     assert log.exists() == (process_index() == 0)
     return {
-        "history": history.to_dict(),
+        "history": dict(history),
         "stopped": trainer.stopped,
         "saved": saved,
         "evaluated": values(trainer.evaluate(source(), batch_size=BATCH)),

@@ -1,10 +1,8 @@
 """The data of a loop: epochs, and the batches of each call of a step, on the mesh.
 
-Steps are compiled for one shape, and a mesh divides rows into equal shards. So a short
-batch is padded to the size of the first, and weights of 0 mark the padding. If nothing
-can leave padding out (a loss function that returns a mean, a tuple without a place for
-weights), it keeps its size: a second program is compiled and, if the rows do not
-divide, every device computes the whole batch. The numbers are right either way.
+A short batch is padded to the size of the first, and weights of 0 mark the padding. If
+nothing can leave padding out, it keeps its size: a second program is compiled and, if
+the rows do not divide, every device computes the whole batch.
 
 Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
 what it reads anew, into batches that are not the user's. They are not read ahead, so
@@ -84,7 +82,6 @@ class PlacedBatch:
 
     batch: Batch
     num_examples: int  # without padding that was added here
-    is_odd: bool = False  # whether a program is compiled for its size
 
 
 class TrainerInput:
@@ -110,7 +107,12 @@ class TrainerInput:
         self._trainer, self._opening, self._name = trainer, where, name
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps = steps_per_epoch
-        self._layout, self._key = _batch_layout(trainer.state), trainer._steps.weights
+        self._key = trainer._steps.weights
+        self._layout: Layout | None = None
+        for leaf in jax.tree.leaves(trainer.state):
+            if isinstance(_jax.sharding_of(leaf), NamedSharding):
+                self._layout = batch_layout(Layout.of(leaf).mesh)
+                break
         if batch_size is not None or labels is not None or is_columns(data):
             rows = rows_of(where, name, data, labels, batch_size)
             weights = get_weights(data if labels is None else (data, labels), self._key)
@@ -121,6 +123,8 @@ class TrainerInput:
             msg = f"{name} must be an iterable of batches, or a function that returns"
             raise MeshLayoutError(f"{msg} one, got {_checks.shown(data)}.")
         self._data, self._has_batches = data, False
+        # Batches in an epoch; None if not known beforehand.
+        self.num_steps = steps_per_epoch or operator.length_hint(data, 0) or None
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
@@ -134,16 +138,8 @@ class TrainerInput:
         if self._layout and not isinstance(data, (DistributedDataset, DataIterator)):
             self._agreement = Agreement(self._layout.mesh)
 
-    @property
-    def num_steps(self) -> int | None:
-        """Batches in an epoch; None if not known beforehand."""
-        return self._steps or operator.length_hint(self._data, 0) or None
-
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
-        """Yields the batches of each call of a step, in the next epoch.
-
-        Fewer come at the end of an epoch.
-        """
+        """Yields the batches of each call of a step; fewer at the end of the epoch."""
         self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
         for batch in self._epoch(text):
@@ -163,7 +159,6 @@ class TrainerInput:
             yield group
 
     def _epoch(self, text: str) -> Iterator[Batch | PlacedBatch]:
-        """Yields the batches of an epoch, or of its rest, which all processes have."""
         if self._steps is None and not self._number:
             self._begin()
         turns = None if self._agreement is None else self._agreement.new_turns()
@@ -211,8 +206,8 @@ class TrainerInput:
         check_batch(batch, self._key)
         weights, rows = weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            text = f"examples are weighted by {self._key!r} of their batch."
-            self._trainer._tell(text)
+            sentence = "examples are weighted by %r of their batch."
+            self._trainer._tell(sentence, self._key)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -222,16 +217,12 @@ class TrainerInput:
             padded = self._on_mesh(self._padded(batch, rows))
             if not self._marks or self._trainer._accepts(padded, train=self._trains):
                 self.size = self.size or num_examples(padded)
-                is_odd = num_examples(padded) != self.size
-                return PlacedBatch(padded, rows, is_odd)
+                return PlacedBatch(padded, rows)
         self.size = self.size or rows
-        return PlacedBatch(self._on_mesh(batch), rows, is_odd=rows != self.size)
+        return PlacedBatch(self._on_mesh(batch), rows)
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
-        """Returns a batch of the first one's size, with weights if they mark padding.
-
-        A larger one does not raise the size, as a resumed run may not see that one.
-        """
+        # A larger one does not raise the size, as a resumed run may not see that one.
         shards = 1 if self._layout is None else num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
         padded = map_batch(lambda x: pad_rows(x, size), batch)
@@ -249,8 +240,9 @@ class TrainerInput:
         if rows % num_row_shards(layout):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
-                f"a batch of {rows} rows does not divide into {num_row_shards(layout)} "
-                "shards, and cannot be padded: every device computes the whole batch."
+                "a batch of %d rows does not divide into %d shards, and cannot be "
+                "padded: every device computes the whole batch.",
+                *(rows, num_row_shards(layout)),
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.
@@ -260,10 +252,7 @@ class TrainerInput:
     def _dataset(
         self, rows: Rows, size: int, shuffle: int | None
     ) -> DistributedDataset:
-        """Returns the batches of rows, with weights if they can mark its padding.
-
-        Otherwise each is a `PlacedBatch`, whose rows beyond its examples are padding.
-        """
+        """Returns batches with weights, or `PlacedBatch`es that know their padding."""
         layout, key = self._layout, self._key
         if layout is None:  # on the device to which JAX sends arrays by default
             devices = np.array([*jnp.zeros(()).devices()])
@@ -363,18 +352,9 @@ def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:
     def real(value: np.ndarray) -> np.ndarray:
         if np.shape(value)[:1] != (size,):
             msg = (
-                f"predict: an output has shape {np.shape(value)} for a batch of {size} "
-                "rows; it must have one row per example."
+                f"predict: an output has shape {np.shape(value)} for a batch of {size}"
             )
-            raise MeshLayoutError(msg)
+            raise MeshLayoutError(f"{msg} rows; it must have one row per example.")
         return value[rows]
 
     return jax.tree.map(real, to_numpy(outputs))
-
-
-def _batch_layout(state: PyTree) -> Layout | None:
-    """Returns the layout of batches; None if the state is on no mesh."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(_jax.sharding_of(leaf), NamedSharding):
-            return batch_layout(Layout.of(leaf).mesh)
-    return None

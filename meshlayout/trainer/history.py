@@ -31,9 +31,6 @@ class History(Mapping[str, list[Any]]):
         ─────  ──────  ────────
             1  0.5000    0.7500
             2  0.2500    0.5000
-        >>> history.plot("loss")
-        loss  █▁  0.5 → 0.25, lowest 0.25 in epoch 2
-        epochs 1 to 2
     """
 
     def __init__(self) -> None:
@@ -54,10 +51,6 @@ class History(Mapping[str, list[Any]]):
         """Replaces all epochs by those of a checkpoint."""
         self.epochs = list(epochs)
         self._values = {name: list(column) for name, column in values.items()}
-
-    def to_dict(self) -> dict[str, list[Any]]:
-        """Returns copies of the lists of values, by name."""
-        return {name: list(values) for name, values in self._values.items()}
 
     def plot(self, *names: str) -> Curves:
         """Returns the curves of metrics, or of all, to print or as a notebook's result.

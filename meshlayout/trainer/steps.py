@@ -61,8 +61,6 @@ class TrainerSteps:
         self._predict_options["layouts"] = layouts
         # Of a few functions, as the last one may be a new one.
         self._predict_step = functools.lru_cache(4)(self._new_predict_step)
-        if predict_fn is not None:
-            self._predict_step(predict_fn, None)  # checks it
 
     def train(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
@@ -97,11 +95,8 @@ class TrainerSteps:
     def _check(self, step: str, batch: Batch = None) -> None:
         """Checks that there is a loss function, and remembers what its batches are."""
         if self.loss_fn is None:
-            msg = (
-                f"the trainer has no loss function to make {step} from: give loss_fn, "
-                f"or override {step} in a subclass."
-            )
-            raise MeshLayoutError(msg)
+            msg = f"the trainer has no loss function to make {step} from: give loss_fn,"
+            raise MeshLayoutError(f"{msg} or override {step} in a subclass.")
         if self._structure is None and batch is not None:
             self._structure = jax.tree.structure(_without(batch, self.weights))
 
@@ -114,13 +109,8 @@ class TrainerSteps:
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
         assert loss_fn is not None
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        note = (
-            f"predict calls {name} for its outputs, or the model if there are fewer "
-            "arrays than fit had. To call it in another way, give predict_fn=, a "
-            "function of the model and a batch."
-        )
-        leaves = jax.tree.leaves(inputs)
-        with _checks.noted(note):
+        leaves, call = jax.tree.leaves(inputs), "predict_fn(model, batch)"
+        with _checks.noted(f"predict calls {name}, or what you give as {call}"):
             if structure is not None and len(leaves) < structure.num_leaves:
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
@@ -131,12 +121,10 @@ class TrainerSteps:
             taken = {key: extras[key] for key in extras if key in names.parameters}
             result = loss_fn(model, batch, **taken)
         if not isinstance(result, tuple) or not result[1]:
-            msg = (
-                f"predict: {name} returns losses but no outputs. Return a pair of "
-                "losses and a dict of outputs, or give the trainer a "
-                "predict_fn(model, batch)."
+            msg = f"predict: {name} returns losses but no outputs. Return a pair of"
+            raise MeshLayoutError(
+                f"{msg} losses and a dict of outputs, or give {call}."
             )
-            raise MeshLayoutError(msg)
         return result[1]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_examples
 from meshlayout._tracebacks import user_call
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.adapters.arrays import is_columns
@@ -51,12 +52,11 @@ class Trainer:
     device only at the end of an epoch. A subclass may define `train_step`, `eval_step`
     or `predict_step`; if it defines all that it uses, the state may be any tree.
 
-    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are on
-    devices are used unchanged. Others are sharded over the mesh axes called `batch`,
-    `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is
-    padded to the size of the first, so that one program serves all. To mark the
-    padding, with weight 0, batches get weights: in a dict under the key `weight` (or
-    another one, `weights=`), in a tuple at the end if `weights` is that index. If
+    Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
+    used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
+    `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is padded to
+    the size of the first. Weights of 0 mark the padding: in a dict under the key
+    `weight` (or `weights=`), in a tuple at the end if `weights` is that index. If
     nothing can leave padding out (the loss function returns a mean, or a tuple has no
     place for weights), a short batch keeps its size, which takes a second program.
 
@@ -166,36 +166,30 @@ class Trainer:
         """Trains for a number of epochs, or resumes an interrupted run.
 
         `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
-        dicts for a dict of arrays; `fit(batches, 5)` on batches. Ctrl-C, and any error
-        of the data or a callback, leaves in `state` the result of the last finished
-        step, and in `history` the finished epochs; another `fit` continues from there.
+        dicts for a dict of arrays; `fit(batches, 5)` on batches. After Ctrl-C, or an
+        error of the data or a callback, another `fit` continues from the last step.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
-        the running step, and ends the process with status 75,
-        `ml.checkpoint.EXIT_STATUS`. Started again with `resume=True`, a run continues
-        from the newest intact checkpoint at the very batch, and ends with the bits of
-        an uninterrupted one. Data without a position (`get_state`) is read up to it,
-        and must yield the same batches again.
+        the running step, and ends the process with status 75. Started again with
+        `resume=True`, a run continues from the newest intact checkpoint at the very
+        batch, and ends with the bits of an uninterrupted one. Data without a position
+        (`get_state`) is read up to it, and must yield the same batches again.
 
         Args:
-            train: An iterable of batches, iterated anew in each epoch; a function that
-                returns one; or an iterator. Or arrays with one row per example: an
-                array, or a dict or tuple of arrays.
+            train: An iterable of batches, read anew in each epoch, or a function that
+                returns one; or an array, or a dict or tuple of arrays, of examples.
             labels: More arrays of the same examples; or `epochs`, after batches.
             epochs: The number of epochs, with those before an interruption.
             batch_size: Rows of a global batch, for arrays.
-            shuffle: A seed, which with the epoch determines the order of the rows of
-                arrays; None keeps it. Batches keep theirs.
+            shuffle: The seed of the order of arrays' rows in each epoch, or None.
             steps_per_epoch: Batches per epoch, instead of one pass. The next epoch
                 continues where this one stopped; at the end of a pass a new one begins.
-            validation_data: Batches or arrays to evaluate after each epoch; the names
-                of their values begin with `val_`.
+            validation_data: What to evaluate after each epoch, as `val_` and a name.
             validation_split: The share of arrays to hold out instead: their last rows.
             callbacks: Instances of `ml.callbacks.Callback`, called in this order.
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
             resume: Whether to resume from the first `Checkpoint`'s newest, if any.
-                Otherwise its directory must not hold later steps than the state's.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
@@ -215,8 +209,19 @@ class Trainer:
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
-        callbacks = _sorted(callbacks, progress=progress and verbose != 0)
-        checkpoints = [x for x in callbacks if isinstance(x, Checkpoint)]
+        is_list = isinstance(callbacks, Iterable)
+        chosen: list[Any] = [*callbacks] if is_list else [callbacks]
+        for callback in chosen:
+            if not is_list or not isinstance(callback, Callback):
+                msg = "fit: callbacks must be a list of instances of"
+                shown = _checks.shown(callback)
+                raise MeshLayoutError(f"{msg} ml.callbacks.Callback, and has {shown}.")
+        has_progress = any(isinstance(x, Progress) for x in chosen)
+        if progress and verbose != 0 and not has_progress:
+            chosen.insert(0, Progress())
+        # Those that save come last: what others do, such as stopping, is saved.
+        chosen.sort(key=lambda x: isinstance(x, Checkpoint))
+        checkpoints = [x for x in chosen if isinstance(x, Checkpoint)]
         if resume and not checkpoints:
             msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
@@ -243,12 +248,12 @@ class Trainer:
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.input, self._callbacks, self._metrics = source, callbacks, None
+        self.input, self._callbacks, self._metrics = source, chosen, None
         if resume:
             self._metrics = checkpoints[0].resume(self, source)
         with contextlib.ExitStack() as closing:
             preemption = closing.enter_context(Preemption()) if checkpoints else None
-            for callback in callbacks:
+            for callback in chosen:
                 closing.callback(callback.close)
             self._notify("on_fit_start")
             while self.position.epoch < self.position.last_epoch and not self.stopped:
@@ -307,7 +312,7 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """Ends training after the current step or epoch, and says why."""
-        self.stopped = self.stopped or reason
+        self.stopped = self.history.stopped = self.stopped or reason
 
     def __repr__(self) -> str:
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
@@ -320,28 +325,26 @@ class Trainer:
         """Trains for an epoch, or for the rest of a resumed one."""
         epoch, source = len(self.history.epochs) + 1, self.input
         assert source is not None
-        self.position = replace(self.position, epoch=epoch)
-        if self._metrics is None:  # else restored, with the position in the epoch
-            start = {"step_in_epoch": 0, "examples_in_epoch": 0}
-            self.position = replace(self.position, **start)
+        is_new = self._metrics is None  # else restored, with the position in the epoch
+        start = {"step_in_epoch": 0, "examples_in_epoch": 0} if is_new else {}
+        self.position = replace(self.position, epoch=epoch, **start)
         self._notify("on_epoch_start", epoch)
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
             with _checks.noted(source.where):
-                self._train(group)
+                self._train(group, source.size)
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
             if self.stopped:
                 break
 
-    def _train(self, group: list[PlacedBatch]) -> None:
-        """Calls the train step on a group of batches."""
+    def _train(self, group: list[PlacedBatch], first_rows: int) -> None:
         position, count = self.position, len(group)
         batches = [placed.batch for placed in group]
         rows = sum(placed.num_examples for placed in group)
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
             # A short batch is a second program, of which the user knows.
-            if any(placed.is_odd for placed in group):
+            if first_rows and any(num_examples(x) != first_rows for x in batches):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
@@ -363,27 +366,22 @@ class Trainer:
             self.stop(f"the training data ended at step {position.step}")
         if metrics is None:  # the data ended exactly with the epoch before
             self.position = replace(position, epoch=position.epoch - 1)
-            self.history.stopped = self.stopped
             return
         logs = metrics.to_host()
         if validation is not None and not self.stopped:
             self._notify("on_validation_start")
             values = self._evaluate(validation)
             logs.update({f"val_{name}": value for name, value in values.items()})
-        if position.steps_per_epoch is None and not self.stopped:
-            # Unknown until a whole pass is over; for the progress of the next epochs.
-            self.position = replace(position, steps_per_epoch=position.step_in_epoch)
         self.history.add(position.epoch, logs)
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
             self._tell(
-                f"the loss of epoch {position.epoch} is NaN, and training continues. "
+                "the loss of epoch %d is NaN, and training continues. "
                 "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
                 "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
-                topic="NaN",
+                position.epoch,
             )
         self._notify("on_epoch_end", position.epoch, logs)
-        self.history.stopped = self.stopped
 
     def _end_if_preempted(self, preemption: Preemption | None) -> None:
         """Saves and raises Preempted after SIGTERM; called after each step."""
@@ -394,7 +392,6 @@ class Trainer:
             raise Preempted(self.position.step)
 
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
-        """Returns the metrics of the eval step over a dataset, by name."""
         metrics: Metrics | None = None
         for (placed,) in source.groups():
             with _checks.noted(source.where):
@@ -408,17 +405,13 @@ class Trainer:
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
 
-    def _tell(self, sentence: str, topic: str = "") -> None:
-        """Logs a sentence, once; or only the first one about a topic."""
-        if (topic or sentence) not in self._told:
-            self._told.add(topic or sentence)
-            _log.warning("%s", sentence)
+    def _tell(self, sentence: str, *values: object) -> None:
+        if sentence not in self._told:  # once, with its first values
+            self._told.add(sentence)
+            _log.warning(sentence, *values)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
-        """Returns whether the loss can leave out examples by a batch's weights.
-
-        One that is a mean cannot, nor can some metrics. This traces and runs nothing.
-        """
+        """Returns whether the loss can leave out examples; a mean cannot."""
         name = "train_step" if train else "eval_step"
         # Nobody knows what a subclass's own steps do with weights.
         is_own = getattr(type(self), name) is not getattr(Trainer, name)
@@ -431,17 +424,3 @@ class Trainer:
             else:
                 self._pads = True
         return self._pads is not False
-
-
-def _sorted(callbacks: object, *, progress: bool) -> list[Callback]:
-    """Returns the callbacks of a `fit`, with a `Progress` where none is."""
-    is_list = isinstance(callbacks, Iterable)
-    chosen: list[Any] = [*callbacks] if is_list else [callbacks]
-    for callback in chosen:
-        if not is_list or not isinstance(callback, Callback):
-            msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback"
-            raise MeshLayoutError(f"{msg}, and has {_checks.shown(callback)}.")
-    if progress and not any(isinstance(x, Progress) for x in chosen):
-        chosen.insert(0, Progress())
-    # Those that save come last: what others do, such as stopping, is saved.
-    return sorted(chosen, key=lambda x: isinstance(x, Checkpoint))

@@ -1,8 +1,7 @@
 """`Callback`: the moments of training at which a user's code can run.
 
-Callbacks run while the device computes: reading a metric there would make the host wait
-for it, and then leave the device without work. So callbacks that show or watch values
-put them into `AsyncMetrics`, and read each one once the device has computed it.
+Callbacks run while the device computes, and reading a metric waits for it. So those
+that show or watch values put them into `AsyncMetrics`, and read them once computed.
 """
 
 from collections import deque
@@ -99,12 +98,11 @@ class AsyncMetrics:
 
     def read(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
         """Yields the scalar values that are ready, oldest first."""
-        while self.pending and self._is_due():
-            position, values = self.pending.popleft()
+        while self.pending:
+            position, values = self.pending[0]
+            leaves = jax.tree.leaves(values)
+            is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
+            if not (len(self.pending) > _CALLS_LATER if self._in_step else is_ready):
+                break
+            self.pending.popleft()
             yield position, scalars(values)
-
-    def _is_due(self) -> bool:
-        if self._in_step:
-            return len(self.pending) > _CALLS_LATER
-        leaves = jax.tree.leaves(self.pending[0][1])
-        return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))

@@ -1,9 +1,8 @@
 """`Checkpoint`: saves the run during training, and resumes it for `fit(resume=True)`.
 
-A step may add arrays to the state that training begins with (a moving average, a loss
-scale), and only the step knows the structure of its metrics. So to resume, the step is
-called once on a first batch, to see both; its result is thrown away, and the values
-come from the checkpoint, where the metrics of the epoch are a tree beside the state.
+A step may add arrays to the state (a moving average, a loss scale), and only it knows
+the structure of its metrics. So to resume, it is called once on a first batch, to see
+both; the values come from the checkpoint, with the epoch's metrics beside the state.
 """
 
 import math
@@ -52,8 +51,7 @@ class Checkpoint(Callback):
             msg = "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got"
             raise MeshLayoutError(f"{msg} {_checks.shown(checkpointer)}.")
         if every != "epoch":
-            hint = "Or write every='epoch'."
-            every = _checks.count("every", every, where="Checkpoint", hint=hint)
+            every = _checks.count("every", every, where="Checkpoint")
         self.checkpointer, self._every = checkpointer, every
         self._best: str | None = (checkpointer.best or [None])[0]  # a metric's name
         # The step of the last save, and whether an epoch ended there.
@@ -119,14 +117,15 @@ class Checkpoint(Callback):
             "stopped": trainer.stopped,
             "batch_rows": source.size,
             "position": {name: getattr(trainer.position, name) for name in counts},
-            "history": {"epochs": history.epochs, "values": history.to_dict()},
+            "history": {"epochs": history.epochs, "values": dict(history)},
         }
         metadata = {"epoch": trainer.position.epoch, "resume": notes}
+        metadata |= {"logs": logs} if is_end else {}
         if self.checkpointer.save(
             step,
             trainer.state,
             data=data,
-            metadata={**metadata, **({"logs": logs} if is_end else {})},
+            metadata=metadata,
             metrics=measured or None,
             force=force,
             _beside={_METRICS: metrics} if jax.tree.leaves(metrics) else None,

@@ -2,14 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
 from meshlayout._tracebacks import user_call
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
@@ -31,7 +30,7 @@ class EarlyStopping(Callback):
         mode: `"min"` or `"max"`: whether lower or higher values are better.
         restore_best: Whether to restore the model's arrays, and their moving average,
             of the best epoch at the end of training, stopped or not. They are copied
-            on the devices at each better epoch.
+            on the devices at each better epoch. The state must be a `TrainState`.
     """
 
     @user_call
@@ -49,13 +48,17 @@ class EarlyStopping(Callback):
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
         _checks.choice("mode", mode, ("min", "max"), where=name)
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
-        self._restore_best, self._weights = restore_best, None
+        self._restore_best = restore_best
+        self._weights: dict[str, Any] = {}  # copies of the best ones
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Forgets other runs."""
         is_resumed = trainer.input is not None and trainer.input.is_resumed
         self._first = 0 if is_resumed else len(trainer.history.epochs)
-        self._best_epoch, self._weights = 0, None
+        self._best_epoch, self._weights = 0, {}
+        if self._restore_best and not isinstance(trainer.state, TrainState):
+            msg = "EarlyStopping(restore_best=True) restores the model of a TrainState."
+            raise MeshLayoutError(f"{msg} The state is {_checks.shown(trainer.state)}.")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Compares the value with the best one."""
@@ -68,8 +71,12 @@ class EarlyStopping(Callback):
             if number > self._first and score < best - self._min_delta:
                 best, self._best_epoch = score, number
         if self._best_epoch == epoch and self._restore_best:
-            # A copy, as the next step donates the state.
-            self._weights = _map_states(_copied_weights, trainer.state)
+            # Not the optimizer's state and the step number, which say how far training
+            # is. A copy, as the next step donates the state.
+            state: TrainState = trainer.state
+            weights = {"params": state.params, "model_state": state.model_state}
+            weights["ema"] = state.extra.get("ema")
+            self._weights = jax.tree.map(lambda leaf: leaf.copy(), weights)
         if epoch - max(self._best_epoch, self._first) >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
             never = "was not a number in any epoch"
@@ -77,35 +84,17 @@ class EarlyStopping(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Restores the best parameters."""
-        if self._weights is not None:
-            trainer.state = _map_states(_with_weights, trainer.state, self._weights)
+        if self._weights:
+            ema, extra = self._weights.pop("ema"), trainer.state.extra
+            extra = {**extra, "ema": ema} if "ema" in extra else extra
+            trainer.state = trainer.state.replace(**self._weights, extra=extra)
         elif self._restore_best and self._best_epoch:
             _log.warning(
                 "EarlyStopping keeps the last parameters: those of epoch %d, the best, "
                 "were not resumed. Checkpointer(best=...) keeps them.",
                 self._best_epoch,
             )
-        self._weights = None
-
-
-def _map_states(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=lambda x: isinstance(x, TrainState))
-
-
-def _copied_weights(part: PyTree) -> PyTree:
-    """Returns copies of what a model computes with; of any other leaf, a copy."""
-    if isinstance(part, TrainState):
-        # Not the optimizer's state and the step number, which say how far training is.
-        part = part.params, part.model_state, {"ema": part.extra.get("ema")}
-    return jax.tree.map(lambda x: x.copy(), part)
-
-
-def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
-    if not isinstance(part, TrainState):
-        return weights
-    params, model_state, ema = weights
-    extra = {**part.extra, **(ema if "ema" in part.extra else {})}
-    return part.replace(params=params, model_state=model_state, extra=extra)
+        self._weights = {}
 
 
 class StopOnNaN(Callback):
