@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 from jax.core import Tracer
@@ -29,6 +29,9 @@ from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 from meshlayout.step.kernel_gradients import check_kernel_gradients
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 
 # Virtual CPU devices share one thread pool. With many collectives queued, the last
@@ -44,6 +47,22 @@ _OTHER_CHANGE = (
 _Seen: TypeAlias = dict[str, tuple[str, str]]
 
 
+@overload
+def compile_step(
+    step: None = None,
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
+@overload
+def compile_step(
+    step: Callable[P, R],
+    *,
+    static_argnames: str | Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "CompiledStep[P, R]": ...
 @user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
@@ -125,7 +144,7 @@ class _Jitted:
             return False
 
 
-class CompiledStep(StepInspection):
+class CompiledStep(StepInspection, Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step
@@ -176,7 +195,7 @@ class CompiledStep(StepInspection):
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
         if kwargs or not args:  # by name or by place is one program
             args, kwargs = self._by_place(args, kwargs)

@@ -85,7 +85,7 @@ class EvalStep(StateStep):
         """Measures one batch, added to metrics; raises as a train step does."""
         return self._run(state, batch, metrics)
 
-    def _compile_for(self, key: Any) -> CompiledStep:
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         loss = self._plan
 
         @jax.jit
@@ -154,7 +154,7 @@ class PredictStep(StateStep):
         """Returns the model's predictions; raises StepError for what does not fit."""
         return self._run(state, batch, None)
 
-    def _compile_for(self, key: Any) -> CompiledStep:
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function, policy = self._function, self._plan
 
         def predict_step(state: TrainState, batch: Batch) -> Any:

@@ -168,7 +168,7 @@ class StateStep(StepInspection):
         # To measure several models is no recompilation to warn of.
         return _jax.sharding_of(state.step), state.program
 
-    def _compile_for(self, key: Any) -> CompiledStep:
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
 

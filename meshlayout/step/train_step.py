@@ -221,7 +221,7 @@ class TrainStep(StateStep):
         )
         return mesh, Microbatches(count, rows, params, slots)
 
-    def _compile_for(self, key: Any) -> CompiledStep:
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
 
         def train_step(
