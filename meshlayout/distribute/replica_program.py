@@ -402,7 +402,7 @@ def _strong(x: Leaf) -> jax.Array:
 def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
     """Returns what a function returned as arrays, and its structure."""
     # A Variable or state, as gradients are, has values; other NNX objects are refused.
-    values: Any = nnx.Variable | nnx.State
+    values = (nnx.Variable, nnx.State)
     leaves, treedef = jax.tree.flatten(
         result, is_leaf=lambda x: is_leaf(x) and not isinstance(x, values)
     )

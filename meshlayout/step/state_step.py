@@ -54,7 +54,7 @@ class StateStep(StepInspection):
     _row_dim = 0  # of what a call takes
     _repeats = False  # whether calls are alike if states and batches are
     # What calls like the last one have in common, and what they call.
-    _last: tuple[Any, CompiledStep, Metrics | None] | None = None
+    _last: tuple[Any, CompiledStep[..., Any], Metrics | None] | None = None
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StateStep(StepInspection):
         self._function, self.weights, self._plan = function, weights, plan
         self._options: Any = {"layouts": layouts, "on_recompile": on_recompile}
         CompiledStep(function, **self._options)  # checks them
-        self._compiled: dict[Hashable, CompiledStep] = {}
+        self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.
         self._empty: dict[Hashable, Metrics | None] = {}
 
@@ -112,7 +112,7 @@ class StateStep(StepInspection):
 
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> tuple[CompiledStep, tuple[Any, ...], Metrics | None]:
+    ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
         """Returns what to call, with what, and the empty metrics."""
         if type(state) is not TrainState:
             msg = f"{self.__name__} takes a TrainState, and got {_checks.shown(state)}."
@@ -139,7 +139,7 @@ class StateStep(StepInspection):
         return compiled, (state, placed, metrics), empty
 
     def _start(
-        self, compiled: CompiledStep, state: TrainState, batch: Batch
+        self, compiled: CompiledStep[..., Any], state: TrainState, batch: Batch
     ) -> Metrics | None:
         """Traces the step on a new mesh, and returns its empty metrics there."""
         args = (state, batch) if self.weights is None else (state, batch, None)
