@@ -112,7 +112,7 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     with pytest.raises(ml.errors.StepError) as caught:
         step(state, batch, metrics)
     assert str(caught.value) == (
-        "Metrics of loss, data_loss, size do not merge with Metrics of loss, data_loss, "
+        "Metrics of loss, data_loss, size do not merge with loss, data_loss, "
         "size, grad_norm. Start with None, and pass on what the step returned."
     )
 
