@@ -89,7 +89,7 @@ def launch(tmp_path):
 def is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or meanwhile
         return False
     return state != "Z"
 
