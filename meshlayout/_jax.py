@@ -445,7 +445,7 @@ def coordination_client() -> Any:
 
 
 def coordination_state() -> Any:
-    """Returns what `jax.distributed` holds: see tests/test_cluster_faults.py."""
+    """Returns the state of `jax.distributed`; tests/test_cluster_faults.py notices."""
     return distributed.global_state
 
 

@@ -107,7 +107,7 @@ def _highest(scores: jax.Array) -> jax.Array:
 
 
 def _score_of(classes: jax.Array, scores: jax.Array) -> jax.Array:
-    """Returns the score of each class number; NaN for what is no class."""
+    """Returns the score of each class number; NaN where there is no such class."""
     is_own = jax.nn.one_hot(classes, scores.shape[-1], dtype=jnp.bool_)
     own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1)
     return jnp.where(jnp.any(is_own, axis=-1), own, jnp.nan)
@@ -119,7 +119,7 @@ class Accuracy(_PairMetric, MeanMetric):
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
     shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
     or one-hot; with a threshold, labels above 0 are positive. Of equal scores the lower
-    class is predicted. Scores with NaN are wrong, and so is a label that is no class.
+    class is predicted. Scores with NaN are wrong, and so is a label that is not a class.
 
     Args:
         top_k: How many classes with the highest scores count as predicted.

@@ -90,7 +90,7 @@ def follow(
     params: list[Parameter] = []
     paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
     for index, (path, x) in enumerate(zip(paths, shapes, strict=False)):
-        # Keys and counts are not learned: what is made of them alone is no weight.
+        # Keys and counts are not learned: what is made of them alone is not a weight.
         is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
         is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
         array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
