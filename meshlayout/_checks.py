@@ -1,7 +1,7 @@
 """Checks of a user's arguments: one wording for each kind of mistake.
 
 A check returns the value in the type that the caller needs, or raises the caller's own
-error class. Bools and NaN are not numbers, NumPy scalars are, and strings are not parsed.
+error class. Bools and NaN are not numbers, NumPy scalars are, strings are not parsed.
 """
 
 import contextlib

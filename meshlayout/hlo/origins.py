@@ -1,7 +1,7 @@
 """Where a collective comes from: leaves of a state, modules and source lines.
 
 Values are followed back to the program's arguments through what only moves or converts
-them. A gradient is not an argument. It is known by the results that depend on it: a leaf
+them. A gradient is no argument; it is known by the results that depend on it: a leaf
 and the slots of the optimizer that follow it, no others. In the metadata, JAX writes
 named scopes and its own transformations into one name.
 """

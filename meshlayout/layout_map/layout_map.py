@@ -127,7 +127,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return self._options.mesh
 
     def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
-        """Returns the layout or rule of a pattern; LayoutMapKeyError if there is none."""
+        """Returns the rule of a pattern; LayoutMapKeyError if there is none."""
         if pattern in self._rules:
             return self._rules[pattern].value()
         near = did_you_mean(pattern, self._rules)

@@ -119,7 +119,7 @@ class Accuracy(_PairMetric, MeanMetric):
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
     shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
     or one-hot; with a threshold, labels above 0 are positive. Of equal scores the lower
-    class is predicted. Scores with NaN are wrong, and so is a label that is not a class.
+    class is predicted. Scores with NaN are wrong, and so are labels of no class.
 
     Args:
         top_k: How many classes with the highest scores count as predicted.
