@@ -414,6 +414,8 @@ def interrupts(directory):
     begin = threading.Thread.start
 
     def never(thread):  # before the thread of the save begins
+        if threading.current_thread() is not threading.main_thread():
+            return begin(thread)  # the library watches the other processes
         threading.Thread.start = begin
         raise KeyboardInterrupt
 
