@@ -122,7 +122,8 @@ def test_numpy_and_number_leaves_of_a_state_are_placed_with_the_others(mesh):
 # How often it compiles, and what it says.
 
 
-def test_one_trace_for_many_calls_also_of_weakly_typed_updates(mesh):
+@pytest.mark.parametrize("is_on_mesh", [False, True])
+def test_one_trace_for_many_calls_also_of_weakly_typed_updates(mesh, is_on_mesh):
     traces = []
 
     @ml.compile_step
@@ -131,13 +132,12 @@ def test_one_trace_for_many_calls_also_of_weakly_typed_updates(mesh):
         n = jnp.where(batch.sum() > 0, 1, 2)
         return {"n": n, "x": state["x"] + 1, "w": state["w"] * 2}, None
 
-    for w in (jnp.ones(8), ml.arrays.ones(8, mesh.layout("model"))):
-        state = {"n": jnp.int32(0), "x": 0, "w": w}
-        for _ in range(4):
-            state, _ = step(state, jnp.float32(1))
-        assert state["n"].dtype == jnp.int32
-        assert len(traces) == 1
-        step, traces = ml.compile_step(step.function), []
+    w = ml.arrays.ones(8, mesh.layout("model")) if is_on_mesh else jnp.ones(8)
+    state = {"n": jnp.int32(0), "x": 0, "w": w}
+    for _ in range(4):
+        state, _ = step(state, jnp.float32(1))
+    assert state["n"].dtype == jnp.int32
+    assert len(traces) == 1
 
 
 def changing(state, batch, train=True, scale=1):
