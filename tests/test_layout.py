@@ -480,7 +480,7 @@ def test_what_is_said_about_a_bad_layout(case):
 
 
 def test_a_memory_that_the_devices_lack_is_refused():
-    with pytest.raises(LayoutError, match="memory_kind 'pined_host' is not one of"):
+    with pytest.raises(LayoutError, match="Did you mean 'pinned_host'"):
         sharded("batch", memory_kind="pined_host")
 
 
