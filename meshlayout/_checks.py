@@ -130,14 +130,10 @@ def choice(
 
 def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression."""
-    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
-        return value
-    if not isinstance(value, str):
-        raise _refusal(name, value, "a regular expression", **context)
     try:
         return re.compile(value)
-    except re.error as problem:
-        fact = f"{name}={value!r} is not a regular expression: {problem}."
+    except (re.error, TypeError) as problem:
+        fact = f"{name}={shown(value)} is not a regular expression: {problem}."
         raise _error(fact, **context) from None
 
 

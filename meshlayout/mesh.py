@@ -326,18 +326,13 @@ def _parse_axes(axes: Any) -> dict[str, int]:
         sizes = {name: operator.index(size) for name, size in pairs}
     except (TypeError, ValueError):
         sizes, pairs = {}, []
-    if not sizes or len(sizes) < len(pairs):
-        msg = (
-            f"{shown(axes)} does not give a size, an integer, for each axis name once. "
-            "Write {'batch': 2, 'model': 4}, [('batch', 2), ('model', 4)] or "
-            "'batch=2,model=4'."
-        )
-        raise MeshError(msg)
     counts = [*sizes.values()]
-    if min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
+    is_bad = min(counts, default=0) < -1 or 0 in counts or counts.count(-1) > 1
+    if is_bad or not sizes or len(sizes) < len(pairs):
         msg = (
-            f"in ({sizes_text(sizes)}), a size must be a positive number of devices, "
-            "or -1 for whatever is left, once."
+            f"{shown(axes)} does not give each axis name once with a size: a positive "
+            "integer, or for one axis -1, for whatever is left. Write {'batch': 2, "
+            "'model': 4}, [('batch', 2), ('model', -1)] or 'batch=2,model=4'."
         )
         raise MeshError(msg)
     return sizes
@@ -371,7 +366,6 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType, ...]:
-    """Returns one axis type per axis."""
     names: Any = types if isinstance(types, (list, tuple)) else [types] * count
     by_name: Any = {kind.name.lower(): kind for kind in AxisType}
     by_name |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
@@ -404,7 +398,6 @@ def parse_devices(devices: Any) -> list[Any]:
 
 
 def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
-    """Returns the devices of a platform with these ids."""
     try:
         by_id = {device.id: device for device in jax.devices(platform or "none")}
         return [by_id[number] for number in ids]
@@ -466,5 +459,4 @@ def _device_grid(
 
 
 def _groups(devices: Iterable[Any], attribute: str) -> list[int]:
-    """Returns the slice or process of each device; CPUs are in no slice."""
-    return [getattr(device, attribute, None) or 0 for device in devices]
+    return [getattr(device, attribute, None) or 0 for device in devices]  # CPUs: None

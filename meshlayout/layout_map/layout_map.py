@@ -277,15 +277,13 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(self, resolved: Resolved) -> Explanation:
-        leaves = resolved.resolutions
-        resolver = self._resolver()
+        leaves, matching = resolved.resolutions, self._resolver().matching
         # A slot has the rule of its parameter, whose path the pattern need not match.
         used = {leaf.rule for leaf in leaves}
         winners = {pattern: set[str]() for pattern in self if pattern not in used}
         for leaf in leaves if winners else ():
-            for rule in resolver.matching(leaf.path):
-                if rule.pattern in winners:
-                    winners[rule.pattern].add(leaf.rule or f"({leaf.reason})")
+            for pattern in winners.keys() & {x.pattern for x in matching(leaf.path)}:
+                winners[pattern].add(leaf.rule or f"({leaf.reason})")
         one_of_each = {folded(leaf.path): leaf.path for leaf in reversed(leaves)}
         dead = [pattern for pattern, others in winners.items() if not others]
         return Explanation(
@@ -313,7 +311,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             warnings.warn(text, LayoutWarning, stacklevel=stack_level())
 
     def _take_snapshot(self) -> FrozenMap:
-        """Returns an immutable snapshot of this map."""
         if self._snapshot is None:
             self._snapshot = FrozenMap(self | {})
         return self._snapshot
@@ -327,7 +324,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return {**vars(self._options), "rules": [*self.items()], "default": default}
 
     def _changed_options(self) -> dict[str, Any]:
-        """Returns the options that are not the defaults, as arguments."""
         defaults, arguments = vars(Options(self.mesh)), self._arguments()
         return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
 

@@ -65,14 +65,13 @@ class Resolver:
 
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
-        self._by_pattern = {rule.pattern: rule for rule in rules}
+        self._rules = rules
         self._default = [] if options.default is None else [options.default]
 
     def matching(self, path: str) -> list[ParsedRule]:
         """Returns all rules that match a path: the exact one, then the others."""
-        exact = self._by_pattern.get(path)
-        rules = [rule for rule in self._by_pattern.values() if rule.regex.search(path)]
-        return rules if exact is None else [exact, *(r for r in rules if r != exact)]
+        rules = [x for x in self._rules if x.pattern == path or x.regex.search(path)]
+        return sorted(rules, key=lambda rule: rule.pattern != path)
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Resolves an array or number by the first source that has an answer."""
