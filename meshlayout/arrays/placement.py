@@ -129,12 +129,9 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
 def is_same_layout(actual: Layout, expected: Layout) -> bool:
     """Returns whether two layouts of a rank mean the same; MATCH allows anything."""
     # Dims that MATCH leaves open are compared as if both were unsharded.
-    is_open = [entry is MATCH for entry in expected.specs]
-    now, then = (
-        [None if skip else e for skip, e in zip(is_open, layout.specs, strict=True)]
-        for layout in (actual, expected)
-    )
-    actual, expected = actual.with_specs(now), expected.with_specs(then)
+    pairs = list(zip(actual.specs, expected.specs, strict=True))
+    actual = actual.with_specs([None if e is MATCH else a for a, e in pairs])
+    expected = expected.with_specs([None if e is MATCH else e for _, e in pairs])
     return actual.sharding.is_equivalent_to(expected.sharding, actual.rank)
 
 
@@ -164,11 +161,11 @@ def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
         return isinstance(node, (Layout, NamedSharding))
 
     try:
-        every = jax.tree.broadcast(layout, x, is_leaf=is_layout)
+        layouts = jax.tree.broadcast(layout, x, is_leaf=is_layout)
     except (ValueError, TypeError) as error:
         msg = "expected one Layout for all arrays, or a tree of layouts that is a "
         raise LayoutError(f"{msg}prefix of theirs. JAX says: {error}") from None
-    return jax.tree.leaves(every, is_leaf=is_layout)
+    return jax.tree.leaves(layouts, is_leaf=is_layout)
 
 
 def with_lists_as_arrays(x: PyTree) -> PyTree:
@@ -234,16 +231,16 @@ def _sharding(layout: Layout) -> NamedSharding:
 
 def _matched(x: Leaf, layout: Layout) -> Layout:
     """Fills in MATCH if the array's layout is known; host arrays are unsharded."""
-    now: tuple[Any, ...] = ()
+    current: tuple[Any, ...] = ()
     if isinstance(x, Tracer) and _jax.is_staged(x):
         sharding = _jax.sharding_of(x)
         if not isinstance(sharding, NamedSharding):
             return layout
-        now = tuple(sharding.spec)
+        current = tuple(sharding.spec)
     elif isinstance(x, jax.Array):
-        now = Layout.of(x).specs
-    pairs = itertools.zip_longest(layout.specs, now)
-    return layout.with_specs([here if e is MATCH else e for e, here in pairs])
+        current = Layout.of(x).specs
+    pairs = itertools.zip_longest(layout.specs, current)
+    return layout.with_specs([old if e is MATCH else e for e, old in pairs])
 
 
 def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
