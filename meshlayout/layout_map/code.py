@@ -23,8 +23,8 @@ def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
     specs: dict[str, Layout | Rule] = {}
     for leaf in leaves:
         # What follows a parameter or is set by the leaf itself will be so again.
-        is_followed = leaf.reason.startswith("follows")
-        if not is_followed and (leaf.rule or leaf.reason in ("default", "scalar")):
+        by_default = leaf.reason in ("default", "fsdp", "scalar")
+        if by_default or (leaf.rule and not leaf.reason.startswith("follows")):
             note = None if leaf.layout.is_fully_replicated else leaf.note
             specs[leaf.path] = Rule(leaf.layout, note=note)
     return rules_for(specs)

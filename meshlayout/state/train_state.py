@@ -18,7 +18,6 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
@@ -54,9 +53,10 @@ class ModelCode:
         return hash((type(self.module), type(self.tx)))
 
 
+@_checks.user_call
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class TrainState(Generic[T]):
+class TrainState(_checks.WithReflexes, Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
     Make one with `TrainState.create`. Its array fields are plain nested dicts (an Optax
@@ -83,7 +83,6 @@ class TrainState(Generic[T]):
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    @user_call
     def create(
         cls,
         build: Callable[[], Model | Mapping[str, Any]],

@@ -28,7 +28,6 @@ from meshlayout._batches import (
     get_weights,
     marked_weights,
 )
-from meshlayout._tracebacks import show_user_frames
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -107,7 +106,7 @@ class StateStep(StepInspection):
                 self._last = None if signature is None else (signature, compiled, empty)
             return result
         except Exception as error:
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             raise
 
     def _call_of(
