@@ -276,10 +276,17 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 _INSIDE = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__)
 _NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
-_NO_REPLICAS = (
-    "A step is one program over the whole batch: a mean is that of all devices, and "
-    "pmean and psum over a mesh axis are left out, except inside jax.shard_map."
-)
+# What the errors of JAX, by what they say, mean to users of this library.
+_MEANINGS = {
+    "unbound axis name": (
+        "A step is one program over the whole batch: a mean is that of all devices, "
+        "and pmean and psum over a mesh axis are left out, except in jax.shard_map."
+    ),
+    "Array has been deleted": (
+        "A step has used up the state that this array is of, as it reused its memory. "
+        "Continue with the state that the step returned."
+    ),
+}
 
 # What users of other libraries write by habit, and what takes its place here.
 _REFLEXES = {
@@ -368,7 +375,8 @@ def show_user_frames(error: BaseException | None) -> None:
                 rest = TracebackType(rest, frame, frame.f_lasti, line)
             error.__traceback__ = rest
         notes = getattr(error, "__notes__", [])
-        if "unbound axis name" in str(error) and _NO_REPLICAS not in notes:
-            error.add_note(_NO_REPLICAS)
+        for words, meaning in _MEANINGS.items():
+            if words in str(error) and meaning not in notes:
+                error.add_note(meaning)
         notes[:] = [note for note in notes if _NOTE_OF_JAX not in note]
         error = error.__cause__ or error.__context__

@@ -147,6 +147,7 @@ def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     return {device: parts[device] for device in Layout.of(x).mesh.local_devices}
 
 
+@_checks.user_call
 def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 

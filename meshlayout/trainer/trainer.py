@@ -242,11 +242,7 @@ class Trainer(_checks.WithReflexes):
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            array = self.state.step
-            if isinstance(array, jax.Array) and array.is_deleted():
-                msg = "fit: the trainer's state is used up: a step reused its memory."
-                raise MeshLayoutError(f"{msg} Give it the state that came of the step.")
-            step = int(array)  # waits, but nothing is running yet
+            step = int(self.state._num_steps())  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
