@@ -309,10 +309,10 @@ def user_call(target: F) -> F:
             function = getattr(method, "__func__", method)  # a classmethod's
             is_public = name == "__init__" or not name.startswith("_")
             if inspect.isfunction(function) and is_public:
-                called = user_call(function)
-                called = called if function is method else type(method)(called)
-                setattr(target, name, called)
-        return target
+                wrapped: Any = user_call(function)
+                wrapped = wrapped if function is method else type(method)(wrapped)
+                setattr(target, name, wrapped)
+        return cast(F, target)
 
     @functools.wraps(target)
     def called(*args: Any, **kwargs: Any) -> Any:
