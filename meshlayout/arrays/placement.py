@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.cluster.agreement import assert_same
@@ -32,6 +32,7 @@ LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 _NUMBERS = (bool, int, float, complex)
 
 
+@_checks.user_call
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
@@ -65,6 +66,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     return moved
 
 
+@_checks.user_call
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
     """Returns `x` in the layouts of other arrays, a tree prefix of it: `relayout`."""
     return relayout(x, fetch_layout(other), donate=donate)

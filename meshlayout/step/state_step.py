@@ -28,7 +28,6 @@ from meshlayout._batches import (
     get_weights,
     marked_weights,
 )
-from meshlayout._tracebacks import show_user_frames
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -111,7 +110,7 @@ class StateStep(StepInspection):
                 last.results = [*map(weakref.ref, result)]
             return result
         except Exception as error:
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             raise
 
     def _call_of(
