@@ -45,6 +45,7 @@ _LOOK = (
 _running: Settings | None = None
 
 
+@_checks.user_call
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

@@ -81,8 +81,9 @@ def post_wait(*wait: Any) -> None:
 
 def end_of(process: int) -> str:
     """Returns a sentence if the program of a process has ended, or nothing."""
-    has_ended = _watch is not None and process in _watch.ended
-    return f"{_watch.names[process]} has ended its program" if has_ended else ""
+    if _watch is None or process not in _watch.ended:
+        return ""
+    return f"{_watch.names[process]} has ended its program"
 
 
 def delay_abort() -> None:

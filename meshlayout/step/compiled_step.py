@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import jax
 from jax.core import Tracer
@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
-from meshlayout._tracebacks import show_user_frames, user_call
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -63,7 +62,7 @@ def compile_step(
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
 ) -> "CompiledStep[P, R]": ...
-@user_call
+@_checks.user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -207,13 +206,22 @@ class CompiledStep(StepInspection, Generic[P, R]):
             and not program.is_like_last(jax.tree.leaves((args, kwargs)))
         ):
             program, args = self._switch(args, kwargs)
+        return self._run(program, args, kwargs)
+
+    def run_again(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step on arrays that are known to be like those of the last call."""
+        if self._last is None or _jax.is_tracing():
+            return self(*args, **kwargs)
+        return self._run(self._last, args, kwargs)
+
+    def _run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
         program.arguments = (args, kwargs)
         counts.steps += program.is_shared
         try:
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
@@ -234,8 +242,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.arguments = None
         # It was refused as other devices or another structure need another program.
-        self._last = None
-        return self(*args, **kwargs)
+        self._last, call = None, cast(Any, self)
+        return call(*args, **kwargs)
 
     def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""
