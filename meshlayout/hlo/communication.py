@@ -81,9 +81,8 @@ class Communication(Mapping[str, int]):
         return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
-        nouns = "collective" + "s" * (len(self.collectives) != 1)
-        sent = _render.bytes_text(self.wire_bytes)
-        return f"{len(self.collectives)} {nouns}, {sent}"
+        noun = f"collective{'s' * (len(self.collectives) != 1)}"
+        return f"{len(self.collectives)} {noun}, {_render.bytes_text(self.wire_bytes)}"
 
     def _notes(self) -> list[str]:
         lines = [f"each device sends: {self._total()}"]
