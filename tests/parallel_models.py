@@ -196,44 +196,6 @@ def fused(d=32, heads=4, vocab=64, order="three heads"):
     return parameters(shapes), forward
 
 
-def translator(d=32, heads=4, vocab=64, hidden=64):
-    """An encoder and a decoder with cross attention, of the tokens and themselves."""
-
-    def attention():
-        return dict.fromkeys(("q", "k", "v", "o"), (d, d))
-
-    def mlp():
-        return {"w1": (d, hidden), "w2": (hidden, d)}
-
-    shapes = {
-        "embed": (vocab, d),
-        "encoder": {"self": attention(), "mlp": mlp()},
-        "decoder": {"self": attention(), "cross": attention(), "mlp": mlp()},
-    }
-
-    def attend(p, x, memory, mask=lambda scores: scores):
-        def split(y):
-            return y.reshape(*y.shape[:2], heads, -1)
-
-        q, k, v = split(x @ p["q"]), split(memory @ p["k"]), split(memory @ p["v"])
-        scores = mask(jnp.einsum("bqhk,bshk->bhqs", q, k))
-        read = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
-        return x + read.reshape(x.shape) @ p["o"]
-
-    def feed(p, x):
-        return x + jax.nn.relu(x @ p["w1"]) @ p["w2"]
-
-    def forward(params, tokens):
-        x = memory = params["embed"][tokens]
-        encoder, decoder = params["encoder"], params["decoder"]
-        memory = feed(encoder["mlp"], attend(encoder["self"], memory, memory))
-        x = attend(decoder["self"], x, x, causal)
-        x = feed(decoder["mlp"], attend(decoder["cross"], x, memory))
-        return x @ params["embed"].T
-
-    return parameters(shapes), forward
-
-
 def mixture(d=32, vocab=64, hidden=16, experts=8, capacity=None):
     """A router and stacked experts: dispatched by one-hot products, or all for all."""
     shapes = {

@@ -202,7 +202,7 @@ def _axes(
     mesh.axis_size(names)
     names = (names,) if isinstance(names, str) else tuple(names)
     if len({*names}) < max(1, len(names)):
-        msg = f"{where}: axes must be one mesh axis or several, got {axes!r}."
+        msg = f"{where}: axes must be different mesh axes, one at least, got {axes!r}."
         raise LayoutMapError(msg)
     return names
 
