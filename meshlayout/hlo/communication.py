@@ -161,9 +161,7 @@ def read_communication(
 
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
 _ALIGN = "lllrrll"
-_UNKNOWN = (
-    "? marks loops of unknown length, counted once, and branches, counted as taken"
-)
+_UNKNOWN = "? marks loops of unknown length, counted once, and branches, as if taken"
 
 
 def _rows(collectives: Iterable[Collective]) -> list[list[str]]:

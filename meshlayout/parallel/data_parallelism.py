@@ -24,7 +24,7 @@ from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel.factors import leaves_of
+from meshlayout.parallel.factors import leaves_of, union
 from meshlayout.parallel.program import Call, Model, follow
 
 
@@ -162,14 +162,11 @@ def fsdp(
     if model_or_build is None and example_inputs is None and call is None:
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    read_in_loops = [
-        (shape, param.path)
-        for shape, read in flow.loops
-        for index, param in enumerate(params)
-        if read >> index & 1 and param.nbytes >= min_bytes
-    ]
-    if read_in_loops:
-        shape, path = read_in_loops[0]
+    large = union((x.nbytes >= min_bytes) << i for i, x in enumerate(params))
+    loops = [(shape, read & large) for shape, read in flow.loops if read & large]
+    if loops:
+        shape, read = loops[0]
+        path = next(x.path for i, x in enumerate(params) if read >> i & 1)
         rows = batch_axes(mesh) or names
         line = (
             f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
@@ -190,15 +187,13 @@ def fsdp(
     return LayoutMap(mesh, default=rule)
 
 
-def _axes(
-    mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Returns the axes that a user gave, or the natural ones of the mesh."""
-    if axes is None and not natural:
+def _axes(mesh: Mesh, where: str, axes: Any, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that a user gave, or the usual ones of the mesh."""
+    if axes is None and not usual:
         fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
         fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
         raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
-    names = natural if axes is None else axes
+    names = usual if axes is None else axes
     mesh.axis_size(names)
     names = (names,) if isinstance(names, str) else tuple(names)
     if len({*names}) < max(1, len(names)):
