@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -54,6 +54,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     return LayoutMap(mesh)
 
 
+@_checks.user_call
 def zero_rule(
     mesh: Mesh | jax.sharding.Mesh,
     axes: str | Sequence[str] | None = None,
@@ -105,6 +106,7 @@ def zero_rule(
     return FsdpRule(names, mesh, 0, min_size, memory_kind)
 
 
+@_checks.user_call
 def fsdp(
     mesh: Mesh | jax.sharding.Mesh,
     model_or_build: "Model | Callable[[], Model] | None" = None,
@@ -206,6 +208,7 @@ def _axes(mesh: Mesh, where: str, axes: Any, usual: tuple[str, ...]) -> tuple[st
 class FsdpRule:
     """The rule of `fsdp` and `zero_rule`: shards arrays over more axes, on one dim."""
 
+    name: ClassVar = "fsdp"  # as reports show it
     axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
     min_bytes: int = 0  # on a device
