@@ -61,8 +61,8 @@ class Model:
         labels = random.integers(0, 10, self.rows).astype("int32")
         return {"x": random.normal(size=(self.rows, *shape)).astype(dtype), "y": labels}
 
-    def loss(self, model: Any, batch: Any, **mode: Any) -> Any:
-        logits = model(batch["x"], **mode)
+    def loss(self, model: Any, batch: Any) -> Any:
+        logits = model(batch["x"])
         if "y" not in batch:
             return transformer.next_token_losses(logits, batch["x"]).mean(axis=1)
         if logits.ndim < 2:  # a discriminator's
@@ -88,12 +88,7 @@ class Model:
     def step(self, activations: ml.LayoutMap | None = None) -> Any:
         """Returns a compiled train step."""
         if self.call is None:
-            loss_fn: Any = lambda model, batch: self.loss(model, batch)
-            if isinstance(self.module, resnet.LinenResNet):
-                loss_fn = lambda model, batch, train: self.loss(
-                    model, batch, train=train
-                )
-            return ml.make_train_step(loss_fn, layouts=activations)
+            return ml.make_train_step(self.loss, layouts=activations)
         call = self.call
 
         def step(state: Any, batch: Any) -> Any:
@@ -109,14 +104,15 @@ class Model:
 
 
 TOKENS = ((LENGTH,), "int32")
-SMALL_IMAGES = ((8, 8, 1), "float32")
 MODELS = {
     "mlp, nnx": Model(lambda: mlp.MLP(rngs=nnx.Rngs(0)), hand_written=mlp),
     "mlp, linen": Model(module=mlp.LinenMLP(), hand_written=mlp),
     "convnet, nnx": Model(
         lambda: convnet.ConvNet(rngs=nnx.Rngs(0)), hand_written=convnet
     ),
-    "resnet, linen": Model(inputs=SMALL_IMAGES, module=resnet.LinenResNet(width=8)),
+    "resnet, nnx": Model(
+        lambda: resnet.ResNet(width=8, rngs=nnx.Rngs(0)), ((8, 8, 1), "float32")
+    ),
     "transformer, nnx": Model(
         lambda: transformer.Transformer(TRANSFORMER, rngs=nnx.Rngs(0)),
         TOKENS,
@@ -142,13 +138,13 @@ AXES = {
 }
 
 
-def layouts_by(rule: str, model: Model, mesh: ml.Mesh | None = None, **options: Any):
+def layouts_by(rule: str, model: Model) -> ml.LayoutMap:
     """Returns what a ready-made rule gives for a model."""
-    mesh = mesh or ml.create_mesh(AXES[rule])
+    mesh = ml.create_mesh(AXES[rule])
     if rule == "data_parallel":
         return ml.parallel.data_parallel(mesh)
     parts = [model.tensor_parallel(mesh)] if "tensor" in rule else []
-    parts += [ml.parallel.fsdp(mesh, **options)] if "fsdp" in rule else []
+    parts += [ml.parallel.fsdp(mesh, min_bytes=0)] if "fsdp" in rule else []
     return ml.parallel.compose(*parts) if len(parts) > 1 else parts[0]
 
 
@@ -163,7 +159,7 @@ EVERY = [
 @pytest.mark.parametrize(("name", "rule"), EVERY)
 def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
     model = MODELS[name]
-    layouts = layouts_by(rule, model, min_bytes=0)
+    layouts = layouts_by(rule, model)
     state = model.describe(layouts).create()
     batch = ml.relayout(model.batch(), layouts.mesh.layout("batch", ...))
     report = ml.testing.verify(model.step(), state, batch)
@@ -177,7 +173,7 @@ def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
 @pytest.mark.parametrize("name", ["mlp, nnx", "transformer, nnx", "gpt, scanned"])
 def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
     model = MODELS[name]
-    layouts = layouts_by(rule, model, min_bytes=0)
+    layouts = layouts_by(rule, model)
     state = model.describe(layouts).abstract
     code = layouts.to_code(state)
     again = eval(code, {"ml": ml, "mesh": layouts.mesh})
@@ -230,23 +226,17 @@ def test_data_parallel_sends_its_gradients_once(name):
     assert 0 < in_all - num_bytes(MODELS[name]) <= 8 * FLOAT
 
 
-def large(name: str, num_layers: int = 2) -> Model:
+def large(name: str, num_layers: int) -> Model:
     """Returns a language model with matrices of which TPUs scatter the sums."""
     sizes = {"vocab_size": 512, "features": 128, "mlp_features": 256}
-    sizes["num_layers"] = num_layers
-    model = dataclasses.replace(MODELS[name], rows=128)
-    if model.module is not None:
-        config = dataclasses.replace(TRANSFORMER, **sizes)
-        return dataclasses.replace(model, module=transformer.LinenTransformer(config))
-    listed = GPT if name == "gpt, listed" else SCANNED
-    config = dataclasses.replace(listed, **sizes)
+    small = GPT if name == "gpt, listed" else SCANNED
+    config = dataclasses.replace(small, num_layers=num_layers, **sizes)
     build = lambda: gpt.init(config, jax.random.key(0))
-    return dataclasses.replace(model, build=build)
+    return dataclasses.replace(MODELS[name], build=build, rows=128)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt, listed", "gpt, scanned"])
-def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times(name):
+def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times():
     """XLA for CPUs adds up the gradients of query, key and value one by one."""
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)
@@ -256,9 +246,9 @@ def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times
             for one in sent(model, model.tensor_parallel(mesh)).collectives
             if "model" in one.axes
         )
-        for model in (large(name, 2), large(name, 3))
+        for model in (large("gpt, listed", 2), large("gpt, listed", 3))
     )
-    activations = FLOAT * large(name).rows // 2 * LENGTH * 128
+    activations = FLOAT * 128 // 2 * LENGTH * 128
     assert three - two == 4 * activations
 
 
@@ -273,36 +263,23 @@ def test_tensor_parallel_sends_no_more_than_a_hand_written_map(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt, listed", "transformer, linen"])
-def test_on_a_tpu_slice_fsdp_sends_each_layers_weights_three_times_at_most(name):
-    """Gathers them forward and backward, and scatters the sums of their gradients."""
-    pytest.importorskip("libtpu")
-    assert_weights_are_sent_three_times(
-        name, ml.parallel.fsdp(create_slice_mesh(batch=8))
-    )
+@pytest.mark.parametrize("name", ["gpt, listed", "gpt, scanned"])
+def test_on_a_tpu_slice_fsdp_sends_each_layers_weights_three_times(name, monkeypatch):
+    """Gathers them forward and backward, and scatters the sums of their gradients.
 
-
-@pytest.mark.slow
-def test_scanned_layers_do_so_where_what_the_loop_carries_is_constrained(monkeypatch):
-    """Else XLA shards it as the weights' features, and moves every activation."""
+    Where nothing constrains what a loop carries, XLA shards it as the weights' features.
+    """
     pytest.importorskip("libtpu")
     apply_layer = gpt.apply_layer
 
     def constrained(params, x):
-        x = apply_layer(params, ml.constrain(x, "residual"))
-        return ml.constrain(x, "residual")
+        return ml.constrain(apply_layer(params, ml.constrain(x, "carry")), "carry")
 
-    monkeypatch.setattr(gpt, "apply_layer", constrained)
     mesh = create_slice_mesh(batch=8)
-    activations = ml.LayoutMap(mesh, {"residual": ("batch", ...)})
-    assert_weights_are_sent_three_times(
-        "gpt, scanned", ml.parallel.fsdp(mesh), activations
-    )
-
-
-def assert_weights_are_sent_three_times(
-    name: str, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
-) -> None:
+    layouts, activations = ml.parallel.fsdp(mesh), None
+    if name == "gpt, scanned":
+        monkeypatch.setattr(gpt, "apply_layer", constrained)
+        activations = ml.LayoutMap(mesh, {"carry": ("batch", ...)})
     two, three = (sent(large(name, n), layouts, activations) for n in (2, 3))
     weights = num_bytes(large(name, 3)) - num_bytes(large(name, 2))
     assert three.wire_bytes - two.wire_bytes <= 3 * 7 / 8 * weights
