@@ -410,7 +410,8 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
     """Returns a value with or without a weak type; JAX's own way is for strong ones.
 
-    A step compiles twice if the weak types of its state change: tests/test_step.py.
+    A step compiles twice if the weak types of its state change:
+    tests/test_compile_step.py.
     """
     aval = jax.typeof(x)
     if aval.weak_type == weak_type:

@@ -77,6 +77,7 @@ class Misfit(NamedTuple):
         )
 
 
+@_checks.user_call
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
     """How the dims of one array are sharded over the axes of a mesh.

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import meshlayout
-from meshlayout import _jax, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout._checks import shown
 from meshlayout.errors import MeshError, did_you_mean
 
@@ -251,6 +251,7 @@ def current_mesh() -> Mesh | None:
     return None if mesh is None else Mesh(mesh)
 
 
+@_checks.user_call
 def create_mesh(
     axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
     /,
@@ -300,7 +301,8 @@ def create_mesh(
     if axes is not None and axis_sizes:
         msg = (
             "give the axes once: as the first argument or as keywords "
-            f"({', '.join(axis_sizes)}), not both."
+            f"({', '.join(axis_sizes)}), not both. Options are devices, dcn and "
+            "axis_types."
         )
         raise MeshError(msg)
     _jax.check_joined("create_mesh")

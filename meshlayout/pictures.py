@@ -34,6 +34,7 @@ class Shards:
         return _render.picture_html(self._title, self._picture, [self._note])
 
 
+@_checks.user_call
 def visualize(
     value: Layout | Sharding | jax.Array | jax.ShapeDtypeStruct | nnx.Variable[Any],
     shape: Sequence[int] | None = None,

@@ -347,7 +347,8 @@ BAD = [
     ),
     (
         lambda: create_mesh({"batch": 8}, model=2),
-        "give the axes once: as the first argument or as keywords (model), not both.",
+        "give the axes once: as the first argument or as keywords (model), not both. "
+        "Options are devices, dcn and axis_types.",
     ),
     (
         lambda: create_mesh(batch=1, devices=["CPU:8"]),

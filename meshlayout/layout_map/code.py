@@ -24,7 +24,7 @@ def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
     for leaf in leaves:
         if leaf.reason.startswith("logical axes"):
             specs[leaf.path] = None  # the leaf sets it itself, also next time
-        elif leaf.reason in ("exact path", "pattern", "default", "scalar"):
+        elif leaf.reason in ("exact path", "pattern", "default", "fsdp", "scalar"):
             note = None if leaf.layout.is_fully_replicated else leaf.note
             specs[leaf.path] = Rule(leaf.layout, note=note)
     return rules_for(specs)

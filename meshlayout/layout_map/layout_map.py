@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -49,6 +48,7 @@ from meshlayout.layout_map.rules import (
 from meshlayout.mesh import Mesh, as_mesh
 
 
+@_checks.user_call
 class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
@@ -87,7 +87,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
 
-    @user_call
     def __init__(
         self,
         mesh: Mesh | jax.sharding.Mesh,

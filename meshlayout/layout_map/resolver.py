@@ -168,7 +168,8 @@ class Resolver:
                 )
                 raise LayoutMapError(msg)
         if rule is self._options.default:
-            pattern, source, reason = None, "default, ", "default"
+            pattern, source = None, "default, "
+            reason = getattr(rule.function, "name", "default")
         else:
             pattern, source = rule.pattern, f"rule {rule.pattern!r}, "
             reason = "exact path" if pattern == array.path else "pattern"
