@@ -438,10 +438,6 @@ def norms_of_part(params, stats, x, y, weights, denominator):
         ("nnx", "batch=2, model=4", {"accumulate": 4}),
         ("linen", "batch=8", {}),
         pytest.param(
-            *("nnx", "batch=8", {"accumulate": 2, "remat": "full"}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
             marks=pytest.mark.slow,
         ),
@@ -488,17 +484,6 @@ class LinenDropped(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
 
 
-def test_the_same_is_dropped_on_any_mesh():
-    found = []
-    for mesh in (mesh_of(batch=1), mesh_of(batch=8)):
-        state = create_linen(mesh, LinenDropped(), False)
-        train_step = ml.make_train_step(linen_squares)
-        for _ in range(2):
-            state, metrics = train_step(state, on(mesh, DATA))
-        found.append((dict(metrics), state.params))
-    assert_close(*found)
-
-
 def test_every_step_and_every_microbatch_drops_something_else(mesh):
     """All rows are alike, and so are the parameters: only what is dropped differs."""
     state = create_linen(mesh, LinenDropped(), False, tx=optax.sgd(0.0))
@@ -514,61 +499,17 @@ def test_every_step_and_every_microbatch_drops_something_else(mesh):
     assert len(found) == 4
 
 
-# Losses in which examples meet, of microbatches on every mesh.
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plain_constraint_of_jax_in_the_model_is_taken(mesh, accumulate):
+    def loss_fn(model, batch):
+        rows = mesh.layout("batch", None).sharding
+        return jax.lax.with_sharding_constraint(squares(model, batch), rows)
 
-
-def own_batch_norm(model, batch):
-    h = model(batch["x"])
-    h = (h - h.mean(0)[None]) / jnp.sqrt(h.var(0) + 1e-3)[None]
-    return jnp.square(h - 1)
-
-
-def rolled(model, batch):
-    return jnp.square(model(batch["x"] + 0.5 * jnp.roll(batch["x"], 1, 0)))
-
-
-def scalar(model, batch):
-    """Away from zero: a mean that is nearly zero would make rounding large."""
-    made = model(batch["x"])
-    return jnp.square(made).mean() / (1 + jnp.square(made.mean()))
-
-
-def constrained(model, batch):
-    """A plain constraint of JAX's, in the model."""
-    rows = mesh_of(batch=8).layout("batch", None).sharding
-    return jax.lax.with_sharding_constraint(jnp.square(model(batch["x"])), rows)
-
-
-def plain_squares(model, batch):
-    return jnp.square(model(batch["x"]))
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "accumulate"),
-    [(own_batch_norm, 4), (rolled, 4), (scalar, 4), (constrained, 1), (constrained, 2)],
-)
-def test_losses_in_which_examples_meet_are_those_of_plain_jax(loss_fn, accumulate):
-    rows = {"x": np.concatenate([X, Y])}
-    reference = plain_squares if loss_fn is constrained else loss_fn
-
-    def loss(params, graphdef):
-        model = nnx.merge(graphdef, params)
-        parts = [{"x": rows["x"][i::accumulate]} for i in range(accumulate)]
-        return sum(reference(model, part).mean() for part in parts) / accumulate
-
-    graphdef, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    losses, expected = [], nnx.to_pure_dict(params)
-    for _ in range(2):
-        value, grads = jax.value_and_grad(loss)(expected, graphdef)
-        losses, expected = [*losses, value], descended(expected, grads)
-    for devices in (8,) if loss_fn is constrained else (1, 8):
-        mesh = mesh_of(batch=devices)
-        state, step = create(mesh), ml.make_train_step(loss_fn, accumulate=accumulate)
-        for value in losses:
-            state, metrics = step(state, on(mesh, rows))
-            np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-        # float32 sums in another order
-        assert_close(state.params, expected, rtol=1e-4)
+    state = create(mesh)
+    grads, _ = linear_by_hand(on_host(state.params))
+    expected = descended(on_host(state.params), grads)
+    state, _ = ml.make_train_step(loss_fn, accumulate=accumulate)(state, on(mesh, DATA))
+    assert_close(state.params, expected)
 
 
 class Looking(nnx.Module):
