@@ -20,45 +20,33 @@ from models.mlp import MLP
 from tests.error_messages import message_of
 from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
+from tests.small_states import mesh_of
 
 
 # jax 0.7.2 has it there.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64
 
 MESHES = {
-    "8": lambda: ml.create_mesh({"model": 8}),
-    "2x4": lambda: ml.create_mesh({"batch": 2, "model": 4}),
-    "2x2x2": lambda: ml.create_mesh({"batch": 2, "fsdp": 2, "model": 2}),
-    "3": lambda: ml.create_mesh({"model": 3}, devices=jax.devices()[:3]),
-    "last 4": lambda: ml.create_mesh(
-        {"batch": 2, "model": 2}, devices=jax.devices()[4:]
-    ),
+    "8": mesh_of(model=8),
+    "2x4": mesh_of(batch=2, model=4),
+    "2x2x2": mesh_of(batch=2, fsdp=2, model=2),
+    "3": mesh_of(model=3),
+    "last 4": mesh_of(range(4, 8), batch=2, model=2),
 }
+ONE = mesh_of(model=1)
 
 
-def first_dim(path, shape, dtype):
-    return ("model", ...) if shape else None
+def map_of(mesh, *spec):
+    """A layout map of everything, to which `all` means all axes; scalars stay whole."""
+    spec = [mesh.axis_names if entry == "all" else entry for entry in spec]
+
+    def rule(path, shape, dtype):
+        return spec if shape else None
+
+    return ml.LayoutMap(mesh, {".*": rule} if spec else {}, on_uneven="replicate")
 
 
-def last_dim(path, shape, dtype):
-    return (..., "model") if shape else None
-
-
-def map_of(mesh, kind):
-    """A layout map; what does not divide stays whole."""
-    axes = mesh.axis_names
-    rules = {
-        "replicated": {},
-        "first": {".*": first_dim},
-        "last": {".*": last_dim},
-        "all on the last": {
-            ".*": lambda path, shape, _: (..., axes) if shape else None
-        },
-        "all on the first": {
-            ".*": lambda path, shape, _: (axes, ...) if shape else None
-        },
-    }
-    return ml.LayoutMap(mesh, rules[kind], on_uneven="replicate")
+FIRST, LAST = ("model", ...), (..., "model")
 
 
 class Block(nnx.Module):
@@ -165,26 +153,26 @@ BUILDERS = {
 # Every builder, every mesh and every map, and not all of their combinations: each costs
 # many compilations.
 @pytest.mark.parametrize(
-    ("mesh_name", "kind", "name"),
+    ("mesh_name", "spec", "name"),
     [
-        ("8", "first", "everything"),
-        ("8", "first", "linen everything"),
-        ("8", "all on the last", "pytree"),
-        ("8", "all on the last", "optimizer"),
-        ("2x4", "replicated", "pair"),
-        ("2x2x2", "all on the first", "one array"),
-        ("last 4", "last", "pair"),
+        ("8", FIRST, "everything"),
+        ("8", FIRST, "linen everything"),
+        ("8", (..., "all"), "pytree"),
+        ("8", (..., "all"), "optimizer"),
+        ("2x4", (), "pair"),
+        ("2x2x2", ("all", ...), "one array"),
+        ("last 4", LAST, "pair"),
     ],
 )
 def test_every_array_has_the_maps_layout_and_the_bits_of_building_without_a_mesh(
-    mesh_name, kind, name
+    mesh_name, spec, name
 ):
     expected = BUILDERS[name]()
-    layouts = map_of(MESHES[mesh_name](), kind)
+    layouts = map_of(MESHES[mesh_name], *spec)
     made = ml.create(BUILDERS[name], layouts)
     assert_same_bits(made, expected)
     sharded = assert_lies(made, layouts.resolve(expected).layouts)
-    assert (sharded > 0) == (kind != "replicated")
+    assert (sharded > 0) == bool(spec)
 
 
 def initializers():
@@ -221,7 +209,7 @@ def test_every_initializer_has_its_bits_in_odd_shapes(
     def build():
         return initializers()[name](jax.random.key(1), shape, jnp.dtype(dtype))
 
-    layouts = ml.LayoutMap(MESHES[mesh_name](), default=spec)
+    layouts = ml.LayoutMap(MESHES[mesh_name], default=spec)
     assert_same_bits(ml.create(build, layouts), build())
 
 
@@ -273,7 +261,7 @@ def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch, build, spec):
         return run
 
     monkeypatch.setattr(operations, "_program", recorded)
-    mesh = ml.create_mesh({"model": 8})
+    mesh = MESHES["8"]
     layouts = ml.LayoutMap(mesh, default=spec, on_uneven="replicate")
     made = ml.create(build, layouts)
     leaves = [leaf for leaf in jax.tree.leaves(plain(made)) if leaf.size > 4096]
@@ -319,7 +307,7 @@ def pointers(tree):
 
 def test_every_leaf_has_memory_of_its_own():
     given, host = jnp.arange(8.0), np.ones(8, np.float32)
-    for mesh in (ONE, ml.create_mesh({"model": 8})):
+    for mesh in (ONE, MESHES["8"]):
 
         def build():
             x = jnp.ones((8,))
@@ -373,7 +361,7 @@ def test_operations_keep_the_settings_they_were_traced_under(mesh_2x4):
                 drawn.append(jax.random.normal(jax.random.key(0), (8, 8)))
         return drawn
 
-    made, expected = ml.create(build, map_of(mesh_2x4, "last")), build()
+    made, expected = ml.create(build, map_of(mesh_2x4, *LAST)), build()
     assert_same_bits(made, expected)
     assert not np.array_equal(*expected)
 
@@ -387,7 +375,7 @@ def test_large_random_leaves_have_the_bits_of_the_whole():
             "truncated": jax.random.truncated_normal(keys[2], -2, 2, (64, 4096)),
         }
 
-    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), default=(..., "model"))
+    layouts = ml.LayoutMap(MESHES["8"], default=(..., "model"))
     assert_same_bits(ml.create(build, layouts), build())
 
 
@@ -408,8 +396,8 @@ def test_64_bit_values_stay_so(mesh_2x4):
 )
 def test_explicit_axes_change_no_bits(types):
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
-    layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")
-    assert_same_bits(ml.create(BUILDERS["pair"], layouts), BUILDERS["pair"]())
+    made = ml.create(BUILDERS["pair"], map_of(mesh, *LAST))
+    assert_same_bits(made, BUILDERS["pair"]())
 
 
 # What is refused, and how.
@@ -445,7 +433,6 @@ BAD_BUILDERS = [
         "into int32. Set jax_enable_x64, or give it another dtype.",
     ),
 ]
-ONE = ml.create_mesh({"model": 1}, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize(("build", "message"), BAD_BUILDERS)

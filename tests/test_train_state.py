@@ -171,16 +171,6 @@ def test_a_state_is_one_pytree_and_round_trips(make):
     assert "opt_state/0/mu/hidden/kernel" in paths
 
 
-def test_a_described_state_has_every_layout_and_no_memory():
-    plan = ml.TrainState.describe(Net, ADAM, ml.LayoutMap(MESH, RULES))
-    state = nnx_state()
-    assert jax.tree.map(ml.Layout.of, plan.abstract).params == state.layouts.params
-    pairs = zip(jax.tree.leaves(plan.abstract), jax.tree.leaves(state), strict=True)
-    for one, other in pairs:
-        assert isinstance(one, jax.ShapeDtypeStruct)
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
 def test_its_text_shows_paths_arrays_and_layouts(make):
     text = repr(make())
     assert text.startswith("TrainState(step=0, 244 parameters)\n")

@@ -35,7 +35,6 @@ WEIGHTS = np.array([1, 0.5, 2, 1, 1, 0, 3, 1, 1, 1, 0.25, 0, 0, 0, 0, 0], "float
 BATCH = {**DATA, "weight": WEIGHTS}
 
 MESHES = {
-    "one device": ({"batch": 1}, {}),
     "batch=8": ({"batch": 8}, {}),
     "batch=2, model=4": ({"batch": 2, "model": 4}, {"kernel$": (None, "model")}),
 }
@@ -56,35 +55,6 @@ def shares(weights, denominator):
 
 
 # The mean over real examples, on any mesh, in any number of parts.
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh_name", "accumulate"),
-    [
-        ("nnx", "one device", 1),
-        ("linen", "batch=8", 1),
-        ("nnx", "batch=2, model=4", 2),
-        ("linen", "batch=2, model=4", 2),
-    ],
-)
-def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
-    axes, rules = MESHES[mesh_name]
-    mesh = mesh_of(**axes)
-    is_nnx = kind == "nnx"
-    state = create(mesh, rules=rules) if is_nnx else linen_dense(mesh, rules)
-    expected = on_host(state.params)
-    train_step = ml.make_train_step(squares, accumulate=accumulate)
-    for _ in range(3):
-        state, metrics = train_step(state, on(mesh, BATCH))
-        grads, loss = linear_by_hand(expected, shares(WEIGHTS, WEIGHTS.sum()))
-        expected = descended(expected, grads)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
-    assert_close(state.params, expected)
-    assert int(state.step) == 3
-
-
-def linen_dense(mesh, rules):
-    return create_linen(mesh, nn.Dense(4), rules=rules)
 
 
 def without_padding(values):
@@ -128,13 +98,17 @@ def test_what_counts_how_much_and_what_sums_are_divided_by(mesh, name):
         return each.mean() if "scalar" in name else each
 
     options, batch, counts = SUMS[name]
-    state = create(mesh)
-    params = on_host(state.params)
-    grads, loss = linear_by_hand(params, counts)
+    is_linen = "NaN" in name
+    state = create_linen(mesh, nn.Dense(4)) if is_linen else create(mesh)
+    expected = on_host(state.params)
     train_step = ml.make_train_step(loss_fn, **options)
-    state, metrics = train_step(state, on(mesh, batch))
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
-    assert_close(state.params, descended(params, grads))
+    for _ in range(2):
+        state, metrics = train_step(state, on(mesh, batch))
+        grads, loss = linear_by_hand(expected, counts)
+        expected = descended(expected, grads)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(state.params, expected)
+    assert int(state.step) == 2
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -510,36 +484,3 @@ def test_a_plain_constraint_of_jax_in_the_model_is_taken(mesh, accumulate):
     expected = descended(on_host(state.params), grads)
     state, _ = ml.make_train_step(loss_fn, accumulate=accumulate)(state, on(mesh, DATA))
     assert_close(state.params, expected)
-
-
-class Looking(nnx.Module):
-    """Keeps what it has seen, draws random numbers, and records a scalar."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x):
-        self.calls[...] = self.calls[...] + 1
-        made = self.dropout(self.norm(self.linear(x)))
-        losses.record(self, "spread", jnp.square(made.mean(axis=0)).sum())
-        return made
-
-
-def test_draws_statistics_and_recorded_scalars_are_the_same_on_every_mesh():
-    def loss_fn(model, batch, rngs):
-        noise = jax.random.normal(rngs.noise(), batch["x"].shape)
-        return jnp.square(model(batch["x"] + 0.1 * noise))
-
-    found = []
-    for mesh in (mesh_of(batch=1), mesh_of(batch=8)):
-        state = create(mesh, lambda: Looking(nnx.Rngs(0)))
-        step = ml.make_train_step(loss_fn, accumulate=2)
-        for _ in range(2):
-            state, metrics = step(state, on(mesh, DATA))
-        kept = {k: state.model_state[k] for k in ("norm", "calls")}
-        found.append((dict(metrics), state.params, kept))
-        assert float(kept["calls"]) == 4
-    assert_close(*found, rtol=1e-4)
