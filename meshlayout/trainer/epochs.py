@@ -281,14 +281,6 @@ class TrainerInput:
         iterator = self._pass if isinstance(self._pass, Continues) else None
         return {"given": self._num_given, "number": self._number}, iterator
 
-    def first_batch(self) -> Batch:
-        """Returns a batch of a pass; `resume` goes to a position next."""
-        for batch in self._begin():
-            self._num_given, placed = self._num_given + 1, self._placed(batch)
-            if placed is not None:
-                return placed.batch
-        raise CheckpointError(f"{self._name} yielded no batch to resume with.")
-
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
