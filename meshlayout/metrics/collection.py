@@ -41,18 +41,12 @@ class Metrics(Mapping[str, Any]):
             nnx's Average and Accuracy.
 
     Example:
-        >>> from meshlayout.metrics import Accuracy, Mean
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
         ...     outputs={"logits": jnp.eye(2)},
         ...     batch={"label": jnp.array([0, 0])},
         ...     losses=jnp.array([0.5, 1.0]),
         ... )
-        >>> metrics
-        metric    value
-        ────────  ─────
-        loss       0.75
-        accuracy    0.5
         >>> metrics.to_host()
         {'loss': 0.75, 'accuracy': 0.5}
     """
@@ -84,10 +78,7 @@ class Metrics(Mapping[str, Any]):
         return len(self.names)
 
     # A mapping would compare values, and == of two arrays is an array.
-    __eq__ = object.__eq__
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def metric(self, name: str) -> Any:
         """Returns the metric with a name, rather than its value."""

@@ -81,17 +81,10 @@ class Trainer(_checks.WithReflexes):
         stopped: Why training ends before its last epoch; empty if it does not.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import meshlayout as ml
         >>> import optax
-        >>> from flax import nnx
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
-        >>> def loss_fn(model, batch):
-        ...     x, y = batch
-        ...     return jnp.square(model(x) - y)
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
+        >>> loss_fn = lambda model, batch: (model(batch[0]) - batch[1]) ** 2
         >>> x = np.random.default_rng(0).normal(size=(20, 2)).astype("float32")
         >>> y = x @ np.array([[2.0], [3.0]], "float32")
         >>> trainer = Trainer(state, loss_fn)

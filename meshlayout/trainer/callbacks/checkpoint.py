@@ -160,7 +160,8 @@ class Checkpoint(Callback):
         notes = saved.facts["metadata"]["resume"]
         history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
-        history._restore(**notes["history"])
+        past = notes["history"]
+        history.epochs, history._values = past["epochs"], past["values"]
         trainer.position = replace(
             position,
             epoch=len(history.epochs),
