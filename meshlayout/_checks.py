@@ -74,7 +74,7 @@ def type_text(value: Any) -> str:
 def count(
     name: str, value: Any, *, at_least: int | None = 1, **context: Unpack[Context]
 ) -> int:
-    """Returns a number of things: an integer that is large enough, or any for None."""
+    """Returns a number of things: an integer of at least 1 or 0, or any for None."""
     index = None
     if not isinstance(value, (bool, np.bool_)):
         # `index`, not `int`: it takes integers of NumPy and JAX, not 2.5 or "2".
@@ -82,9 +82,8 @@ def count(
             index = operator.index(value)
     if index is None or (at_least is not None and index < at_least):
         kinds = {None: "an integer", 0: "a non-negative integer"}
-        kinds[1] = "a positive integer"
-        what = kinds.get(at_least, f"an integer of at least {at_least}")
-        raise _refusal(name, value, what, **context)
+        kind = kinds.get(at_least, "a positive integer")
+        raise _refusal(name, value, kind, **context)
     return index
 
 
@@ -112,10 +111,12 @@ def number(
         ("of at most", at_most, real.__le__),
         ("below", below, real.__lt__),
     ]
-    asked = [(word, end, holds) for word, end, holds in bounds if end is not None]
-    if not math.isfinite(real) or not all(holds(end) for _, end, holds in asked):
-        limits = " and ".join(f"{word} {end:g}" for word, end, _ in asked)
-        raise _refusal(name, value, f"a finite number {limits}".rstrip(), **context)
+    limits = [
+        (word, limit, holds) for word, limit, holds in bounds if limit is not None
+    ]
+    if not math.isfinite(real) or not all(holds(limit) for _, limit, holds in limits):
+        text = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits)
+        raise _refusal(name, value, f"a finite number {text}".rstrip(), **context)
     return real
 
 
@@ -139,29 +140,20 @@ def choice(
 
 def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression."""
-    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
-        return value
-    if not isinstance(value, str):
-        raise _refusal(name, value, "a regular expression", **context)
     try:
         return re.compile(value)
-    except re.error as problem:
-        fact = f"{name}={value!r} is not a regular expression: {problem}."
+    except (re.error, TypeError) as problem:
+        fact = f"{name}={shown(value)} is not a regular expression: {problem}."
         raise _error(fact, **context) from None
 
 
 def function(
-    name: str,
-    value: Any,
-    *args: str,
-    keywords: Iterable[str] = (),
-    **context: Unpack[Context],
+    name: str, value: Any, *args: str, **context: Unpack[Context]
 ) -> Callable[..., Any]:
     """Returns a function that can be called with these positional arguments.
 
     Checked before anything is traced, so that a wrong signature is not a TypeError from
-    deep inside JAX. `keywords` are passed if it has such parameters. A callable without
-    a signature (some built-ins) passes.
+    deep inside JAX. A callable without a signature (some built-ins) passes.
     """
     if not callable(value):
         call = f"a function of ({', '.join(args)})" if args else "a function"
@@ -174,8 +166,7 @@ def function(
     except (TypeError, ValueError):
         return value
     try:
-        passed = dict.fromkeys(set(keywords).intersection(signature.parameters))
-        signature.bind(*args, **passed)
+        signature.bind(*args)
     except TypeError:
         names = ", ".join(signature.parameters)
         called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
