@@ -190,8 +190,6 @@ class TrainerInput:
         self._pass = iter(data if isinstance(data, Iterable) else data())
         return self._pass
 
-    # Batches on the mesh.
-
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
         if isinstance(batch, PlacedBatch):  # of arrays
@@ -273,8 +271,6 @@ class TrainerInput:
         options["weights"] = None
         plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
-
-    # Positions.
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""

@@ -119,8 +119,6 @@ class Trainer(_checks.WithReflexes):
         self._metrics: Metrics | None = None
         self._told: set[str] = set()
 
-    # The steps, which may be overridden.
-
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
@@ -140,8 +138,6 @@ class Trainer(_checks.WithReflexes):
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
         """Returns the model's predictions for one batch; the state is not used up."""
         return self._steps.predict(state, batch)
-
-    # The loops.
 
     def fit(
         self,
@@ -308,8 +304,6 @@ class Trainer(_checks.WithReflexes):
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
         epochs, step = len(self.history.epochs), self.position.step
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
-
-    # The parts of the loops.
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
         """Trains for an epoch, or for the rest of a resumed one."""
