@@ -147,12 +147,17 @@ def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str
 
 
 def function(
-    name: str, value: Any, *args: str, **context: Unpack[Context]
+    name: str,
+    value: Any,
+    *args: str,
+    keywords: Iterable[str] = (),
+    **context: Unpack[Context],
 ) -> Callable[..., Any]:
     """Returns a function that can be called with these positional arguments.
 
     Checked before anything is traced, so that a wrong signature is not a TypeError from
-    deep inside JAX. A callable without a signature (some built-ins) passes.
+    deep inside JAX. `keywords` are passed if it has such parameters. A callable without
+    a signature (some built-ins) passes.
     """
     if not callable(value):
         call = f"a function of ({', '.join(args)})" if args else "a function"
@@ -165,7 +170,8 @@ def function(
     except (TypeError, ValueError):
         return value
     try:
-        signature.bind(*args)
+        passed = dict.fromkeys(set(keywords).intersection(signature.parameters))
+        signature.bind(*args, **passed)
     except TypeError:
         names = ", ".join(signature.parameters)
         called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
