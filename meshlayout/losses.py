@@ -210,9 +210,6 @@ def _num_replicas() -> int:
     return math.prod(sizes.values())
 
 
-# Losses that a loss function does not return: on parameters, and from inside models.
-
-
 @_checks.user_call
 def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
