@@ -177,11 +177,8 @@ def describe_state(
     if layouts is None:
         layouts = LayoutMap(current_mesh() or create_mesh())
     if not isinstance(layouts, LayoutMap):
-        msg = (
-            f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate "
-            "everything, give LayoutMap(mesh)."
-        )
-        raise StateError(msg)
+        msg = f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate"
+        raise StateError(f"{msg} everything, give LayoutMap(mesh).")
     return place(trace(build), layouts)
 
 
