@@ -21,14 +21,13 @@ BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
 
 _Facts: TypeAlias = dict[str, Any]  # by the argument of `initialize`
 
-# Variables of launchers that JAX does not (always) detect, and their values for one
-# process. An indexed job of Kubernetes says no number.
-_POD = "JOB_COMPLETION_INDEX"
-_COUNTS = (
+# Of launchers that JAX does not (always) detect: numbers of processes, and the index of
+# a pod, which Kubernetes gives without their number.
+_OTHER_COUNTS = (
     *("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     *("DTENSOR_NUM_CLIENTS", "KERAS_DISTRIBUTION_NUM_PROCESSES"),
 )
-_OTHER_PROCESSES = dict.fromkeys(_COUNTS, ("", "1")) | {_POD: ("",)}
+_POD = "JOB_COMPLETION_INDEX"
 _ADDRESS = re.compile(r"(\[[^\s\[\]]+\]|[^\s/,:\[\]]+):([0-9]{1,5})")
 
 _ALL_THREE = (
@@ -91,15 +90,14 @@ def find_settings(
     facts = {**_from_variables((BIND, DEVICES), environment), **facts}
     text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
     count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
-    for name in () if text else environment.keys() & _OTHER_PROCESSES.keys():
-        # A slice of TPUs knows its hosts, also as a job of Kubernetes.
-        is_slice = name == _POD and "TPU_WORKER_HOSTNAMES" in environment
-        if environment[name] not in _OTHER_PROCESSES[name] and not is_slice:
-            msg = f"initialize: {name}={environment[name]!r}, but the other processes "
-            msg += "were not found, and each would run alone. Under SLURM, start the "
-            msg += "script with srun; on Kubernetes, `pip install kubernetes` lets JAX "
-            msg += f"find them. {_ALL_THREE} To run alone, give num_processes=1."
-            raise ClusterError(msg)
+    several = [x for x in _OTHER_COUNTS if environment.get(x, "1") not in ("", "1")]
+    if "TPU_WORKER_HOSTNAMES" not in environment:  # a slice knows its hosts
+        several += {_POD} & environment.keys()
+    for name in () if text else several:
+        msg = f"initialize: {name}={environment[name]!r}, but the other processes were "
+        msg += "not found, and each would run alone. Under SLURM, start the script "
+        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them. "
+        raise ClusterError(f"{msg}{_ALL_THREE} To run alone, give num_processes=1.")
     if count != 1 and not facts.keys() >= {*_FACTS}:
         raise ClusterError(f"initialize: got {text}, which is not all. {_ALL_THREE}")
     if index >= count:

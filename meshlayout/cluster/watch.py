@@ -5,8 +5,8 @@ holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves 
 to us. One thread asks JAX who is alive, which is answered once all that are have asked;
 another one reads what the processes post: "failure" (the first one counts), "ended", so
 that a program that has come to its end is not lost, and "waits" that take long. The end
-is `os._exit` after the message, as the main thread may be inside a collective. Process 0
-holds JAX's key-value store, and leaves last.
+is `os._exit` after the message, as the main thread may be inside a collective. Process
+0 holds JAX's key-value store, and leaves last.
 """
 
 import atexit
@@ -38,8 +38,7 @@ from meshlayout._counts import counts
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
 _PAUSE_S = 0.5
-_NO_DEVICES = -1  # instead of a number of steps
-_NOBODY = -1  # instead of a process
+_NO_DEVICES = _NOBODY = -1  # instead of a number of steps, and of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
 _LOOKS = 5  # at a wait in vain: a step may be about to come to a meeting inside it
