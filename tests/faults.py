@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshlayout as ml
-from meshlayout.checkpoint.save import Save
 from tests import forked
 from tests.processes import ROOT, free_port
 
@@ -41,15 +40,9 @@ STEPS, _FAULTY = 8, 5  # how many steps, and the one with the fault
 
 @dataclass(frozen=True)
 class Ended:
-    """A process of a job, or the launcher.
+    """A process of a job, or the launcher, and how long after the fault it ended."""
 
-    Attributes:
-        status: As `subprocess` has it; None if it hung, and was killed by the test.
-        output: What it printed.
-        after_s: How long after the fault it ended.
-    """
-
-    status: int | None
+    status: int | None  # as `subprocess` has it; None if it hung, and was killed
     output: str
     after_s: float
 
@@ -59,14 +52,8 @@ def run_job(
 ) -> list[Ended]:
     """Runs a job, and returns how its processes ended; only the launcher if launched.
 
-    Args:
-        count: The number of processes.
-        fault: What the victim does: see `commit`.
-        place: Where: one of `PLACES`, or another name in `train`.
-        victim: Its index; None for all processes.
-        is_launched: Whether the launcher starts the processes.
-        directory: Where checkpoints are saved.
-        **options: `step_timeout_s`, `heartbeat_timeout_s`; `ends`, how the program ends.
+    `fault` is what the victim does (see `commit`), or all do if it is None, at a place of
+    `PLACES` or another in `train`. `ends` is how the program ends.
     """
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "fault")
@@ -211,30 +198,18 @@ def train(job) -> None:
                 fault_at("batch")
             return np.ones(4, np.float32)
 
-    write = Save._write
-
-    def faulty_write(save):
-        fault_at("save thread")
-        write(save)
-
-    Save._write = faulty_write
-
     @ml.compile_step
     def train_step(state, batch):
         fault_at("trace")
         return {"w": state["w"] + batch.sum()}, jnp.sum(batch)
 
     state = ml.create(build, ml.LayoutMap(mesh, default=(...,)))
-    raw = jax.jit(lambda x: jnp.sum(x))
     data = ml.distribute_dataset(
         Rows(), mesh, global_batch_size=count, prefetch=0, batched=False
     )
     with ml.Checkpointer(job["directory"]) as checkpointer:
         for batch in data:
             step += 1
-            if job["place"] == "raw":
-                fault_at("raw")
-                float(raw(batch["x"] if isinstance(batch, dict) else batch))
             fault_at("step")
             state, total = train_step(state, batch)
             assert float(total) == 4 * count
