@@ -116,43 +116,40 @@ class _Launched:
 # The program.
 
 
+def _raise(error):
+    raise error
+
+
+def _press_ctrl_c():
+    is_launched = "MESHLAYOUT_LAUNCHER" in os.environ
+    os.kill(os.getppid() if is_launched else os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
+_ACTIONS = {  # by the first word of a fault, called with the number after it
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(1),
+    "exception": lambda: _raise(ValueError("row 17 is not a number")),
+    "connection": lambda: _raise(ConnectionError("Connection refused by my database")),
+    "exit": sys.exit,
+    "SystemExit": lambda status: _raise(SystemExit(status)),
+    "os._exit": os._exit,
+    "preempt": lambda: _raise(ml.checkpoint.Preempted(_FAULTY)),
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "Ctrl-C": _press_ctrl_c,
+    "meet": lambda: ml.cluster.barrier("extra"),
+    "lock": lambda s: ctypes.PyDLL(None).sleep(s),  # it does not release Python's lock
+    "sleep": time.sleep,
+}
+
+
 def commit(job) -> None:
     """Commits a fault, and writes down when."""
-    fault = job["fault"]
     with Path(job["mark"]).open("w") as file:
         file.write(str(time.time()))
-    name, _, number = fault.partition(" ")
-    if name == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif name == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1)
-    elif name == "exception":
-        raise ValueError("row 17 is not a number")
-    elif name == "connection":
-        raise ConnectionError("Connection refused by my database")
-    elif name == "exit":
-        sys.exit(int(number))
-    elif name == "SystemExit":
-        raise SystemExit(int(number))
-    elif name == "os._exit":
-        os._exit(int(number))
-    elif name == "preempt":
-        raise ml.checkpoint.Preempted(_FAULTY)
-    elif name == "segfault":
-        ctypes.string_at(0)
-    elif name == "abort":
-        os.abort()
-    elif name == "Ctrl-C":
-        is_launched = "MESHLAYOUT_LAUNCHER" in os.environ
-        os.kill(os.getppid() if is_launched else os.getpid(), signal.SIGINT)
-        time.sleep(5)
-    elif name == "meet":
-        ml.cluster.barrier("extra")
-    elif name == "lock":  # a PyDLL does not release Python's lock
-        ctypes.PyDLL(None).sleep(int(number))
-    elif name == "sleep":
-        time.sleep(int(number))
+    name, _, number = job["fault"].partition(" ")
+    _ACTIONS.get(name, int)(*[int(number)] * bool(number))
 
 
 def main(job, address=None, count=None, index=None) -> None:

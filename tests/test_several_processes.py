@@ -64,9 +64,9 @@ def numbers(tree):
     return [np.asarray(x, float).tolist() for x in jax.tree.leaves(ml.to_numpy(tree))]
 
 
-def message(call):
+def message(call, *args, **kwargs):
     with pytest.raises(ml.MeshLayoutError) as error:
-        call()
+        call(*args, **kwargs)
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -178,44 +178,15 @@ def optimizers(run):
     return results
 
 
-OPTIONS = [
-    {"accumulate": 2},
-    {"ema": 0.9},
-    {"clip_norm": 0.1},
-    {"on_nonfinite": "skip"},
-    {"precision": "float16"},
-    {"remat": "full"},
-    {"regularizers": {"l2": ml.losses.l2(1e-2, "kernel")}},
-]
-
-
 @program()
 def options_of_the_step(run):
-    return [trained(run.mesh("inside"), **options) for options in OPTIONS]
-
-
-@program()
-def batches_of_the_host(run):
-    state = state_on(run.mesh("inside"))
-    train_step = ml.make_train_step(loss_fn)
-    for to_array in (np.asarray, jnp.asarray):
-        batch = {name: to_array(rows[:BATCH]) for name, rows in source().items()}
-        state, _ = train_step(state, batch)
-    return contents(state)
-
-
-@program()
-def a_linen_model(run):
-    mesh, module = run.mesh("across"), nn.Dense(3)
-    state = ml.TrainState.create(
-        lambda: module.init(jax.random.key(0), jnp.ones((1, 4))),
-        optax.sgd(0.1),
-        ml.LayoutMap(mesh, {"kernel": ("model", None)}),
-        module=module,
-    )
-    trainer = ml.Trainer(state, loss_fn)
-    history = trainer.fit(data_on(mesh), epochs=2, progress=False)
-    return [dict(history), numbers(trainer.state.params)]
+    l2 = ml.losses.l2(1e-2, "kernel")
+    options = [
+        {"accumulate": 2, "ema": 0.9},
+        {"clip_norm": 0.1, "remat": "full", "regularizers": {"l2": l2}},
+        {"precision": "float16", "on_nonfinite": "skip"},
+    ]
+    return [trained(run.mesh("inside"), **option) for option in options]
 
 
 @program(quick=True)
@@ -341,12 +312,12 @@ def errors_are_those_of_all(run):
     whole, step = mesh.layout(None), ml.make_train_step(loss_fn)
     rows = {name: x[here:][:BATCH] for name, x in source().items()}
     errors = {
-        "differs": message(lambda: ml.relayout({"a": np.full(4, here)}, whole)),
-        "to some": message(lambda: ml.relayout(x, own.layout("own"))),
-        "from some": message(lambda: ml.relayout(of_first, mesh.layout("batch"))),
-        "shapes": message(lambda: ml.pack(shapes, mesh.layout("batch"))),
-        "replicas": message(lambda: ml.pack(replicas, whole, verify=True)),
-        "batch": message(lambda: step(state_on(mesh), rows)),
+        "differs": message(ml.relayout, {"a": np.full(4, here)}, whole),
+        "to some": message(ml.relayout, x, own.layout("own")),
+        "from some": message(ml.relayout, of_first, mesh.layout("batch")),
+        "shapes": message(ml.pack, shapes, mesh.layout("batch")),
+        "replicas": message(ml.pack, replicas, whole, verify=True),
+        "batch": message(step, state_on(mesh), rows),
     }
     # JAX's own reason, and the shape of this process's first part, differ.
     reason = errors["to some"].index("Mesh(own=2)): ") + len("Mesh(own=2)): ")
@@ -355,11 +326,11 @@ def errors_are_those_of_all(run):
     if own.local_devices:
         assert ml.to_numpy(of_first).tolist() == list(range(16))
     else:
-        assert message(lambda: ml.to_numpy(of_first)) == (
+        assert message(ml.to_numpy, of_first) == (
             f"LayoutError: i32[16]: process {here} has no part of the array, which is "
             "on devices of other processes."
         )
-        assert message(lambda: ml.testing.one_device_mesh(own)) == (
+        assert message(ml.testing.one_device_mesh, own) == (
             "MeshError: one_device_mesh: this process has no devices in Mesh(own=2)."
         )
     return {"of several": errors}
@@ -453,14 +424,10 @@ def check(name, one, several):
             np.testing.assert_allclose(leaf, other, rtol=rtol, atol=rtol / 10)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    return compared(QUICK, tmp_path_factory.mktemp("quick"), 2, 2, variants=1)
-
-
-@pytest.mark.parametrize("name", sorted(QUICK))
-def test_two_processes_do_what_one_does(quick, name):
-    check(name, *quick)
+def test_two_processes_do_what_one_does(tmp_path):
+    results = compared(QUICK, tmp_path, 2, 2, variants=1)
+    for name in QUICK:
+        check(name, *results)
 
 
 @pytest.fixture(scope="module")
