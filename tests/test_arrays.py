@@ -115,13 +115,18 @@ def test_relayout_to_where_it_is_copies_nothing(value):
 
 
 def test_a_numpy_array_changed_later_does_not_change_the_placed_one():
+    # Memory at multiples of 64 bytes is what a CPU device would use as it is.
+    memory = np.zeros(4 * 1024 * 256 + 64, np.uint8)
+    source = memory[-memory.ctypes.data % 64 :][: 4 * 1024 * 256]
+    source = source.view(np.float32).reshape(1024, 256)
     for layout in (BATCH_8.layout("batch", None), ONE.layout(...)):
-        source = np.zeros((1024, 256), np.float32)
+        source[:] = 0
         placed = ma.relayout(source, layout)
+        copied = ma.copy_to_mesh(source, layout)
         packed = ma.pack([source] * layout.mesh.size, layout)
         source[:] = 1
-        assert not np.asarray(placed).any()
-        assert not np.asarray(packed).any()
+        for x in (placed, copied, packed):
+            assert not np.asarray(x).any()
 
 
 @pytest.mark.parametrize("mesh", [MESH_2X4, EXPLICIT])
@@ -312,14 +317,23 @@ def test_creators_work_inside_jit_and_on_explicit_axes():
     assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
 
 
-def test_no_device_ever_holds_a_whole_created_array():
+def test_no_device_ever_holds_a_whole_created_array(monkeypatch):
     size = 1 << 20
     layout, shard = BATCH_8.layout("batch"), 4 * size // 8
-    for create in (
-        lambda: ma.zeros((size,), layout),
-        lambda: ma.normal(jax.random.key(0), (size,), layout),
-        lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout),
-    ):
+    key = ma.relayout(jax.random.key(0), BATCH_8.layout())
+    zeros = lambda: ma.zeros((size,), layout)
+    normal = lambda: ma.normal(key, (size,), layout)
+    arange = lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout)
+    put, moved = jax.device_put, []
+    monkeypatch.setattr(
+        jax, "device_put", lambda x, *to: moved.append(x) or put(x, *to)
+    )
+    assert_lies(zeros(), layout)  # of which JAX makes one shard, and copies it
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        assert_lies(normal(), layout)
+        assert_lies(arange(), layout)
+    assert size not in {x.addressable_shards[0].data.size for x in moved}
+    for create in (zeros, normal, arange):
         memory = jax.jit(create).lower().compile().memory_analysis()
         assert memory.output_size_in_bytes <= 1.1 * shard
         # Threefry keeps counters and words, shard by shard: three shards, not eight.
