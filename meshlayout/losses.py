@@ -33,6 +33,7 @@ Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
 COLLECTION = "losses"
 
 
+@_checks.user_call
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Averages losses over all dims except those of the weights.
 
@@ -56,6 +57,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
 
 
+@_checks.user_call
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
 
@@ -94,6 +96,7 @@ def denominator_of(
     return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
 
 
+@_checks.user_call
 def compute_average_loss(
     per_example_loss: ArrayLike,
     sample_weight: ArrayLike | None = None,
@@ -224,6 +227,7 @@ def _num_replicas() -> int:
 # Losses that a loss function does not return: on parameters, and from inside models.
 
 
+@_checks.user_call
 def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
 
@@ -245,6 +249,7 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     return _penalty("l2", strength, where, jnp.square)
 
 
+@_checks.user_call
 def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`."""
     return _penalty("l1", strength, where, jnp.abs)

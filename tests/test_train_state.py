@@ -214,7 +214,9 @@ def test_its_text_shows_paths_arrays_and_layouts(make):
     assert text.startswith("TrainState(step=?, ? parameters)\n")
     assert re.search(r"\nparams/hidden/kernel .*  \[unsharded, model\]\n", text)
     jax.eval_shape(lambda state: repr(state) and state, make())
-    assert repr(used_up(make())).startswith("TrainState(step=None, 244 parameters)")
+    assert repr(used_up(make())).startswith(
+        "TrainState(used up by a step, 244 parameters)"
+    )
 
 
 def test_multi_steps_is_an_optimizer_too(make):

@@ -28,6 +28,7 @@ _DIRECT = "no_grpc_proxy"  # the hosts that gRPC asks no proxy for
 _running: Settings | None = None
 
 
+@_checks.user_call
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

@@ -37,6 +37,7 @@ class LeafSpec:
     dtype: np.dtype
     shape: tuple[int, ...]
     to: np.dtype | None
+    is_weight: bool = False
 
     def converted(self, values: np.ndarray) -> np.ndarray:
         """Returns rows in the dtype of the devices, if all integers fit."""
@@ -60,6 +61,9 @@ class LeafSpec:
         # NumPy's dtypes of strings differ with their lengths.
         is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
         if is_same and leaf.shape == (*rows, *self.shape):
+            if self.is_weight and not ((leaf >= 0) & np.isfinite(leaf)).all():
+                msg = f"weights must be finite and not negative; {self.path!r} has"
+                raise DataError(f"{msg} values from {leaf.min()} to {leaf.max()}.")
             return
         first = array_text(self.dtype, (*rows, *self.shape))
         msg = (

@@ -203,6 +203,10 @@ class DataPlan:
             found, index = find_weights(rows, spec, key, add=is_padded)
             if found is spec and index is not None and key == "weight":  # by default
                 self.clock.warn("Examples are weighted by the source's 'weight'.")
+            if found is spec and index is not None:
+                leaves = list(self._spec.leaves)
+                leaves[index] = replace(leaves[index], is_weight=True)
+                self._spec = replace(self._spec, leaves=tuple(leaves))
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full

@@ -120,6 +120,7 @@ class Communication(Mapping[str, int]):
         _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
 
 
+@_checks.user_call
 def read_communication(
     program: Any,
     mesh: Mesh | jax.sharding.Mesh | None = None,

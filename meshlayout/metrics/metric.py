@@ -61,6 +61,7 @@ class Metric:
         dataclass(frozen=True, eq=False)(cls)
         settings = [x.name for x in dataclasses.fields(cls) if x.name != "sums"]
         jax.tree_util.register_dataclass(cls, ["sums"], settings)
+        _checks.user_call(cls)
 
     def __post_init__(self) -> None:
         if self.sums is None:

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -53,6 +53,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     return LayoutMap(mesh)
 
 
+@_checks.user_call
 def zero_rule(
     mesh: Mesh | jax.sharding.Mesh,
     axes: str | Sequence[str] | None = None,
@@ -104,6 +105,7 @@ def zero_rule(
     return FsdpRule(names, mesh, 0, min_size, memory_kind, by_size=True)
 
 
+@_checks.user_call
 def fsdp(
     mesh: Mesh | jax.sharding.Mesh,
     model_or_build: "Model | Callable[[], Model] | None" = None,
@@ -204,6 +206,7 @@ def _axes(
 class FsdpRule:
     """The rule of `fsdp` and `zero_rule`: shards arrays over more axes, on one dim."""
 
+    name: ClassVar = "fsdp"  # as reports show it
     axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
     min_bytes: int = 0  # on a device

@@ -21,7 +21,6 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout._tracebacks import user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
@@ -122,6 +121,7 @@ class StateDescription(Generic[T]):
         return program_facts(facts, str(jaxpr.jaxpr))
 
 
+@_checks.user_call
 def describe(
     build: Callable[[], T], layouts: LayoutMap | None = None
 ) -> StateDescription[T]:
@@ -133,7 +133,7 @@ def describe(
     return describe_state(build, layouts, "describe")
 
 
-@user_call
+@_checks.user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 

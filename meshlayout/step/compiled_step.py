@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
-from meshlayout._tracebacks import show_user_frames, user_call
 from meshlayout.cluster.agreement import new_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
@@ -63,7 +62,7 @@ def compile_step(
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
 ) -> "CompiledStep[P, R]": ...
-@user_call
+@_checks.user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -222,7 +221,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.

@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from meshlayout import losses
+from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
-from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -28,7 +27,7 @@ from meshlayout.step.objective import (
 from meshlayout.step.state_step import StateStep
 
 
-@user_call
+@_checks.user_call
 def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
@@ -109,7 +108,7 @@ class EvalStep(StateStep):
         return CompiledStep(eval_step, donate=False, **self._options)
 
 
-@user_call
+@_checks.user_call
 def make_predict_step(
     predict_fn: Callable[[Any, Any], Any],
     *,

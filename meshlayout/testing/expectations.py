@@ -16,6 +16,9 @@ from meshlayout.step import compile_step
 from meshlayout.step.inspection import StepInspection
 
 
+_OPTIONS = "only", "max_wire_bytes"
+
+
 class VerificationError(MeshLayoutError, AssertionError):
     """A step, a layout or a program differs from what a test expects."""
 
@@ -84,6 +87,7 @@ def _problem(leaf: _paths.Leaf, expected: Any) -> str:
     return f"{where}: the layout is {actual!r}, but {layout!r} was expected."
 
 
+@_checks.user_call
 def expect_communication(
     program: Any,
     *args: Any,
@@ -129,7 +133,7 @@ def expect_communication(
         if kind not in KINDS:
             msg = (
                 f"{kind!r} is not a kind of collective; the kinds are "
-                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
+                f"{', '.join(KINDS)}.{did_you_mean(kind, (*KINDS, *_OPTIONS))}"
             )
             raise VerificationError(msg)
         _checks.count(kind, count, at_least=0, error=VerificationError)

@@ -85,6 +85,7 @@ class Verification:
         )
 
 
+@_checks.user_call
 def verify(
     step: Any,
     state: PyTree,

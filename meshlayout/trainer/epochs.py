@@ -195,8 +195,9 @@ class TrainerInput:
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
         if isinstance(batch, PlacedBatch):  # of arrays
-            rows, self.size = batch.num_examples, num_examples(batch.batch)
-            if rows == self.size or not self._marks:
+            rows, size = batch.num_examples, num_examples(batch.batch)
+            self.size = self.size or size
+            if rows == size or not self._marks:
                 return batch
             batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout._tracebacks import user_call
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
@@ -45,7 +45,8 @@ from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 _log = logging.getLogger("meshlayout")
 
 
-class Trainer:
+@_checks.user_call
+class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
@@ -99,7 +100,6 @@ class Trainer:
         (True, (20, 1))
     """
 
-    @user_call
     def __init__(
         self,
         state: PyTree,
@@ -111,6 +111,10 @@ class Trainer:
         pad: bool = True,
         **options: Any,
     ) -> None:
+        if loss_fn is not None and isinstance(state, (nnx.Module, nn.Module)):
+            msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
+            build = f"lambda: {type(state).__name__}(...)"
+            raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
@@ -146,7 +150,6 @@ class Trainer:
 
     # The loops.
 
-    @user_call
     def fit(
         self,
         train: Data | PyTree,
@@ -239,11 +242,7 @@ class Trainer:
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            array = self.state.step
-            if isinstance(array, jax.Array) and array.is_deleted():
-                msg = "fit: the trainer's state is used up: a step reused its memory."
-                raise MeshLayoutError(f"{msg} Give it the state that came of the step.")
-            step = int(array)  # waits, but nothing is running yet
+            step = int(self.state._num_steps())  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
@@ -263,7 +262,6 @@ class Trainer:
             self._notify("on_fit_end")
         return self.history
 
-    @user_call
     def evaluate(
         self,
         data: Data | PyTree,
@@ -278,7 +276,6 @@ class Trainer:
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
         return self._evaluate(source)
 
-    @user_call
     def predict(
         self,
         data: Data | PyTree,

@@ -13,7 +13,6 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import Leaf
-from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
@@ -27,6 +26,7 @@ from meshlayout.trainer.epochs import TrainerInput
 _METRICS = "epoch_metrics"
 
 
+@_checks.user_call
 class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and at preemption.
 
@@ -43,7 +43,6 @@ class Checkpoint(Callback):
         every: `"epoch"`, or a number of steps.
     """
 
-    @user_call
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:

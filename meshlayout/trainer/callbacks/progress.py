@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
+from meshlayout import _checks
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
-from meshlayout._tracebacks import user_call
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import (
     AsyncMetrics,
@@ -85,6 +85,7 @@ class _Notebook:
         self._handle.update(self._html(html_block(*lines, *bar)))
 
 
+@_checks.user_call
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
@@ -97,7 +98,6 @@ class Progress(Callback):
         console: A `rich` console; by default standard output, or a notebook's cell.
     """
 
-    @user_call
     def __init__(self, console: Console | None = None) -> None:
         self._console, self._pending = console, AsyncMetrics()
         self._display: _Terminal | _Notebook | None = None

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import jax
 
 from meshlayout import _checks
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -17,6 +16,7 @@ from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, 
 _log = logging.getLogger("meshlayout")
 
 
+@_checks.user_call
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
@@ -33,7 +33,6 @@ class EarlyStopping(Callback):
             on the devices at each better epoch. The state must be a `TrainState`.
     """
 
-    @user_call
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -97,6 +96,7 @@ class EarlyStopping(Callback):
         self._weights = {}
 
 
+@_checks.user_call
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
@@ -108,7 +108,6 @@ class StopOnNaN(Callback):
         monitor: The name of the value.
     """
 
-    @user_call
     def __init__(self, monitor: str = "loss") -> None:
         self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
