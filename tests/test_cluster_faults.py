@@ -168,7 +168,10 @@ def test_an_end_of_all_processes_keeps_its_status_and_says_nothing(ends):
     check_healthy(ends, 75)
 
 
-@jobs((2, "lock 15", "step", 1), (2, "sleep 12", "end", 1))
+@jobs(
+    *((2, "lock 15", "step", 1), (2, "sleep 12", "end", 1)),
+    *((2, "sleep 20", "trace", 0), (2, "sleep 20", "barrier", 1)),
+)
 def test_a_process_that_takes_its_time_is_no_failure(ends):
     check_healthy(ends)
 
