@@ -149,7 +149,7 @@ def commit(job) -> None:
     with Path(job["mark"]).open("w") as file:
         file.write(str(time.time()))
     name, _, number = job["fault"].partition(" ")
-    _ACTIONS.get(name, int)(*[int(number)] * bool(number))
+    _ACTIONS.get(name, int)(*map(int, number.split()))
 
 
 def main(job, address=None, count=None, index=None) -> None:
