@@ -5,8 +5,7 @@ holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves 
 to us. One thread asks JAX who is alive, which is answered once all that are have asked;
 another one reads what the processes post: "failure" (the first one counts), "ended", so
 that a program that has come to its end is not lost, and "waits" that take long. The end
-is `os._exit` after the message, as the main thread may be inside a collective. Process
-0 holds JAX's key-value store, and leaves last.
+is `os._exit`, as the main thread may be in a collective. Process 0 leaves the store last.
 """
 
 import atexit
@@ -113,7 +112,7 @@ class Watch:
         self.is_waiting, self._looks = False, defaultdict[Any, set[float]](set)
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
         self._failure: _Failure | None = None
-        self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
+        self._end_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
@@ -126,6 +125,7 @@ class Watch:
         global _watch
         if os.getpid() != self._pid:  # forked from this process
             return
+        self._is_leaving = True
         error = sys.exception()  # in `finally: ml.shutdown()`, it is on its way
         if isinstance(error, Exception) and self._failure is None:
             self._failure = self._posted(self._failure_of(error))
@@ -145,7 +145,6 @@ class Watch:
         _jax.coordination_state().shutdown = self._shutdown
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
-        self._is_leaving = True
         self._shutdown()
         self._is_over.set()
         for thread in self._threads:  # Python must not end while they are in C++
@@ -168,10 +167,11 @@ class Watch:
         self._hook(kind, error, trace)
         if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
             return
+        self._is_leaving = True
         failure = self._posted(self._failure_of(error))
         if failure.process != self._index:
             self._end(failure)
-        self._failed_s, self._failure = time.monotonic(), failure
+        self._end_s, self._failure = time.monotonic() + _CLEANUP_S, failure
 
     def _failure_of(self, error: BaseException) -> _Failure:
         if isinstance(error, KeyboardInterrupt):
@@ -229,9 +229,9 @@ class Watch:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
             if self._failure is None and is_own:
-                self._failed_s, self._failure = time.monotonic(), failure
+                self._end_s, self._failure = time.monotonic() + _CLEANUP_S, failure
             # The exit handlers of one that has failed may still do their work.
-            if not is_own or time.monotonic() > self._failed_s + _CLEANUP_S:
+            if not (is_own and self._is_leaving and time.monotonic() < self._end_s):
                 self._end(failure)
             return
         facts = defaultdict[str, dict[int, Any]](dict)
