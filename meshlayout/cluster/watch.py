@@ -5,7 +5,7 @@ holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves 
 to us. One thread asks JAX who is alive, which is answered once all that are have asked;
 another one reads what the processes post: "failure" (the first one counts), "ended", so
 that a program that has come to its end is not lost, and "waits" that take long. The end
-is `os._exit`, as the main thread may be in a collective. Process 0 leaves the store last.
+is `os._exit`, as the main thread may be in a collective. Process 0 ends last.
 """
 
 import atexit
