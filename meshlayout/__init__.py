@@ -105,12 +105,11 @@ else:  # to a type checker, every misspelt name would be right
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            msg = f"module {__name__!r} has no attribute {name!r}"
+            msg, hint = f"module {__name__!r} has no attribute {name!r}", ""
             for module in () if name.startswith("_") else _MODULES:
                 if hasattr(importlib.import_module(f"{__name__}.{module}"), name):
-                    msg = f"{msg}: write {__name__}.{module}.{name}"
-                    break
-            raise AttributeError(msg, name=name, obj=sys.modules[__name__])
+                    hint = f": write {__name__}.{module}.{name}"
+            raise AttributeError(msg + hint, name=name, obj=sys.modules[__name__])
         value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
         if name in _HOME:
             value = getattr(value, name)

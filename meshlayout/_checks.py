@@ -3,9 +3,8 @@
 A check returns the value in the type that the caller needs, or raises the caller's own
 error class. Bools and NaN are not numbers, NumPy scalars are, strings are not parsed.
 
-Below: what users see of an error. A loss function is called through some thirty frames
-of this library and JAX, so public calls cut them out, as JAX does with its own;
-`MESHLAYOUT_TRACEBACK=full` shows all.
+`user_call` shows users their own frames of an error, and not the thirty of this library
+and JAX between them; `MESHLAYOUT_TRACEBACK=full` shows all.
 """
 
 import contextlib
@@ -250,11 +249,7 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports a module of a package that only some users need, when it is first used.
-
-    `purpose` begins the sentence that is raised where it is not installed; `extra` is
-    the extra of this library that installs it.
-    """
+    """Imports a module of a package that an extra of this library installs."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -269,20 +264,14 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         raise MeshLayoutError(msg) from error
 
 
-# The calls of users, and their errors.
-
 _INSIDE = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__)
 _NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
-    "unbound axis name": (
-        "A step is one program over the whole batch: a mean is that of all devices, "
-        "and pmean and psum over a mesh axis are left out, except in jax.shard_map."
-    ),
-    "Array has been deleted": (
-        "A step has used up the state that this array is of, as it reused its memory. "
-        "Continue with the state that the step returned."
-    ),
+    "unbound axis name": "A step is one program over the whole batch: its means are "
+    "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
+    "Array has been deleted": "A step has used up the state that this array is of. "
+    "Continue with the state that the step returned.",
 }
 
 # What users of other libraries write by habit, and what takes its place here.
@@ -292,15 +281,11 @@ _REFLEXES = {
     "summary": "print(state) is the summary.",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
-    "parameters": "Write state.params.",
 }
 
 
 def user_call(target: F) -> F:
-    """Makes a function show errors as users need them, and name misspelled options.
-
-    Of a class, its constructor and its public methods.
-    """
+    """Makes a function, or a class's methods, show errors as users need them."""
     if isinstance(target, type):
         for name, method in [*vars(target).items()]:
             function = getattr(method, "__func__", method)  # a classmethod's
@@ -358,13 +343,10 @@ class WithReflexes:
 
 
 def show_user_frames(error: BaseException | None) -> None:
-    """Removes this library's frames, and JAX's note on its own, from an error.
-
-    Call it in an `except` that ends in a bare `raise`. An error in the library's own
-    code stays whole, as it is no mistake of the user.
-    """
+    """Leaves an error the user's frames; in an `except` that ends in a bare `raise`."""
     while error is not None and os.environ.get("MESHLAYOUT_TRACEBACK") != "full":
         frames = [*traceback.walk_tb(error.__traceback__)]
+        # None in a bug of the library, which stays whole.
         users = [x for x in frames if not x[0].f_code.co_filename.startswith(_INSIDE)]
         if users or isinstance(error, MeshLayoutError):
             rest: TracebackType | None = None

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 import meshlayout
-from meshlayout import _checks, _jax, _render
-from meshlayout._checks import shown
+from meshlayout import _jax, _render
+from meshlayout._checks import shown, user_call
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -251,7 +251,7 @@ def current_mesh() -> Mesh | None:
     return None if mesh is None else Mesh(mesh)
 
 
-@_checks.user_call
+@user_call
 def create_mesh(
     axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
     /,

@@ -115,13 +115,18 @@ def test_relayout_to_where_it_is_copies_nothing(value):
 
 
 def test_a_numpy_array_changed_later_does_not_change_the_placed_one():
+    # Memory at multiples of 64 bytes is what a CPU device would use as it is.
+    memory = np.zeros(4 * 1024 * 256 + 64, np.uint8)
+    source = memory[-memory.ctypes.data % 64 :][: 4 * 1024 * 256]
+    source = source.view(np.float32).reshape(1024, 256)
     for layout in (BATCH_8.layout("batch", None), ONE.layout(...)):
-        source = np.zeros((1024, 256), np.float32)
+        source[:] = 0
         placed = ma.relayout(source, layout)
+        copied = ma.copy_to_mesh(source, layout)
         packed = ma.pack([source] * layout.mesh.size, layout)
         source[:] = 1
-        assert not np.asarray(placed).any()
-        assert not np.asarray(packed).any()
+        for x in (placed, copied, packed):
+            assert not np.asarray(x).any()
 
 
 @pytest.mark.parametrize("mesh", [MESH_2X4, EXPLICIT])
@@ -312,14 +317,23 @@ def test_creators_work_inside_jit_and_on_explicit_axes():
     assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
 
 
-def test_no_device_ever_holds_a_whole_created_array():
+def test_no_device_ever_holds_a_whole_created_array(monkeypatch):
     size = 1 << 20
     layout, shard = BATCH_8.layout("batch"), 4 * size // 8
-    for create in (
-        lambda: ma.zeros((size,), layout),
-        lambda: ma.normal(jax.random.key(0), (size,), layout),
-        lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout),
-    ):
+    key = ma.relayout(jax.random.key(0), BATCH_8.layout())
+    zeros = lambda: ma.zeros((size,), layout)
+    normal = lambda: ma.normal(key, (size,), layout)
+    arange = lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout)
+    put, moved = jax.device_put, []
+    monkeypatch.setattr(
+        jax, "device_put", lambda x, *to: moved.append(x) or put(x, *to)
+    )
+    assert_lies(zeros(), layout)  # of which JAX makes one shard, and copies it
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        assert_lies(normal(), layout)
+        assert_lies(arange(), layout)
+    assert size not in {x.addressable_shards[0].data.size for x in moved}
+    for create in (zeros, normal, arange):
         memory = jax.jit(create).lower().compile().memory_analysis()
         assert memory.output_size_in_bytes <= 1.1 * shard
         # Threefry keeps counters and words, shard by shard: three shards, not eight.
@@ -346,41 +360,29 @@ def test_call_with_layout_takes_trees():
 
 B = BATCH_8.layout("batch", None)
 BAD = {
-    "integers that JAX would change": (
-        lambda: ma.relayout({"x": np.array([-(2**40), 1])}, ONE.layout(None)),
-        "x i64[2]: the array holds -1099511627776, and JAX would turn int64 into int32. "
-        "Set jax_enable_x64, or give it another dtype.",
-    ),
-    "too few parts": (
-        lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
-        "f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8) on this process. Give "
-        "one part per device, in mesh order, including devices that hold replicas.",
-    ),
-    "replicas that differ": (
-        lambda: ma.pack(
-            [{"w": [1.0, 2.0]}] * 5 + [{"w": [1.0, 3.0]}] * 3,
-            MESH_2X4.layout("model"),
-            verify=True,
-        ),
-        "w f64[2]: replicas of shard (1,) must be alike: part 1 has the digest "
-        "2bc1933bf39751c1, and part 5 has the digest c77999e3c73e50c4 (Layout([model], "
-        "Mesh(batch=2, model=4))).",
-    ),
-    "a created dim that does not divide": (
-        lambda: ma.zeros((12, 8), B, "float32"),
-        "f32[12, 8]: dim 0 has size 12, which does not divide into 8 shards over mesh "
-        "axis 'batch' (Layout([batch, unsharded], Mesh(batch=8))). Nearest sizes that "
-        "fit: 8 and 16. To keep the size, leave dim 0 UNSHARDED.",
-    ),
+    "ma.relayout({'x': np.array([-(2**40), 1])}, ONE.layout(None))": "x i64[2]: the array "
+    "holds -1099511627776, and JAX would turn int64 into int32. Set jax_enable_x64, or "
+    "give it another dtype.",
+    "ma.pack([np.ones((2, 3), np.float32)] * 7, B)": "f32[2, 3]: got 7 parts for the 8 "
+    "devices of Mesh(batch=8) on this process. Give one part per device, in mesh order, "
+    "including devices that hold replicas.",
+    "ma.pack([[1.0]] * 3 + [[2.0]], SUBSET.layout(None), verify=True)": "f64[1]: replicas "
+    "of shard (0,) must be alike: part 0 has the digest 73e88ae335f559cd, and part 3 has the digest "
+    "354ff9e6c5c53d32 (Layout([unsharded], Mesh(part=4))).",
+    "ma.zeros((8,), ['batch'])": "f32[8]: expected a Layout or a NamedSharding, got "
+    "['batch']. A spec needs a mesh: Layout(spec, mesh).",
+    "ma.zeros((12, 8), B, 'float32')": "f32[12, 8]: dim 0 has size 12, which does not "
+    "divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], "
+    "Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+    "UNSHARDED.",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_refused_says_where_what_and_the_way_out(case):
-    call, message = BAD[case]
+@pytest.mark.parametrize("code", BAD)
+def test_what_is_refused_says_where_what_and_the_way_out(code):
     with pytest.raises(ml.errors.LayoutError) as caught:
-        call()
-    assert str(caught.value) == message
+        eval(code)
+    assert str(caught.value) == BAD[code]
 
 
 def test_a_shard_inside_shard_map_cannot_be_moved():

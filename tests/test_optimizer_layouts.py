@@ -130,39 +130,33 @@ class Network(nnx.Module):
 
 NETWORK_RULES = {
     "model/mu/kernel": ("batch", "model"),
-    "model/kernel": ("model", None),
     "model/lora/lora_a": (None, "batch"),
     "model/norm/scale": ("model",),
 }
 
 
-class Training(nnx.Module):
-    def __init__(self, wrt):
-        self.model = Network(rngs=nnx.Rngs(0))
-        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-3), wrt=wrt)
-
-
 @pytest.mark.parametrize(
     ("wrt", "count"), [(nnx.Param, 7), (nnx.LoRAParam, 2)], ids=["all", "lora"]
 )
-@pytest.mark.parametrize("is_module", [True, False])
-def test_an_nnx_optimizer_follows_the_model_next_to_it(mesh, is_module, wrt, count):
+def test_an_nnx_optimizer_follows_the_model_next_to_it(mesh, wrt, count):
     def build():
-        training = Training(wrt)
-        both = {"model": training.model, "train": {"optimizer": training.optimizer}}
-        return training if is_module else both
+        model = Network(rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=wrt)
+        return {"model": model, "train": {"optimizer": optimizer}}
 
-    prefix = "optimizer" if is_module else "train/optimizer"
     resolved = ml.LayoutMap(mesh, NETWORK_RULES).resolve(nnx.eval_shape(build))
     for name in ("mu", "nu"):
-        start = f"{prefix}/opt_state/0/{name}/"
+        start = f"train/optimizer/opt_state/0/{name}/"
         slots = [x for x in resolved.resolutions if x.path.startswith(start)]
         assert len(slots) == count
         for slot in slots:
             owner = resolved[f"model/{slot.path.removeprefix(start)}"]
             assert slot.layout == owner.layout
             assert slot.reason == f"follows parameter {owner.path!r}"
-    assert resolved[f"{prefix}/opt_state/0/count"].reason == "belongs to no parameter"
+    assert (
+        resolved["train/optimizer/opt_state/0/count"].reason
+        == "belongs to no parameter"
+    )
     assert str(resolved["model/mu/kernel"].layout) == "[batch, model]"
 
 

@@ -45,20 +45,14 @@ def test_bytes_have_a_unit_that_keeps_them_short():
     assert texts == ["0 B", "1023 B", "1.0 KiB", "1.0 MiB", "5000.0 EiB"]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("float32", "bfloat16", "float8_e4m3fn", "complex64"),
-        *("int4", "uint8", "bool"),
-    ],
-)
-def test_arrays_are_written_with_the_short_names_of_jax(dtype):
-    aval = jax.typeof(jnp.zeros((2, 3), dtype))
-    short = aval.str_short(short_dtypes=True)
-    for form in (dtype, jnp.dtype(dtype), aval.dtype, getattr(jnp, dtype, jnp.bool_)):
-        assert _render.array_text(form, (2, 3)).replace(", ", ",") == short
-    keys = jax.random.split(jax.random.key(0), 3)
-    assert _render.array_text(keys.dtype, keys.shape) == "key<fry>[3]"
+def test_arrays_are_written_with_the_short_names_of_jax():
+    for dtype in ("bfloat16", "float8_e4m3fn", "complex64", "int4", "uint8", "bool"):
+        aval = jax.typeof(jnp.zeros((2, 3), dtype))
+        short = aval.str_short(short_dtypes=True)
+        for form in (dtype, aval.dtype, getattr(jnp, dtype, jnp.bool_)):
+            assert _render.array_text(form, (2, 3)).replace(", ", ",") == short
+    key = jax.random.key(0)
+    assert _render.array_text(key.dtype, (3,)) == "key<fry>[3]"
 
 
 def test_wide_letters_and_line_breaks_do_not_break_the_table():

@@ -28,15 +28,12 @@ NUMBERS = (bool, int, float, complex, np.generic)
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the examples: its path, and its dtype and shape in the source.
-
-    `to` is the dtype on the devices; None for strings, which stay on the host.
-    """
+    """One leaf of the examples, with the dtype and the shape that the source has."""
 
     path: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    to: np.dtype | None
+    to: np.dtype | None  # on the devices; None for strings, which stay on the host
     is_weight: bool = False
 
     def converted(self, values: np.ndarray) -> np.ndarray:
@@ -105,15 +102,15 @@ class Division:
     clock: PipelineReport
 
 
-def describe(rows: PyTree, strings: str) -> ExampleSpec:
-    """Returns the spec of the examples, given the first."""
+def describe(rows: PyTree, strings: str, key: str | int | None = None) -> ExampleSpec:
+    """Returns the spec of the examples, given the first, and where weights are."""
     named, treedef = named_leaves(rows)
     if not named:
         raise DataError("an example has no leaves: there is no array in it.")
-    specs = (
-        LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
-        for path, leaf in named
-    )
+    specs: list[LeafSpec] = []
+    for path, leaf in named:
+        to = _device_dtype(path, leaf, strings)
+        specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to, path == str(key)))
     return ExampleSpec(treedef, tuple(specs))
 
 

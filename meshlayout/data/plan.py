@@ -189,11 +189,12 @@ class DataPlan:
                 input_pipeline(layout)  # which may not be possible
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, self.options.strings)
+            key = self.options.weights
+            self._spec = spec = describe(rows, self.options.strings, key)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
             facts = self._facts(rows) if agreement and agreement.has_others else {}
-            self.padding_hint, key = padding_hint(rows), self.options.weights
+            self.padding_hint = padding_hint(rows)
             if assemble is not None:
                 # Beside the source's own tree, so that any tree has a place.
                 treedef = jax.tree_util.treedef_tuple([spec.treedef])
@@ -203,10 +204,6 @@ class DataPlan:
             found, index = find_weights(rows, spec, key, add=is_padded)
             if found is spec and index is not None and key == "weight":  # by default
                 self.clock.warn("Examples are weighted by the source's 'weight'.")
-            if found is spec and index is not None:
-                leaves = list(self._spec.leaves)
-                leaves[index] = replace(leaves[index], is_weight=True)
-                self._spec = replace(self._spec, leaves=tuple(leaves))
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full

@@ -57,7 +57,6 @@ class Strategy:
         mesh: A mesh with one axis, called batch; its devices are the replicas.
 
     Attributes:
-        mesh: The mesh of replicas.
         cluster_resolver: The processes, if the strategy is for several; else None.
 
     Example:

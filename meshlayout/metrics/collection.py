@@ -41,18 +41,12 @@ class Metrics(Mapping[str, Any]):
             nnx's Average and Accuracy.
 
     Example:
-        >>> from meshlayout.metrics import Accuracy, Mean
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
         ...     outputs={"logits": jnp.eye(2)},
         ...     batch={"label": jnp.array([0, 0])},
         ...     losses=jnp.array([0.5, 1.0]),
         ... )
-        >>> metrics
-        metric    value
-        ────────  ─────
-        loss       0.75
-        accuracy    0.5
         >>> metrics.to_host()
         {'loss': 0.75, 'accuracy': 0.5}
     """

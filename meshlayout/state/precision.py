@@ -26,9 +26,6 @@ class PrecisionPolicy:
             layer that was given a dtype keeps it. Statistics of normalization, losses
             and norms stay in float32.
         output: The dtype of what the model returns; None leaves it unchanged.
-
-    Raises:
-        StateError: If one of them is not a floating-point dtype.
     """
 
     compute: Any = None

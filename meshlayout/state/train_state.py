@@ -160,9 +160,6 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         Each access makes a new one: what you set in it is not set in the state, whose
         arrays are in `params` and `model_state`. A Linen module is bound with its other
         collections mutable; read them back with `model_state_of`.
-
-        Raises:
-            StateError: If a step has donated this state's memory.
         """
         self._num_steps()
         code = self.program
@@ -287,11 +284,8 @@ def optimizer_by_path(
     """Returns `optax.multi_transform` with patterns of paths instead of labels.
 
     Use this to freeze a part of the model, or for learning rates of their own. Patterns
-    are searched for in the paths, and the first match wins; None freezes its parameters
-    and keeps no state for them.
-
-    Raises:
-        StateError: If an entry is wrong; at initialization, if no pattern matches.
+    are searched for in the paths, and the first match wins; every path needs one. None
+    freezes its parameters and keeps no state for them.
 
     Example:
         >>> import jax.numpy as jnp

@@ -48,11 +48,8 @@ def make_eval_step(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> def loss_fn(model, batch):
         ...     return jnp.square(model(batch["x"]) - batch["y"])
         >>> eval_step = make_eval_step(loss_fn)
@@ -127,10 +124,8 @@ def make_predict_step(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}))
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> state = ml.TrainState.create(build, optax.sgd(0.1), layouts)
+        >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> predict_step = make_predict_step(lambda model, x: model(x))
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)

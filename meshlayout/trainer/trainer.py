@@ -81,17 +81,10 @@ class Trainer(_checks.WithReflexes):
         stopped: Why training ends before its last epoch; empty if it does not.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import meshlayout as ml
         >>> import optax
-        >>> from flax import nnx
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
-        >>> def loss_fn(model, batch):
-        ...     x, y = batch
-        ...     return jnp.square(model(x) - y)
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
+        >>> loss_fn = lambda model, batch: (model(batch[0]) - batch[1]) ** 2
         >>> x = np.random.default_rng(0).normal(size=(20, 2)).astype("float32")
         >>> y = x @ np.array([[2.0], [3.0]], "float32")
         >>> trainer = Trainer(state, loss_fn)
@@ -126,8 +119,6 @@ class Trainer(_checks.WithReflexes):
         self._metrics: Metrics | None = None
         self._told: set[str] = set()
 
-    # The steps, which may be overridden.
-
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
@@ -147,8 +138,6 @@ class Trainer(_checks.WithReflexes):
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
         """Returns the model's predictions for one batch; the state is not used up."""
         return self._steps.predict(state, batch)
-
-    # The loops.
 
     def fit(
         self,
@@ -315,8 +304,6 @@ class Trainer(_checks.WithReflexes):
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
         epochs, step = len(self.history.epochs), self.position.step
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
-
-    # The parts of the loops.
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
         """Trains for an epoch, or for the rest of a resumed one."""

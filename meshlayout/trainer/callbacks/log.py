@@ -37,7 +37,6 @@ class Log(Callback):
         self._file: Any = None  # while it is open
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Opens the file."""
         if jax.process_index() != 0:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +49,6 @@ class Log(Callback):
         self._mode = "a+"
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's values."""
         if self._file is None:
             return
         step, values = trainer.position.step, scalars(logs)
@@ -74,7 +72,6 @@ class Log(Callback):
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
         self._file = None

@@ -103,7 +103,6 @@ class Progress(Callback):
         self._display: _Terminal | _Notebook | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._shown_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
         if jax.process_index() == 0:
@@ -112,7 +111,6 @@ class Progress(Callback):
             self._display = _Notebook() if in_cell else _Terminal(console)
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        """Starts a bar."""
         self._pending.pending.clear()
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
@@ -120,7 +118,6 @@ class Progress(Callback):
         self._show(trainer.position)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
         now_s = time.perf_counter()
@@ -134,12 +131,10 @@ class Progress(Callback):
             self._show(position, "".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
         self._show(trainer.position, "  validating")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's line."""
         if self._display is None:
             return
         position, width = trainer.position, self._display.width
@@ -163,7 +158,6 @@ class Progress(Callback):
             self._display.add_line(f"stopped: {trainer.stopped}")
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._display is not None:
             self._display.close()
         self._display = None
