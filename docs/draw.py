@@ -66,12 +66,14 @@ def grid(
     return parts
 
 
-def overview(scheme: str) -> str:
+def overview(scheme: str, *, is_narrow: bool = False) -> str:
     """Draws the mesh of eight devices, the batch, and the arrays of the model."""
     mesh = ml.create_mesh({"batch": 2, "model": 4})
     devices = _render.mesh_picture(mesh.axis_names, (2, 4), range(8))
     color, quiet = TEXT[scheme], QUIET[scheme]
     turned = {"text_anchor": "middle", "transform": "rotate(-90 14 150)"}
+    # Where the arrays begin: beside the mesh, or below it in two rows.
+    left, top = (24, 236) if is_narrow else (290, 0)
     parts = [
         text(24, 28, "A mesh of devices", color, 17, font_weight="600"),
         text(24, 50, '{"batch": 2, "model": 4}', quiet, 12, MONO),
@@ -79,24 +81,26 @@ def overview(scheme: str) -> str:
         text(14, 150, "batch", quiet, 13, **turned),
         *grid(devices, 24, 98, 220, 104),
         text(24, 226, "each number is a device", quiet, 12),
-        text(290, 28, "A model's layouts on it", color, 17, font_weight="600"),
-        text(290, 50, "each block is a shard, on the devices in it", quiet, 12),
+        text(left, top + 28, "A model's layouts on it", color, 17, font_weight="600"),
+        text(left, top + 50, "each block is a shard, on the devices in it", quiet, 12),
     ]
-    x = 290
-    for name, (shape, spec, width) in ARRAYS.items():
-        layout = ml.Layout(list(spec), mesh)
-        shards = ml.visualize(layout, shape)._picture
-        parts += grid(shards, x, 98, width, 104 if len(shape) > 1 else 40)
+    x, y = left, top + 98
+    for number, (name, (shape, spec, width)) in enumerate(ARRAYS.items()):
+        if is_narrow and number == 2:
+            x, y = left, y + 176
+        shards = ml.visualize(ml.Layout(list(spec), mesh), shape)._picture
+        parts += grid(shards, x, y, width, 104 if len(shape) > 1 else 40)
         below = str(spec).replace("'", '"') if any(spec) else "replicated"
-        parts.append(text(x + 2, 88, name, color, 13, MONO))
-        parts.append(text(x + 2, 226, below, quiet, 12, MONO))
-        x += width + 24
+        parts.append(text(x + 2, y - 10, name, color, 13, MONO))
+        parts.append(text(x + 2, y + 128, below, quiet, 12, MONO))
+        x += 152 if is_narrow else width + 24
     label = "A mesh of two by four devices, and how the arrays of a model lie on it"
     body = "\n".join(parts)
-    size = 'viewBox="0 0 840 244" width="840" height="244"'
+    width, height = (340, 656) if is_narrow else (840, 244)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
-        f'aria-label="{label}">\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{label}">\n'
+        f"{body}\n</svg>\n"
     )
 
 
@@ -119,8 +123,11 @@ def logo() -> str:
 def drawings() -> dict[str, str]:
     """Returns each file's name and content."""
     ml.virtual_devices(8)
-    files = {f"overview-{scheme}.svg": overview(scheme) for scheme in TEXT}
-    return files | {"logo.svg": logo()}
+    files = {"logo.svg": logo()}
+    for scheme in TEXT:
+        files[f"overview-{scheme}.svg"] = overview(scheme)
+        files[f"overview-narrow-{scheme}.svg"] = overview(scheme, is_narrow=True)
+    return files
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
@@ -124,39 +124,33 @@ def test_every_way_to_write_groups_is_read(mesh, groups, axes, is_whole):
 
 
 @pytest.mark.parametrize(
-    ("operation", "kind", "wire_bytes"),
+    ("operation", "wire_bytes"),
     [
-        ("collective-broadcast(%x), replica_groups=[2,4]", "collective_broadcast", 32),
-        ("collective-broadcast(%x), replica_groups=[8,1]", "collective_broadcast", 0),
-        ("ragged-all-to-all(%x), replica_groups=[2,4]", "ragged_all_to_all", 24),
-        ("all-reduce(%x), replica_groups=[8,1], to_apply=%add", "all_reduce", 0),
-        (
-            "collective-permute(%x), source_target_pairs={{1,1}}",
-            "collective_permute",
-            0,
-        ),
+        ("collective-broadcast(%x), replica_groups=[2,4]", 32),
+        ("collective-broadcast(%x), replica_groups=[8,1]", 0),
+        ("ragged-all-to-all(%x), replica_groups=[2,4]", 24),
+        ("all-reduce(%x), replica_groups=[8,1], to_apply=%add", 0),
+        ("collective-permute(%x), source_target_pairs={{1,1}}", 0),
     ],
 )
-def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes):
+def test_rarer_collectives_and_groups_are_read(mesh, operation, wire_bytes):
     text = program_of(f"f32[8]{{0}} {operation}")
     [one] = read_communication(text, mesh).collectives
-    assert (one.kind, one.wire_bytes, one.whole_axes) == (kind, wire_bytes, True)
+    assert one.kind == operation.split("(")[0].replace("-", "_")
+    assert (one.wire_bytes, one.whole_axes) == (wire_bytes, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        (
-            "jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general",
-            "Net/block_0/mlp",
-        ),
-        ("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)", "Net"),  # merged from two
-    ],
-)
-def test_modules_are_the_scopes_of_the_model_without_those_of_jax(name, module):
+NAMES = {  # JAX's name of an operation, and the module that it is of
+    "jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general": "Net/block_0/mlp",
+    "jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)": "Net",  # merged from two
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_the_scopes_of_the_model_without_those_of_jax(name):
     operation = f'pred[<=8]{{0}} all-reduce(%x), metadata={{op_name="{name}"}}'
     [one] = read_communication(program_of(operation)).collectives
-    assert (one.module, one.arrays, one.nbytes) == (module, ("pred[8]",), 8)
+    assert (one.module, one.arrays, one.nbytes) == (NAMES[name], ("pred[8]",), 8)
 
 
 def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
@@ -244,10 +238,8 @@ ENTRY %main (x: f32[8], s: s32[]) -> f32[8] {
 @pytest.mark.parametrize(
     ("start", "step", "bound", "direction", "first", "times"),
     [
-        (0, 1, 7, "LT", "%start", 7),
         (3, 2, 10, "LT", "%start", 4),
         (0, 1, 0, "LT", "%start", 0),
-        (0, 1, 1_000_000, "LT", "%start", 1_000_000),
         (0, 2, 10, "NE", "%start", None),
         (0, 0, 7, "LT", "%start", None),
         (0, 1, 7, "LT", "%s", None),  # an argument is not guessed
@@ -263,11 +255,10 @@ def test_turns_are_read_off_the_loop_itself(
     [one] = read_communication(text).collectives
     count = 1 if times is None else times
     assert (one.times, one.times_known) == (count, times is not None)
-    assert one.in_loop
-    assert one.wire_bytes == count * 48  # 8 floats added up over 4 devices
+    assert (one.in_loop, one.wire_bytes) == (True, count * 48)
 
 
-# Asynchronous forms.
+# Asynchronous forms; those of TPUs are in test_tpu_programs.
 
 ASYNCHRONOUS = """HloModule step, num_partitions=8
 
@@ -276,33 +267,13 @@ ASYNCHRONOUS = """HloModule step, num_partitions=8
   ROOT %ag = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
 }
 
-%fused_computation.1 (p: f32[8]) -> (f32[8], f32[32], u32[]) {
-  %p = f32[8]{0} parameter(0)
-  %ag.1 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
-  ROOT %start = (f32[8]{0}, f32[32]{0}, u32[]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%async_collective_fusion.3 (p: f32[8]) -> f32[32] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %ag.3 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
-}
-
-%all-reduce-scatter.4 (p: f32[32]) -> f32[8] {
-  %p = f32[32]{0} parameter(0)
-  %ar = f32[32]{0} all-reduce(%p), channel_id=2, replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %piece = f32[8]{0} dynamic-slice(%ar, %i), dynamic_slice_sizes={8}
-}
-
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %as = ((f32[8]{0}), f32[16]{0}, u32[]) async-start(%x), calls=%wrapped
   %ad = f32[16]{0} async-done(%as)
-  %c1 = (f32[8]{0}, f32[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%fused_computation.1
-  %c3 = f32[32]{0} fusion(%c1), kind=kCustom, calls=%async_collective_fusion.3
-  %rs = f32[8]{0} fusion(%c3), kind=kCustom, calls=%all-reduce-scatter.4, metadata={op_name="jit(step)/transpose(jvp(Net))/head/dot_general" source_file="/home/me/net/models.py" source_line=7}
-  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%rs), source_target_pairs={{0,1},{1,0}}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%ad), source_target_pairs={{0,1},{1,0}}
   %cpd = f32[8]{0} collective-permute-done(%cp)
-  %ars = f32[8]{0} all-reduce-start(%cpd), replica_groups=[2,4]<=[8], to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+  %ars = f32[8]{0} all-reduce-start(%cpd), replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(step)/transpose(jvp(Net))/head/dot_general"}, backend_config={"collective_backend_config":{"is_sync":true}}
   ROOT %ard = f32[8]{0} all-reduce-done(%ars)
 }
 """
@@ -316,56 +287,20 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     ]
     assert rows == [
         ("all_gather", ("batch",), ("f32[16]",), 32, True),
-        # In two pieces.
-        ("all_gather", ("model",), ("f32[32]",), 96, True),
-        ("reduce_scatter", ("model",), ("f32[8]",), 96, False),
         ("collective_permute", ("model",), ("f32[8]",), 32, True),
         ("all_reduce", ("model",), ("f32[8]",), 48, False),
     ]
-    scatter = sent.collectives[2]
-    assert (scatter.module, scatter.source) == ("Net/head", "net/models.py:7")
-    assert scatter.nbytes == 32
-
-
-# A stack as newer XLA writes it; parents are written one too high.
-STACK = """HloModule step, num_partitions=8
-
-FileNames
-1 "/home/me/net/models.py"
-2 "/venv/lib/python3.11/site-packages/flax/nnx/nn/linear.py"
-
-FunctionNames
-1 "Net.__call__"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=0 end_column=0}
-2 {file_name_id=2 function_name_id=1 line=70 end_line=70 column=0 end_column=0}
-3 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=0 end_column=0}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=1}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %one = f32[8]{0} negate(%x), metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  %two = f32[8]{0} negate(%x), metadata={op_name="jit(step)/sub" stack_frame_id=3}
-  %copy = f32[8]{0} copy(%two)
-  %a = f32[8]{0} all-reduce(%one), replica_groups=[1,8]<=[8], metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  %b = (f32[8]{0}, f32[8]{0}, f32[8]{0}) all-reduce(%one, %one, %copy), replica_groups=[1,8]<=[8], metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  ROOT %c = f32[8]{0} all-reduce(%copy), replica_groups=[1,8]<=[8]
-}
-"""
-
-
-def test_collectives_name_the_line_of_the_model():
-    assert [x.source for x in read_communication(STACK).collectives] == [
-        "net/models.py:3",
-        # Of what was combined only one is noted: what made each of the three counts.
-        "net/models.py:3 and 1 more",
-        "",
+    by_kind = {kind: part.wire_bytes for kind, part in sent.by("kind").items()}
+    assert [*by_kind] == ["all_reduce", "all_gather", "collective_permute"]
+    assert sent.by("module")["Net/head"].wire_bytes == 48
+    assert str(sent).splitlines()[-4:] == [
+        "each device sends: 3 collectives, 112 B",
+        "by kind: all_reduce 1 collective, 48 B; all_gather 1 collective, 32 B; "
+        "collective_permute 1 collective, 32 B",
+        "by axes: model 2 collectives, 80 B; batch 1 collective, 32 B",
+        "by module: none 2 collectives, 64 B; Net/head 1 collective, 48 B",
     ]
+    assert "head/dot_general (backward)" in sent._repr_html_()
 
 
 # The leaves that collectives move.
@@ -384,38 +319,23 @@ class Net(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(128, use_bias=False, name="up")(x)
-        return nn.Dense(64, use_bias=False, name="down")(jnp.tanh(x))
-
-
-def train_arguments(mesh, kind, rules):
+def train_arguments(mesh, rules, build=Net):
     layouts = ml.LayoutMap(mesh, rules)
-    optimizer = optax.adam(0.1)
-    if kind == "nnx":
-        state = ml.TrainState.create(lambda: Net(nnx.Rngs(0)), optimizer, layouts)
-    else:
-        module = LinenNet()
-
-        def build():
-            return module.init(jax.random.key(0), jnp.ones((1, 64)))
-
-        state = ml.TrainState.create(build, optimizer, layouts, module=module)
+    state = ml.TrainState.create(lambda: build(nnx.Rngs(0)), optax.adam(0.1), layouts)
     return state, {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("nnx", {"ema": 0.9}), ("nnx", {"clip_norm": 1.0}), ("linen", {})],
-)
-def test_gradients_are_named_by_their_parameters(mesh, kind, options):
-    arguments = train_arguments(mesh, kind, {})
+@pytest.mark.parametrize("options", [{"ema": 0.9}, {"clip_norm": 1.0}])
+def test_gradients_are_named_by_their_parameters(mesh, options):
+    arguments = train_arguments(mesh, {})
     sent = ml.make_train_step(squares, **options).communication(*arguments)
     moved = [leaf for one in sent.collectives for leaf in one.leaves]
     assert sorted(moved) == ["down/kernel", "up/kernel"]
-    assert {one.kind for one in sent.collectives if one.leaves} == {"all_reduce"}
+    [gradients] = [one for one in sent.collectives if one.leaves]
+    assert gradients.kind == "all_reduce"
+    # Two lines of the model, and that of the loss; older versions note Flax's own.
+    file = "tests/test_hlo.py" if jax.__version_info__ >= (0, 8) else "nn/linear.py"
+    assert re.fullmatch(rf"{file}:\d+ and [12] more", gradients.source)
 
 
 class Stack(nnx.Module):
@@ -428,16 +348,14 @@ class Stack(nnx.Module):
 
 def test_layers_of_an_nnx_model_are_told_apart(mesh):
     rules = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
-    layouts = ml.LayoutMap(mesh, rules)
-    state = ml.TrainState.create(lambda: Stack(nnx.Rngs(0)), optax.sgd(0.1), layouts)
-    batch = {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
-    sent = ml.make_eval_step(squares).communication(state, batch).by("module")
+    arguments = train_arguments(mesh, rules, Stack)
+    sent = ml.make_eval_step(squares).communication(*arguments).by("module")
     assert {"first/down", "second/down"} <= {*sent}
 
 
 def test_moved_weights_are_named_and_activations_are_not(mesh):
     rules = {"up/kernel": ("batch", None), "down/kernel": ("model", None)}
-    state, batch = train_arguments(mesh, "nnx", rules)
+    state, batch = train_arguments(mesh, rules)
     for step in (ml.make_train_step(squares), ml.make_eval_step(squares)):
         every = step.communication(state, batch).collectives
         # How the kernel gets to where its products are is the compiler's choice.
@@ -480,26 +398,6 @@ def test_arguments_of_any_program_have_jaxs_names(mesh):
 # What the report is used for.
 
 
-def test_collectives_are_grouped_and_totalled(mesh):
-    sent = read_communication(ASYNCHRONOUS, mesh)
-    by_kind = {kind: part.wire_bytes for kind, part in sent.by("kind").items()}
-    assert [*by_kind.items()] == [
-        ("all_gather", 128),
-        ("reduce_scatter", 96),
-        ("all_reduce", 48),
-        ("collective_permute", 32),
-    ]
-    assert sent.by("module")["Net/head"]["reduce_scatter"] == 1
-    assert str(sent).splitlines()[-4:] == [
-        "each device sends: 5 collectives, 304 B",
-        "by kind: all_gather 2 collectives, 128 B; reduce_scatter 1 collective, 96 B; "
-        "all_reduce 1 collective, 48 B; collective_permute 1 collective, 32 B",
-        "by axes: model 4 collectives, 272 B; batch 1 collective, 32 B",
-        "by module: none 4 collectives, 208 B; Net/head 1 collective, 96 B",
-    ]
-    assert "head/dot_general (backward)" in sent._repr_html_()
-
-
 @pytest.fixture
 def column_sum():
     @ml.compile_step
@@ -514,27 +412,21 @@ def arguments_of(mesh, *specs):
     return state, ml.arrays.ones((4, 8), mesh.layout("batch", None))
 
 
-def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
+def test_a_diff_and_a_lock_show_what_other_layouts_send(mesh, column_sum):
     rows = column_sum.communication(*arguments_of(mesh, None, None))
-    same = column_sum.communication(*arguments_of(mesh, None, None))
-    assert rows.diff(same) == "Both programs send the same."
+    assert rows.diff(rows) == "Both programs send the same."
     both = column_sum.communication(*arguments_of(mesh, "model", None))
     # The kernel's rows are on four devices, which add up their parts of 2 x 16 floats.
     assert re.search(r"\n\+ +all_reduce +model +f32\[2, 16\] +192 B ", rows.diff(both))
     assert re.search(r"\n- +all_reduce +model +f32\[2, 16\] +192 B ", both.diff(rows))
     assert rows.diff(both).endswith("\neach device sends: 4 B -> 196 B")
-
-
-def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
-    sent = column_sum.communication(*arguments_of(mesh, None, None))
-    lock = sent.to_lock()
+    lock = rows.to_lock()
     assert lock == (
         "# 4 bytes sent by each device\n"
         "1 x all_reduce over batch: f32[], 4 bytes sent, times 1\n"
     )
-    sent.check_lock(lock)
-    other = column_sum.communication(*arguments_of(mesh, "model", None))
-    assert message(lambda: other.check_lock(lock)) == (
+    rows.check_lock(lock)
+    assert message(lambda: both.check_lock(lock)) == (
         "the program does not send what is locked (- locked, + now):\n"
         "  -# 4 bytes sent by each device\n"
         "  +# 196 bytes sent by each device\n"
@@ -561,14 +453,9 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
 
 
 @pytest.mark.parametrize(
-    ("bad", "ending"),
-    [
-        (None, "got None."),
-        ("func.func main\n", "got 'func.func main\\n'."),
-        (jax.jit(lambda x: x).lower(1.0), "got a Lowered."),
-    ],
+    "bad", [None, "func.func main\n", jax.jit(lambda x: x).lower(1.0)]
 )
-def test_what_is_not_a_compiled_program_is_refused(bad, ending):
+def test_what_is_not_a_compiled_program_is_refused(bad):
     text = message(lambda: read_communication(bad))
     start = "read_communication takes a compiled program or its text, which begins with"
-    assert text == f"{start} HloModule, {ending}"
+    assert text.startswith(f"{start} HloModule, got ")

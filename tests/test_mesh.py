@@ -18,7 +18,6 @@ from tests.processes import run_processes
 
 # For what a type checker would not let a user write.
 anyhow: Any = create_mesh
-AnyMesh: Any = Mesh
 
 AUTO = (AxisType.Auto, AxisType.Auto)
 MESH = create_mesh({"batch": 2, "model": 4})
@@ -51,15 +50,12 @@ def meshes(draw):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: create_mesh({"batch": -1, "model": 4}),
         lambda: anyhow((("batch", 2), ["model", np.int64(4)])),
         lambda: create_mesh(pair for pair in [("batch", 2), ("model", 4)]),
         lambda: create_mesh(batch=2, model=4, axis_types="auto"),
         lambda: create_mesh(" batch = 2 , model=-1"),
         lambda: create_mesh("batch=2,model=4", devices=[f"CPU:{i}" for i in range(8)]),
-        lambda: create_mesh(
-            batch=2, model=4, devices=np.array(jax.devices()).reshape(4, 2)
-        ),
+        lambda: create_mesh("batch=2,model=4", devices=MESH.devices.reshape(4, 2)),
         lambda: Mesh(jax.make_mesh((2, 4), ("batch", "model"), axis_types=AUTO)),
         lambda: as_mesh(MESH.jax_mesh),
     ],
@@ -82,15 +78,11 @@ def test_one_size_may_be_left_open_anywhere(sizes, data):
 
 
 def test_axis_types_come_for_all_or_one_by_one():
-    auto, explicit, manual = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+    auto, explicit = AxisType.Auto, AxisType.Explicit
     axes = {"batch": 2, "model": 4}
-    for types, expected in [
-        (None, (auto, auto)),
-        ("explicit", (explicit, explicit)),
-        (AxisType.Manual, (manual, manual)),
-        (["Auto", AxisType.Explicit], (auto, explicit)),
-    ]:
-        assert create_mesh(axes, axis_types=types).axis_types == expected
+    assert create_mesh(axes, axis_types="explicit").axis_types == (explicit, explicit)
+    types = ["Auto", AxisType.Explicit]
+    assert create_mesh(axes, axis_types=types).axis_types == (auto, explicit)
 
 
 # What it is made of, against arithmetic done another way.
@@ -100,9 +92,7 @@ def test_axis_types_come_for_all_or_one_by_one():
 @given(meshes())
 def test_coordinates_are_the_devices_place_in_the_grid(mesh):
     assert mesh.size == mesh.devices.size == mesh.jax_mesh.size
-    assert tuple(mesh.shape.values()) == mesh.devices.shape
-    assert dict(mesh.shape) == dict(mesh.jax_mesh.shape)
-    assert mesh.axis_names == mesh.jax_mesh.axis_names
+    assert list(mesh.shape.items()) == list(mesh.jax_mesh.shape.items())
     for flat, (at, device) in enumerate(np.ndenumerate(mesh.devices)):
         assert mesh.coords(device) == at
         assert mesh.coords(flat) == mesh.coords(np.int32(flat)) == at
@@ -151,7 +141,7 @@ def test_a_mesh_shows_what_it_is_made_of_also_by_the_names_of_dtensor():
     assert MESH.axis_size(("model", "batch")) == 8
     assert MESH.axis_size(()) == 1
     for name, is_axis in (("model", True), ("modle", False), (0, False), ([], False)):
-        assert (name in MESH) is AnyMesh.contains_dim(MESH, name) is is_axis
+        assert (name in MESH) is MESH.contains_dim(name) is is_axis
     assert (MESH.platform, MESH.device_type()) == ("cpu", "CPU")
     assert MESH.num_local_devices() == 8
     assert MESH.local_device_ids() == MESH.global_device_ids() == list(range(8))
@@ -187,9 +177,9 @@ def describe_mesh(*args, **options):
     return [repr(mesh), processes, coords]
 
 
-def message(make):
+def message(code):
     with pytest.raises(MeshError) as error:
-        make()
+        eval(code)
     return str(error.value)
 
 
@@ -206,9 +196,9 @@ def job():
         ),
         "as given": describe_mesh("a=8", devices=devices[1:] + devices[:1]),
         "refused": [
-            message(lambda: create_mesh("replica=1,fsdp=8", dcn="replica")),
-            message(lambda: create_mesh("a=-1", dcn="a", devices=devices[:5])),
-            message(lambda: create_mesh("fsdp=8", dcn=())),
+            message("create_mesh('replica=1,fsdp=8', dcn='replica')"),
+            message("create_mesh('a=-1', dcn='a', devices=jax.devices()[:5])"),
+            message("create_mesh('fsdp=8', dcn=())"),
         ],
     }
 
@@ -315,93 +305,43 @@ NOT_AXES = (
     "-1, for whatever is left. Write {'batch': 2, 'model': 4}, [('batch', 2), ('model', "
     "-1)] or 'batch=2,model=4'."
 )
-NO_TEXT = "is not a mesh; such text comes from mesh.to_string()."
-
-BAD = [
-    (
-        lambda: create_mesh(batch=2, model=2),
-        "mesh (batch=2, model=2) needs 4 devices, but there are 8. A shape that fits: "
-        "(batch=4, model=2), or give 4 of them: devices=jax.devices()[:4].",
-    ),
-    (
-        lambda: create_mesh(batch=4, model=4),
-        "mesh (batch=4, model=4) needs 16 devices, but there are 8. A shape that fits: "
-        "(batch=2, model=4).",
-    ),
-    (
-        lambda: create_mesh(batch=3, model=-1),
-        "mesh (batch=3, model=-1) needs a multiple of 3 devices, but there are 8. A "
-        "shape that fits: (batch=8, model=1).",
-    ),
-    *(
-        (lambda axes=axes: anyhow(axes), f"{axes!r} {NOT_AXES}")
+BAD = {
+    **{
+        f"create_mesh({axes!r})": f"{axes!r} {NOT_AXES}"
         for axes in (
-            *({}, 8, (2, 4), {"batch": 8.0}, [("batch", 2), ("batch", 4)], ""),
-            *({"batch": -1, "model": -1}, {"batch": 0}, {"batch": -2}, "batch=two"),
+            *({}, 8, {"batch": 8.0}, [("batch", 2), ("batch", 4)], "batch=two"),
+            *({"batch": -1, "model": -1}, {"batch": 0}, {"batch": -2}),
         )
-    ),
-    (
-        lambda: anyhow({"a,b": 8}),
-        "axis name 'a,b' is not a string, is empty, or contains one of , = |. Use a name "
-        "such as 'batch'.",
-    ),
-    (
-        lambda: create_mesh({"batch": 8}, model=2),
-        "give the axes once: as the first argument or as keywords (model), not both. "
-        "Options are devices, dcn and axis_types.",
-    ),
-    (
-        lambda: create_mesh(batch=1, devices=["CPU:8"]),
-        "a device of cpu:8 does not exist here, only cpu:0-7.",
-    ),
-    (
-        lambda: anyhow(batch=1, devices=["CPU"]),
-        "'CPU' is not a device; give those of jax.devices(), or text of the form "
-        "PLATFORM:ID, as in 'CPU:3'.",
-    ),
-    *(
-        (
-            lambda types=types: anyhow(batch=2, model=4, axis_types=types),
-            f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
-            "with one of them for each axis.",
-        )
-        for types in ("explict", ["auto"])
-    ),
-    (
-        lambda: create_mesh(replica=8, dcn="replicas"),
-        "dcn names the axis 'replicas', which the mesh lacks. Did you mean 'replica'?",
-    ),
-    (
-        lambda: MESH.axis_size("modle"),
-        "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?",
-    ),
-    *(
-        (
-            lambda device=device: MESH.coords(device),
-            f"{device!r} is not a device of Mesh(batch=2, model=4), whose devices are "
-            "cpu:0-7, nor the index of one.",
-        )
-        for device in (8, -1, "cpu:0")
-    ),
-    *(
-        (lambda text=text: AnyMesh.from_string(text), f"{text!r} {NO_TEXT}")
-        for text in ("batch=2,model=4", None)
-    ),
-    (
-        lambda: as_mesh({"batch": 8}),
-        "expected a Mesh or a jax.sharding.Mesh with devices, got {'batch': 8}. Make one with "
-        "create_mesh({'batch': 8}).",
-    ),
-]
+    },
+    "create_mesh(batch=2, model=2)": "mesh (batch=2, model=2) needs 4 devices, but there "
+    "are 8. A shape that fits: (batch=4, model=2), or give 4 of them: "
+    "devices=jax.devices()[:4].",
+    "create_mesh(batch=4, model=4)": "mesh (batch=4, model=4) needs 16 devices, but there "
+    "are 8. A shape that fits: (batch=2, model=4).",
+    "create_mesh(batch=3, model=-1)": "mesh (batch=3, model=-1) needs a multiple of 3 "
+    "devices, but there are 8. A shape that fits: (batch=8, model=1).",
+    "create_mesh({'a,b': 8})": "axis name 'a,b' is not a string, is empty, or contains "
+    "one of , = |. Use a name such as 'batch'.",
+    "create_mesh({'batch': 8}, model=2)": "give the axes once: as the first argument or "
+    "as keywords (model), not both. Options are devices, dcn and axis_types.",
+    "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
+    "only cpu:0-7.",
+    "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device; give those of "
+    "jax.devices(), or text of the form PLATFORM:ID, as in 'CPU:3'.",
+    "create_mesh(batch=8, axis_types='explict')": "axis_types='explict' must be 'auto', "
+    "'explicit' or 'manual', or a list with one of them for each axis.",
+    "create_mesh(replica=8, dcn='replicas')": "dcn names the axis 'replicas', which the "
+    "mesh lacks. Did you mean 'replica'?",
+    "MESH.axis_size('modle')": "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean "
+    "'model'?",
+    "MESH.coords(8)": "8 is not a device of Mesh(batch=2, model=4), whose devices are "
+    "cpu:0-7, nor the index of one.",
+    "Mesh.from_string('||')": "'||' is not a mesh; such text comes from mesh.to_string().",
+    "as_mesh({'batch': 8})": "expected a Mesh or a jax.sharding.Mesh with devices, got "
+    "{'batch': 8}. Make one with create_mesh({'batch': 8}).",
+}
 
 
-@pytest.mark.parametrize("case", range(len(BAD)))
-def test_what_is_said_about_a_bad_mesh(case):
-    act, said = BAD[case]
-    assert message(act) == said
-
-
-def test_a_malformed_text_is_refused():
-    for text in ("batch=8||cpu:0-7", "batch=8|auto|:0-7", "batch=8|auto|cpu:7-0"):
-        with pytest.raises(MeshError):
-            Mesh.from_string(text)
+@pytest.mark.parametrize("code", BAD)
+def test_what_is_said_about_a_bad_mesh(code):
+    assert message(code) == BAD[code]

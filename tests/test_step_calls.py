@@ -1,7 +1,6 @@
 """Calls of steps: how often they trace, what they are given, and what they refuse."""
 
 import copy
-import warnings
 
 import cloudpickle
 import jax
@@ -231,23 +230,6 @@ def test_a_batch_on_other_devices_or_in_another_order_is_refused(kind, devices):
     batch = on(mesh_of(devices, batch=2), DATA)
     with pytest.raises(ValueError, match=r"incompatible devices.* batch\['x'\]"):
         STEPS[kind]()(state, batch)
-
-
-def test_keys_of_different_generators_each_stay_what_they_are():
-    step, *_, batch = make()
-    for index, (key, said) in enumerate(
-        (
-            (jax.random.key(0), None),
-            (jax.random.key(0, impl="rbg"), "state/rng changed"),
-            (jax.random.PRNGKey(0), "state/rng changed"),
-        )
-    ):
-        _, state, _ = make(rng=key)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state, _ = step(state, batch)
-        assert state.rng.dtype == key.dtype
-        assert [said in str(one.message) for one in caught] == [True] * (index > 0)
 
 
 # Steps as objects.

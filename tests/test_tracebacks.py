@@ -48,6 +48,9 @@ CALLS = {
     "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
     "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
     "predict": lambda state, loss: ml.Trainer(state, loss).predict([BATCH]),
+    "run": lambda state, loss: ml.distribute.MirroredStrategy(["CPU:0"]).run(
+        lambda: loss(state.model, BATCH)
+    ),
 }
 
 

@@ -35,7 +35,6 @@ WEIGHTS = np.array([1, 0.5, 2, 1, 1, 0, 3, 1, 1, 1, 0.25, 0, 0, 0, 0, 0], "float
 BATCH = {**DATA, "weight": WEIGHTS}
 
 MESHES = {
-    "one device": ({"batch": 1}, {}),
     "batch=8": ({"batch": 8}, {}),
     "batch=2, model=4": ({"batch": 2, "model": 4}, {"kernel$": (None, "model")}),
 }
@@ -56,35 +55,6 @@ def shares(weights, denominator):
 
 
 # The mean over real examples, on any mesh, in any number of parts.
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh_name", "accumulate"),
-    [
-        ("nnx", "one device", 1),
-        ("linen", "batch=8", 1),
-        ("nnx", "batch=2, model=4", 2),
-        ("linen", "batch=2, model=4", 2),
-    ],
-)
-def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
-    axes, rules = MESHES[mesh_name]
-    mesh = mesh_of(**axes)
-    is_nnx = kind == "nnx"
-    state = create(mesh, rules=rules) if is_nnx else linen_dense(mesh, rules)
-    expected = on_host(state.params)
-    train_step = ml.make_train_step(squares, accumulate=accumulate)
-    for _ in range(3):
-        state, metrics = train_step(state, on(mesh, BATCH))
-        grads, loss = linear_by_hand(expected, shares(WEIGHTS, WEIGHTS.sum()))
-        expected = descended(expected, grads)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
-    assert_close(state.params, expected)
-    assert int(state.step) == 3
-
-
-def linen_dense(mesh, rules):
-    return create_linen(mesh, nn.Dense(4), rules=rules)
 
 
 def without_padding(values):
@@ -128,13 +98,17 @@ def test_what_counts_how_much_and_what_sums_are_divided_by(mesh, name):
         return each.mean() if "scalar" in name else each
 
     options, batch, counts = SUMS[name]
-    state = create(mesh)
-    params = on_host(state.params)
-    grads, loss = linear_by_hand(params, counts)
+    is_linen = "NaN" in name
+    state = create_linen(mesh, nn.Dense(4)) if is_linen else create(mesh)
+    expected = on_host(state.params)
     train_step = ml.make_train_step(loss_fn, **options)
-    state, metrics = train_step(state, on(mesh, batch))
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
-    assert_close(state.params, descended(params, grads))
+    for _ in range(2):
+        state, metrics = train_step(state, on(mesh, batch))
+        grads, loss = linear_by_hand(expected, counts)
+        expected = descended(expected, grads)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(state.params, expected)
+    assert int(state.step) == 2
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -438,10 +412,6 @@ def norms_of_part(params, stats, x, y, weights, denominator):
         ("nnx", "batch=2, model=4", {"accumulate": 4}),
         ("linen", "batch=8", {}),
         pytest.param(
-            *("nnx", "batch=8", {"accumulate": 2, "remat": "full"}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
             marks=pytest.mark.slow,
         ),
@@ -488,17 +458,6 @@ class LinenDropped(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
 
 
-def test_the_same_is_dropped_on_any_mesh():
-    found = []
-    for mesh in (mesh_of(batch=1), mesh_of(batch=8)):
-        state = create_linen(mesh, LinenDropped(), False)
-        train_step = ml.make_train_step(linen_squares)
-        for _ in range(2):
-            state, metrics = train_step(state, on(mesh, DATA))
-        found.append((dict(metrics), state.params))
-    assert_close(*found)
-
-
 def test_every_step_and_every_microbatch_drops_something_else(mesh):
     """All rows are alike, and so are the parameters: only what is dropped differs."""
     state = create_linen(mesh, LinenDropped(), False, tx=optax.sgd(0.0))
@@ -514,91 +473,14 @@ def test_every_step_and_every_microbatch_drops_something_else(mesh):
     assert len(found) == 4
 
 
-# Losses in which examples meet, of microbatches on every mesh.
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plain_constraint_of_jax_in_the_model_is_taken(mesh, accumulate):
+    def loss_fn(model, batch):
+        rows = mesh.layout("batch", None).sharding
+        return jax.lax.with_sharding_constraint(squares(model, batch), rows)
 
-
-def own_batch_norm(model, batch):
-    h = model(batch["x"])
-    h = (h - h.mean(0)[None]) / jnp.sqrt(h.var(0) + 1e-3)[None]
-    return jnp.square(h - 1)
-
-
-def rolled(model, batch):
-    return jnp.square(model(batch["x"] + 0.5 * jnp.roll(batch["x"], 1, 0)))
-
-
-def scalar(model, batch):
-    """Away from zero: a mean that is nearly zero would make rounding large."""
-    made = model(batch["x"])
-    return jnp.square(made).mean() / (1 + jnp.square(made.mean()))
-
-
-def constrained(model, batch):
-    """A plain constraint of JAX's, in the model."""
-    rows = mesh_of(batch=8).layout("batch", None).sharding
-    return jax.lax.with_sharding_constraint(jnp.square(model(batch["x"])), rows)
-
-
-def plain_squares(model, batch):
-    return jnp.square(model(batch["x"]))
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "accumulate"),
-    [(own_batch_norm, 4), (rolled, 4), (scalar, 4), (constrained, 1), (constrained, 2)],
-)
-def test_losses_in_which_examples_meet_are_those_of_plain_jax(loss_fn, accumulate):
-    rows = {"x": np.concatenate([X, Y])}
-    reference = plain_squares if loss_fn is constrained else loss_fn
-
-    def loss(params, graphdef):
-        model = nnx.merge(graphdef, params)
-        parts = [{"x": rows["x"][i::accumulate]} for i in range(accumulate)]
-        return sum(reference(model, part).mean() for part in parts) / accumulate
-
-    graphdef, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    losses, expected = [], nnx.to_pure_dict(params)
-    for _ in range(2):
-        value, grads = jax.value_and_grad(loss)(expected, graphdef)
-        losses, expected = [*losses, value], descended(expected, grads)
-    for devices in (8,) if loss_fn is constrained else (1, 8):
-        mesh = mesh_of(batch=devices)
-        state, step = create(mesh), ml.make_train_step(loss_fn, accumulate=accumulate)
-        for value in losses:
-            state, metrics = step(state, on(mesh, rows))
-            np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-        # float32 sums in another order
-        assert_close(state.params, expected, rtol=1e-4)
-
-
-class Looking(nnx.Module):
-    """Keeps what it has seen, draws random numbers, and records a scalar."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x):
-        self.calls[...] = self.calls[...] + 1
-        made = self.dropout(self.norm(self.linear(x)))
-        losses.record(self, "spread", jnp.square(made.mean(axis=0)).sum())
-        return made
-
-
-def test_draws_statistics_and_recorded_scalars_are_the_same_on_every_mesh():
-    def loss_fn(model, batch, rngs):
-        noise = jax.random.normal(rngs.noise(), batch["x"].shape)
-        return jnp.square(model(batch["x"] + 0.1 * noise))
-
-    found = []
-    for mesh in (mesh_of(batch=1), mesh_of(batch=8)):
-        state = create(mesh, lambda: Looking(nnx.Rngs(0)))
-        step = ml.make_train_step(loss_fn, accumulate=2)
-        for _ in range(2):
-            state, metrics = step(state, on(mesh, DATA))
-        kept = {k: state.model_state[k] for k in ("norm", "calls")}
-        found.append((dict(metrics), state.params, kept))
-        assert float(kept["calls"]) == 4
-    assert_close(*found, rtol=1e-4)
+    state = create(mesh)
+    grads, _ = linear_by_hand(on_host(state.params))
+    expected = descended(on_host(state.params), grads)
+    state, _ = ml.make_train_step(loss_fn, accumulate=accumulate)(state, on(mesh, DATA))
+    assert_close(state.params, expected)

@@ -56,8 +56,11 @@ def arange(
     layout: Layout,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Creates evenly spaced values, as `jnp.arange` does; see `zeros`."""
-    return _created(functools.partial(jnp.arange, start, stop, step, dtype), layout)
+    """Creates evenly spaced values, as `jnp.arange` does inside jit; see `zeros`."""
+    # Not with `device=`, for which JAX makes the array whole on one device first.
+    create = functools.partial(jnp.arange, start, stop, step, dtype)
+    with _no_set_mesh():
+        return call_with_layout(create, layout)
 
 
 def normal(

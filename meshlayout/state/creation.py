@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout.cluster.agreement import new_program, program_facts
+from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -101,8 +101,8 @@ class StateDescription(Generic[T]):
                 "has the shapes alone."
             )
             raise StateError(msg)
-        with new_program("create", self._mesh.devices.flat) as compare:
-            compare(lambda: self._facts(inputs))
+        devices = self._mesh.devices.flat
+        compare_program("create", devices, lambda: self._facts(inputs))
         is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
         targets = [*map(Layout.of, itertools.compress(self._leaves, is_array))]
         results = iter(run_on_shards(self._traced.jaxpr, inputs, targets, self._mesh))

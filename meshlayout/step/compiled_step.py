@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
-from meshlayout.cluster.agreement import new_program, program_facts
+from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
@@ -301,8 +301,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        why, now = "", None
-        agreement = contextlib.nullcontext(lambda facts: None)
+        why, now, is_compared = "", None, False
         if program is None:
             program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
@@ -311,14 +310,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
             now = self._texts(args, kwargs, program.layouts)
             if program.arguments is not None:  # else, it is only looked at
                 why = self._explain(now) if self._was_called else ""
-                agreement = self._agreement(program, why)
+                is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
         scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
         with _jax.ambient_mesh(program.mesh), scope:
-            with agreement as compare:
+            # Until all agree, it is behind those that run this call already.
+            num_steps = int(is_compared and program.is_shared)
+            counts.steps -= num_steps
+            try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
-                compare(functools.partial(self._facts, program.arguments, jaxpr))
+                if is_compared:
+                    facts = functools.partial(self._facts, program.arguments, jaxpr)
+                    compare_program(self.__name__, program.devices, facts, why)
+            finally:
+                counts.steps += num_steps
             result = self._inner(*args, **kwargs)
         if self._donates:
             result = self._kept(args[0], result, program.layouts)
@@ -326,16 +332,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
             self._seen = [*self._seen[-15:], now]
             self._last = None  # what the next call is given may be on a mesh now
         return result
-
-    @contextlib.contextmanager
-    def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
-        # While it waits for the others, it is behind those that run this call already.
-        counts.steps -= program.is_shared
-        try:
-            with new_program(self.__name__, program.devices, why) as compare:
-                yield compare
-        finally:
-            counts.steps += program.is_shared
 
     def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
