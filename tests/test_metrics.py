@@ -423,7 +423,7 @@ def test_average_and_accuracy_of_nnx_become_metrics_of_ours():
 
 class Duck(typing.NamedTuple):
     total: jax.Array = jnp.zeros(())
-    count: jax.Array = jnp.zeros(())
+    weight: jax.Array = jnp.zeros(())
 
     @classmethod
     def empty(cls):
@@ -435,10 +435,10 @@ class Duck(typing.NamedTuple):
         return cls(jnp.sum(values * sample_weights), jnp.sum(sample_weights))
 
     def merge(self, other):
-        return type(self)(self.total + other.total, self.count + other.count)
+        return type(self)(self.total + other.total, self.weight + other.weight)
 
     def compute(self):
-        return self.total / self.count
+        return self.total / self.weight
 
 
 class Unmasked(Duck):

@@ -244,8 +244,8 @@ def test_epochs_are_passes_or_steps_and_an_iterator_goes_on(data, options, seen)
 
 def test_an_overridden_step_of_several_batches_always_gets_a_list():
     class Many(ml.Trainer):
-        def train_step(self, state, batches, metrics):
-            seen.append([int(batch["i"][0]) for batch in batches])
+        def train_step(self, state, batch, metrics):
+            seen.append([int(one["i"][0]) for one in batch])
             return state, ml.metrics.Metrics({})
 
     seen: list[list[int]] = []
