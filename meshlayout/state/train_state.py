@@ -279,6 +279,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
 
 
+@_checks.user_call
 def optimizer_by_path(
     optimizers: Mapping[str, optax.GradientTransformation | None],
 ) -> optax.GradientTransformation:
