@@ -48,6 +48,11 @@ CALLS = {
     "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
     "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
     "predict": lambda state, loss: ml.Trainer(state, loss).predict([BATCH]),
+    "train step": lambda state, loss: ml.make_train_step(loss)(state, BATCH),
+    "eval step": lambda state, loss: ml.make_eval_step(loss)(state, BATCH),
+    "compiled step": lambda state, loss: ml.compile_step(
+        lambda state, batch: (state, loss(state.model, batch))
+    )(state, BATCH),
     "run": lambda state, loss: ml.distribute.MirroredStrategy(["CPU:0"]).run(
         lambda: loss(state.model, BATCH)
     ),
