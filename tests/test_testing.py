@@ -183,6 +183,22 @@ def test_explicit_axes_and_the_mesh_of_jax_are_taken_to_one_device():
         testing.verify(step, state, batch)
 
 
+def test_a_step_is_traced_with_its_mesh_without_set_mesh():
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+
+    def step(state, batch):
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(), "batch"),
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=P("batch"),
+            out_specs=P(),
+        )(batch)
+        return state + total, total
+
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    testing.verify(step, state, batch)
+
+
 @pytest.mark.parametrize(
     ("dtype", "passes", "fails"),
     [
@@ -505,7 +521,7 @@ def test_a_step_that_names_its_mesh_is_refused():
         in_specs=(P(), P("batch")),
         out_specs=P(),
     )
-    with pytest.raises(ValueError, match="devices") as error:
+    with pytest.raises(ValueError, match="should match the mesh") as error:
         testing.verify(step, state, batch)
     assert error.value.__notes__[-1:] == [
         "verify runs the step on one device, too. A mesh that the step names itself "

@@ -142,6 +142,12 @@ NEAR = {
     "Accuracy": lambda: ml.metrics.Accuracy(topk=3),
     "EarlyStopping": lambda: ml.callbacks.EarlyStopping(patients=2),
     "l2": lambda: ml.losses.l2(0.1, wher="kernel"),
+    "record": lambda: ml.losses.record(None, nam="aux", loss=1.0),
+    "scope": lambda: ml.scope(layout={}),
+    "constrain": lambda: ml.constrain(1.0, nam="hidden"),
+    "optimizer_by_path": lambda: ml.optimizer_by_path(optimizer={}),
+    "assert_layout": lambda: ml.testing.assert_layout(1.0, expectd=None),
+    "trace": lambda: ml.make_eval_step(lambda model, batch: 0).memory({}, batches={}),
     "initialize": lambda: ml.initialize(num_process=2),
 }
 

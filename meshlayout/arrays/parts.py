@@ -113,6 +113,7 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
             raise LayoutError(f"{msg} ({layout!r}).")
 
 
+@_checks.user_call
 def unpack(x: Leaf) -> list[Any]:
     """Splits arrays on the same devices into the parts that these hold, uncopied.
 

@@ -26,6 +26,7 @@ LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | NamedSharding
 """The layout of batches, or a mesh, whose batch axes then shard the rows."""
 
 
+@_checks.user_call
 def process_rows(
     layout: LayoutOrMesh,
     global_shape: Sequence[int] | int,
@@ -68,6 +69,7 @@ def process_rows(
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
+@_checks.user_call
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
     """Returns how many rows of a global batch each replica gets; they must divide.
 

@@ -79,6 +79,7 @@ class StateStep(StepInspection):
         step._options = {"layouts": None, "on_recompile": "ignore"}
         return step
 
+    @_checks.user_call
     def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> jax.stages.Traced:
