@@ -18,15 +18,12 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
+from meshlayout.arrays.parts import replica_difference, replica_sums
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
 from meshlayout.checkpoint.save import Save, failures
-from meshlayout.cluster.agreement import (
-    difference,
-    replica_difference,
-    replica_sums,
-)
+from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.errors import (

@@ -167,12 +167,7 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Returns whether this is process 0, which prints and writes for all.
-
-    Example:
-        >>> is_main()
-        True
-    """
+    """Returns whether this is process 0, which prints and writes for all."""
     return process_index() == 0
 
 
@@ -185,8 +180,8 @@ def meet(settings: Settings, timeout_s: float) -> list[str]:
     name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})"
     hello = {"process_id": index, "name": name}
     hello |= {"num_processes": count, "jax": jax.__version__}
-    late, msg = [0] if index else [*range(1, count)], "%s has waited 10 s for %s."
-    warn = functools.partial(_log.warning, msg, name)
+    late = [0] if index else [*range(1, count)]
+    warn = functools.partial(_log.warning, "%s has waited 10 s for %s.", name)
     timer = threading.Timer(_WARN_AFTER_S, lambda: warn(processes_text(late)))
     timer.start()
     try:
