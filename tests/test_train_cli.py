@@ -46,7 +46,7 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
-        "Data: fashion_mnist from the small part of it that is carried in models/, "
+        "Data: fashion_mnist from the subset of it in models/, "
         "5,000 training and 1,000 test images. Expect 81 to 83% test accuracy"
     )
     epochs = [line for line in lines if line.startswith("epoch ")]

@@ -63,7 +63,7 @@ def initialize(
     the same on a laptop, Colab, a GPU host, a TPU pod slice or under SLURM. On one
     process it does nothing. Otherwise it waits for all processes, and then
     `jax.devices()` are those of all of them. If one of them fails later, all others
-    name it and end; docs/scaling.md says after how long.
+    name it and end; the guide "What happens if" says when.
 
     What is not given comes from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
     from TF_CONFIG (chief and workers), or from JAX's detection of SLURM, Open MPI,
