@@ -248,6 +248,9 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     return context.get("error", MeshLayoutError)(text.rstrip())
 
 
+_HOME = "https://github.com/meshlayout/meshlayout"
+
+
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports a module of a package that an extra of this library installs."""
     try:
@@ -259,7 +262,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise
         msg = (
             f"{purpose} needs {package}, which is not installed: "
-            f"pip install 'meshlayout[{extra}]'."
+            f"pip install 'meshlayout[{extra}] @ git+{_HOME}'."
         )
         raise MeshLayoutError(msg) from error
 
