@@ -3,7 +3,6 @@
 import functools
 import re
 import time
-
 from typing import Any
 
 import jax
