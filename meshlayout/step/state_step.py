@@ -182,13 +182,7 @@ class _LastCall:
     whether the state was used up; and those of the batch.
     """
 
-    def __init__(
-        self,
-        compiled: CompiledStep[..., Any],
-        empty: Metrics | None,
-        state: TrainState,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, compiled: Any, empty: Any, state: Any, batch: Batch) -> None:
         self.compiled, self.empty = compiled, empty
         self.results: Any = None  # weak references to the state and the metrics
         # The arrays of a batch of other shapes are none of the state's.
