@@ -326,7 +326,7 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = "" if takes_any else " There is no such option."
+            hint = "" if takes_any else " No such option exists."
             if hint := did_you_mean(name, known) or hint:
                 raise MeshLayoutError(f"{where} got {name}=.{hint}") from None
         if where in _REFLEXES:
