@@ -26,6 +26,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax.experimental import mesh_utils, multihost_utils
@@ -96,6 +97,10 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
         return None
     on_host = is_on_host(value)
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
+
+
+# As a function of C, to which no call of a method compares; not of PRNG keys.
+is_deleted: Any = ArrayImpl.is_deleted
 
 
 def is_extended(dtype: DType) -> bool:
