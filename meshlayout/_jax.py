@@ -114,6 +114,18 @@ def is_array_dtype(dtype: DType) -> bool:
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
 
 
+# NumPy's dtypes, in this machine's byte order, that JAX has in all of its settings.
+_PLAIN = frozenset(map(np.dtype, ("?", *"bhiBHIefF")))
+
+
+def is_plain(x: Leaf) -> bool:
+    """Returns, fast, whether a value is a NumPy array that a device can hold as it is.
+
+    It may say no of others, such as those of 64 bits.
+    """
+    return type(x) is np.ndarray and x.dtype in _PLAIN
+
+
 def itemsize(dtype: DType) -> int:
     """Returns the bytes of one element on a device; for PRNG keys, of a key's words."""
     if is_extended(dtype):
@@ -272,9 +284,12 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
 
     There, JAX (0.7 to 0.12) refuses PRNG keys, whose words can be moved, and gathers
     the host arrays of all processes to compare them, for which callers have another
-    way. tests/test_several_processes.py notices.
+    way. tests/test_several_processes.py notices. A host array takes `device_put` twice
+    as long as `make_array_from_callback`, or longer.
     """
     if jax.process_count() == 1 or getattr(sharding, "is_fully_addressable", True):
+        if not options and is_plain(x) and isinstance(sharding, NamedSharding):
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
         return jax.device_put(x, sharding, **options)
     if isinstance(x, jax.Array) and is_extended(x.dtype):
         words = put(jax.random.key_data(x), sharding, **options)
