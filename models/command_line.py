@@ -35,6 +35,7 @@ LAYOUTS = {
     "tensor_parallel": TENSOR,
     "fsdp+tensor": FSDP_TENSOR,
     "fsdp+tensor_parallel": FSDP_TENSOR,
+    "expert": Layouts("expert-parallel", ("batch", "expert")),
     "DATA_PARALLEL": Layouts("data-parallel by its own map", ("batch",)),
     "FSDP": Layouts("fully sharded by its own map", ("batch",)),
     "MODEL_PARALLEL": Layouts("tensor-parallel by its own map", ("model",)),
@@ -42,6 +43,8 @@ LAYOUTS = {
         "fully sharded and tensor-parallel by its own map", ("batch", "model")
     ),
 }
+# Of all meshes.
+AXES = tuple(dict.fromkeys(axis for x in LAYOUTS.values() for axis in x.axes))
 
 
 USAGE_EXAMPLES = """\
@@ -54,6 +57,8 @@ examples:
       what its step would hold and send, without running it
   python -m models.train --model resnet50 --layouts FSDP --precision bfloat16
       ResNet-50 by the layout map at the foot of models/resnet.py
+  python -m models.train --model moe --layouts expert
+      a language model of experts, which are spread over a mesh axis of their own
   python -m models.train --layouts fsdp --processes 4 --checkpoint-dir runs/mlp --resume
       four processes of two devices, saved after each epoch and resumed
 """
@@ -112,18 +117,19 @@ def command_line() -> argparse.ArgumentParser:
         "--mesh",
         metavar="AXES",
         help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
-        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
-        "size may be -1 for the devices that are left (default: 'batch=-1', or "
-        "'batch=2,model=-1' for tensor and fsdp+tensor)",
+        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; experts "
+        "and batch over 'expert'; one size may be -1 for the devices that are left "
+        "(default: 'batch=-1', 'batch=2,model=-1' for tensor and fsdp+tensor, or "
+        "'batch=2,expert=-1' for expert)",
     )
     mesh.add_argument(
         "--layouts",
         choices=tuple(LAYOUTS),
         help="how parameters and optimizer state are sharded, by meshlayout.parallel: "
         "not at all, over 'batch' (fsdp), over 'model' as the model's operations allow "
-        "(tensor), or both; names in capitals are the layout maps at the foot of the "
-        "model's file (default: tensor if --mesh has an axis 'model', else "
-        "data_parallel)",
+        "(tensor), or both, or experts alone over 'expert' (expert); names in capitals "
+        "are the layout maps at the foot of the model's file (default: tensor if --mesh "
+        "has an axis 'model', else data_parallel)",
     )
     mesh.add_argument(
         "--virtual-devices",

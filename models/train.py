@@ -23,7 +23,7 @@ from meshlayout import launch as launcher
 from meshlayout.errors import did_you_mean
 from models import gan
 from models.catalog import EXAMPLES, OWN_LAYOUTS
-from models.command_line import LAYOUTS, OptionError, check_options, command_line
+from models.command_line import AXES, LAYOUTS, OptionError, check_options, command_line
 from models.data import Dataset, load_dataset, load_text
 from models.gan_run import explain_gan, train_gan
 from models.prepare_data import (
@@ -34,6 +34,7 @@ from models.prepare_data import (
     num_classes,
 )
 from models.runs import (
+    ROW_AXES,
     Training,
     TrainingError,
     batch_layout,
@@ -284,9 +285,9 @@ def make_setting(
     """
     if axes is None:
         axes = "batch=-1"
-        if layouts is not None and "model" in LAYOUTS[layouts].axes:
+        for other in {*LAYOUTS[layouts].axes} - {"batch"} if layouts else ():
             # A single device is a mesh too.
-            axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
+            axes = f"batch={2 if jax.device_count() > 1 else 1},{other}=-1"
     try:
         mesh = ml.create_mesh(axes)
     except ml.errors.MeshError as error:
@@ -295,10 +296,10 @@ def make_setting(
         way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
         raise OptionError(f"argument --mesh: {fact}{way}") from error
     for axis in mesh.axis_names:
-        if axis not in ("batch", "model"):
+        if axis not in AXES:
             raise OptionError(
                 f"argument --mesh: no layout here uses an axis {axis!r}; the axes are "
-                f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
+                f"{', '.join(map(repr, AXES))}.{did_you_mean(axis, AXES)}"
             )
     if layouts is None:
         layouts = "tensor" if "model" in mesh.axis_names else "data_parallel"
@@ -308,14 +309,15 @@ def make_setting(
                 f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
                 f"--mesh {axes} has none"
             )
-    if "batch" in mesh.axis_names:
-        shards, size = mesh.axis_size("batch"), options.global_batch_size
+    if rows := [axis for axis in mesh.axis_names if axis in ROW_AXES]:
+        shards, size = mesh.axis_size(rows), options.global_batch_size
         if size % shards:
             lower, upper = size // shards * shards, -(-size // shards) * shards
             nearest = f"{lower} and {upper}" if lower else f"{upper}"
             raise OptionError(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
-                f"shards over mesh axis 'batch'; nearest that do: {nearest}"
+                f"shards over mesh axis {' and '.join(map(repr, rows))}; nearest that "
+                f"do: {nearest}"
             )
     names = tuple(gan.MODELS) if options.model == "gan" else ("",)
     maps = {name: make_layouts(options, labels, mesh, layouts, name) for name in names}
@@ -341,7 +343,8 @@ def make_layouts(
         own = EXAMPLES[options.model].layouts
         if layouts not in own:
             has = f"its own are {', '.join(own)}" if own else "it has none of its own"
-            ready = ", ".join(name for name in LAYOUTS if name not in OWN_LAYOUTS)
+            special = (*OWN_LAYOUTS, "expert")
+            ready = ", ".join(name for name in LAYOUTS if name not in special)
             raise OptionError(
                 f"argument --layouts: {options.model} has no map {layouts}: {has}, and "
                 f"for every model there are {ready}"
@@ -355,6 +358,8 @@ def make_layouts(
     if part == "generator":
         inputs = jax.ShapeDtypeStruct((inputs.shape[0], gan.LATENT_FEATURES), "float32")
     model = make_model(options, labels, part)
+    if layouts == "expert":
+        return ml.parallel.expert_parallel(mesh, "expert", model, inputs)
     tensor = ml.parallel.tensor_parallel(mesh, model, inputs)
     if not layouts.startswith("fsdp"):
         return tensor
