@@ -117,19 +117,19 @@ def command_line() -> argparse.ArgumentParser:
         "--mesh",
         metavar="AXES",
         help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
-        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; experts "
-        "and batch over 'expert'; one size may be -1 for the devices that are left "
-        "(default: 'batch=-1', 'batch=2,model=-1' for tensor and fsdp+tensor, or "
-        "'batch=2,expert=-1' for expert)",
+        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts, "
+        "experts and batch over 'expert'; one size may be -1 for the devices that are "
+        "left (default: 'batch=-1', 'batch=2,model=-1' for tensor and fsdp+tensor, "
+        "or 'batch=2,expert=-1' for expert)",
     )
     mesh.add_argument(
         "--layouts",
         choices=tuple(LAYOUTS),
         help="how parameters and optimizer state are sharded, by meshlayout.parallel: "
         "not at all, over 'batch' (fsdp), over 'model' as the model's operations allow "
-        "(tensor), or both, or experts alone over 'expert' (expert); names in capitals "
-        "are the layout maps at the foot of the model's file (default: tensor if --mesh "
-        "has an axis 'model', else data_parallel)",
+        "(tensor), or both, or experts alone over 'expert' (expert); names in "
+        "capitals are the layout maps at the foot of the model's file (default: tensor "
+        "if --mesh has an axis 'model', else data_parallel)",
     )
     mesh.add_argument(
         "--virtual-devices",
