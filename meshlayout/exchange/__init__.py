@@ -6,4 +6,5 @@ algorithm that meets one shard after another, such as ring attention, runs under
 """
 
 from meshlayout.exchange.axes import MeshAxis as MeshAxis, find_axis as find_axis
+from meshlayout.exchange.heads import all_to_all_attention as all_to_all_attention
 from meshlayout.exchange.ring import ring_attention as ring_attention

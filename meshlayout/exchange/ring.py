@@ -1,21 +1,20 @@
 """`ring_attention`: keys and values travel around a ring of devices, queries stay.
 
-Each device has one shard of the sequence and meets all others' keys in turn (Liu, Zaharia
-and Abbeel 2023): one permute per step, sent while the step before computes. The backward
-pass sends them around once more with the gradients that they collect, so that nothing is
-saved but each device's own shards and two numbers per row.
+Each device has one shard of the sequence and meets all others' keys in turn (Liu,
+Zaharia and Abbeel 2023): one permute per step, sent while the step before computes. The
+backward pass sends them around again with the gradients that they collect, so that
+nothing is saved but each device's own shards and two numbers per row.
 
-Causal attention over shards in order would leave the first devices idle. In zigzag order
-each has chunk i from the front and chunk i from the back, of which any two devices see
-the same number (Brandon et al. 2023, Llama 3): two of four blocks, never a masked one.
-The order is made and undone inside, by permutes. A window needs only its neighbors,
-which is the same work for all in plain order.
+Under a causal mask, the first devices would idle. In zigzag order each has a chunk from
+the front and one from the back (as Llama 3 does), so that all meet as many keys: two of
+four blocks in each step, none of which is masked in part. The order is made and undone
+inside, by permutes. A window reaches neighbors alone, which is equal work as it is.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +24,16 @@ from jax.typing import DTypeLike
 from meshlayout import _checks
 from meshlayout.exchange.attention import (
     Block,
+    FlaxArguments,
     Inputs,
     Precision,
     Rules,
     Window,
-    checked_inputs,
+    attend,
     nothing_seen,
     same_segment,
 )
-from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.axes import MeshAxis
 from meshlayout.mesh import Mesh
 
 
@@ -51,15 +51,11 @@ def ring_attention(
     softcap: float | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
     mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    broadcast_dropout: bool = True,
-    deterministic: bool = False,
     dtype: DTypeLike | None = None,
     precision: Precision = None,
-    module: object = None,
-    is_causal: bool = False,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis.
 
@@ -72,37 +68,33 @@ def ring_attention(
 
     Args:
         q: Queries: (batch, length, heads, head_dim), or without a batch.
-        k: Keys: (batch, length, kv_heads, head_dim); each head may serve several heads
-            of queries. Of another length only if nothing else relates positions.
+        k: Keys: (batch, length, kv_heads, head_dim); each head serves heads / kv_heads
+            of queries.
         v: Values, shaped as the keys.
         axis: The mesh axis that the sequence is sharded over.
         causal: Whether positions see only themselves and those before.
-        segment_ids: (batch, length), int: positions see only those of equal number, as
-            in packed rows.
+        segment_ids: (batch, length): positions see only those of an equal number, as in
+            packed rows.
         window: How many positions before and after are seen, or a pair of the two;
             devices then send only as far as it reaches.
-        scale: What scores are multiplied by, 1 / sqrt(head_dim) if None.
-        softcap: The bound that `softcap * tanh(scores / softcap)` bends scores to.
+        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
+        softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
         mesh: The mesh, where nothing else says it.
-        mask: Bools that broadcast to (batch, heads, length, length). Each device has
-            all columns of its rows of it; segment_ids and causal cost no such memory.
-        bias: Refused, as are dropout and `module`, which Flax passes.
-        dropout_rng: Not needed, as there is no dropout.
-        dropout_rate: Must be 0 unless `deterministic`.
-        broadcast_dropout: Says nothing without dropout.
-        deterministic: Whether there is no dropout whatever the rate.
+        mask: Bools that broadcast to (batch, heads, length, length). Each device holds
+            its rows of it, whole; `causal` and `segment_ids` take no such memory.
         dtype: What q, k and v are cast to.
         precision: Of the products, as in `jax.lax.dot`.
-        module: Must be None.
-        is_causal: The same as `causal`, as Flax says it.
+        dropout_rate: Must be 0, unless `deterministic`.
+        deterministic: Whether nothing is dropped, whatever the rate.
+        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
+            `module` must be None.
 
     Returns:
         An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
 
     Raises:
-        LayoutError: If shapes or dtypes do not fit each other.
+        LayoutError: If shapes or dtypes do not fit, or an option is not supported.
         MeshError: If this is called inside `shard_map` over the axis.
-        MeshLayoutError: If an option is given that has no meaning here.
 
     Example:
         >>> import meshlayout as ml
@@ -113,42 +105,130 @@ def ring_attention(
         >>> bool(jnp.allclose(out, whole, atol=1e-5))
         True
     """
-    _ = dropout_rng, broadcast_dropout
-    where = "ring_attention"
-    inputs = checked_inputs(
-        *(where, (q, k, v)),
-        causal=causal or is_causal,
-        segment_ids=segment_ids,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        mask=mask,
-        dropout=0.0 if deterministic else dropout_rate,
-        dtype=dtype,
-        precision=precision,
-        module=module,
-    )
-    mesh_axis = find_axis(axis, mesh, where)
-    if mesh_axis is None:
-        return inputs.on_one_device()
-    return _on_ring(mesh_axis, inputs)
+    return attend(_on_ring, "ring_attention", **locals())
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Who meets whom: all that is known before there are arrays.
+
+    On a device, chunks of the sequence are in front, one in plain order and two in
+    zigzag order: queries (chunk, b, t, k, g, d), keys and values (chunk, b, s, k, d).
+    """
+
+    axis: MeshAxis
+    rules: Rules
+    zigzag: bool
+    num_rows: int  # of a chunk of queries
+    num_columns: int  # of a chunk of keys
+    num_keys: int  # of the sequence, without padding
+    first: int  # keys come first from the device so many places before,
+    last: int  # and last from this one
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        """Returns a shard of the sequence as chunks, in the order of this ring."""
+        if not self.zigzag:
+            return x[None]
+        halves = [self._swap(part, i) for i, part in enumerate(jnp.split(x, 2, axis=1))]
+        return jnp.where(self._is_odd(), jnp.stack(halves[::-1]), jnp.stack(halves))
+
+    def shard(self, chunks: jax.Array) -> jax.Array:
+        """Returns chunks as a shard in the order of the sequence: undoes `chunks`."""
+        if not self.zigzag:
+            return chunks[0]
+        halves = jnp.where(self._is_odd(), chunks[::-1], chunks)
+        parts = [self._swap(part, i, back=True) for i, part in enumerate(halves)]
+        return jnp.concatenate(parts, axis=1)
+
+    def _is_odd(self) -> jax.Array:
+        return self.axis.index() % 2 == 1
+
+    def _swap(self, x: jax.Array, half: int, *, back: bool = False) -> jax.Array:
+        """Sends one half of each shard, chunk j of 2n, to device j or 2n - 1 - j."""
+        size = self.axis.size
+        chunks = range(half, 2 * size, 2)
+        pairs = [(j // 2, min(j, 2 * size - 1 - j)) for j in chunks]
+        pairs = [pair[::-1] for pair in pairs] if back else pairs
+        return jax.lax.ppermute(x, self.axis.name, pairs)
+
+    def rotate(self, visit: Callable[..., Any], keys: Any) -> Any:
+        """Calls `visit(shift, keys, carry)` with the keys of one device after another.
+
+        `shift` is how many places before this one it is, `carry` what the call before
+        returned. Each step's keys are sent before the step before computes.
+        """
+        keys = self.axis.shift(keys, self.first)
+        if self.first == self.last:
+            return visit(self.first, keys, None)
+        following = self.axis.shift(keys, 1)
+        carry = visit(self.first, keys, None)
+
+        def step(loop: Any, shift: jax.Array) -> Any:
+            keys, carry = loop
+            following = self.axis.shift(keys, 1)
+            return (following, visit(shift, keys, carry)), None
+
+        if self.last - self.first > 1:
+            shifts = jnp.arange(self.first + 1, self.last)
+            (following, carry), _ = jax.lax.scan(step, (following, carry), shifts)
+        return visit(self.last, following, carry)
+
+    def blocks(self, shift: Any, keys: Any, segments: Any, mask: Any) -> Iterator[Any]:
+        """Yields the chunks of queries and keys that meet, by index, and the block."""
+        k, v, key_segments = keys
+        index = self.axis.index()
+        source = (index - shift) % self.axis.size
+        pairs: list[tuple[Any, Any, bool]] = [(0, 0, True)]
+        if self.zigzag and isinstance(shift, int) and shift == 0:
+            pairs = [(0, 0, True), (1, 0, False), (1, 1, True)]
+        elif self.zigzag:
+            # Both chunks see the first chunk of an earlier device's keys, and the last
+            # one both chunks of a later device's.
+            later = (source > index).astype("int32")
+            pairs = [(1, 0, False), (later, later, False)]
+        start, offset = index * self.num_rows, source * self.num_columns
+        if self.zigzag:
+            start = offset = 0
+        for a, b, is_partial in pairs:
+            masks: list[jax.Array] = []
+            padding: list[jax.Array] = []
+            if is_partial:
+                columns = offset + jnp.arange(self.num_columns)
+                masks += self.rules.visible(start + jnp.arange(self.num_rows), columns)
+                if (
+                    not self.zigzag
+                    and self.num_columns * self.axis.size > self.num_keys
+                ):
+                    padding = [(columns < self.num_keys)[None, None, None, None]]
+            if mask is not None:
+                size = self.num_columns
+                part = jax.lax.dynamic_slice_in_dim(mask, offset, size, axis=4)
+                masks.append(jnp.moveaxis(part, 1, 3))
+            if key_segments is not None:
+                masks.append(same_segment(_get(segments, a), _get(key_segments, b)))
+            yield a, b, Block(self.rules, _get(k, b), _get(v, b), masks, padding)
+
+
+def _get(chunks: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
+
+
+def _set(chunks: jax.Array, index: Any, chunk: jax.Array) -> jax.Array:
+    # Not `.at[index]`: the compiler gathers rows where a scatter changes them.
+    return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)
 
 
 def _on_ring(axis: MeshAxis, inputs: Inputs) -> jax.Array:
-    length, key_length = inputs.q.shape[1], inputs.k.shape[1]
-    rules = inputs.rules
-    is_square = length == key_length
-    is_plain = is_square and inputs.mask is None
-    zigzag = rules.causal and is_plain and rules.window is None
-    parts = axis.size * (2 if zigzag else 1)
-    rows, columns = -(-length // parts), -(-key_length // parts)
+    rules, length, num_keys = inputs.rules, inputs.q.shape[1], inputs.k.shape[1]
+    is_plain = length == num_keys and inputs.mask is None
+    zigzag = is_plain and rules.causal and rules.window is None
+    parts = axis.size * (1 + zigzag)
+    num_rows, num_columns = -(-length // parts), -(-num_keys // parts)
     first, last = 0, axis.size - 1
-    if rules.window is not None and is_plain:
-        before, after = (-(-reach // columns) for reach in rules.window)
-        if before + after < last:
-            first, last = -after, before
-    ring = Ring(axis, rules, zigzag, rows, columns, key_length, first, last)
+    if is_plain and rules.window is not None:
+        before, after = (-(-reach // num_columns) for reach in rules.window)
+        first, last = (-after, before) if before + after < last else (first, last)
+    ring = Ring(axis, rules, zigzag, num_rows, num_columns, num_keys, first, last)
 
     def padded(x: jax.Array | None, dim: int, size: int) -> jax.Array | None:
         if x is None or x.shape[dim] == size * parts:
@@ -157,125 +237,10 @@ def _on_ring(axis: MeshAxis, inputs: Inputs) -> jax.Array:
         widths[dim] = (0, size * parts - x.shape[dim])
         return jnp.pad(x, widths)
 
-    mask = padded(padded(inputs.mask, 3, rows), 4, columns)
-    out = _attend(
-        ring,
-        *(padded(inputs.q, 1, rows), padded(inputs.k, 1, columns)),
-        *(padded(inputs.v, 1, columns), padded(inputs.segment_ids, 1, rows), mask),
-    )
-    return out[:, :length].reshape(inputs.shape)
-
-
-def _spec(dim: int, axis: MeshAxis) -> PartitionSpec:
-    return PartitionSpec(*[None] * dim, axis.name)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Who meets whom: all that is known before there are arrays.
-
-    On a device, arrays have their chunks of the sequence in front, one in plain order
-    and two in zigzag order: queries (chunk, b, t, k, g, d), keys (chunk, b, s, k, d).
-    """
-
-    axis: MeshAxis
-    rules: Rules
-    zigzag: bool
-    rows: int  # of a chunk of queries
-    columns: int  # of a chunk of keys
-    num_keys: int  # without padding
-    first: int  # whose keys come first: those of the device so many places before
-    last: int
-
-    def chunks(self, x: Any, dim: int = 1) -> Any:
-        """Returns a shard's chunks, in the order of this ring."""
-        if not self.zigzag:
-            return x[None]
-        halves = jnp.split(x, 2, axis=dim)
-        return jnp.stack(self._crossed(halves))
-
-    def shard(self, chunks: Any, dim: int = 1) -> Any:
-        """Returns the shard in the order of the sequence: undoes `chunks`."""
-        if not self.zigzag:
-            return chunks[0]
-        return jnp.concatenate(self._crossed(list(chunks), back=True), axis=dim)
-
-    def _crossed(self, halves: list[Any], *, back: bool = False) -> list[Any]:
-        """Sends chunk j to device j, or to 2n - 1 - j if that is less; or back."""
-        size = self.axis.size
-        is_odd = self.axis.index() % 2 == 1
-        if back:
-            halves = [jnp.where(is_odd, *pair) for pair in (halves[::-1], halves)]
-        for half in range(2):
-            chunks = [2 * device + half for device in range(size)]
-            pairs = [(j // 2, min(j, 2 * size - 1 - j)) for j in chunks]
-            pairs = [pair[::-1] for pair in pairs] if back else pairs
-            halves[half] = jax.lax.ppermute(halves[half], self.axis.name, pairs)
-        if not back:
-            halves = [jnp.where(is_odd, *pair) for pair in (halves[::-1], halves)]
-        return halves
-
-    def rotate(self, visit: Callable[..., Any], keys: Any) -> Any:
-        """Calls `visit(shift, keys, carry)` with the keys of all devices, in turn.
-
-        Each step's keys are sent before the step before computes.
-        """
-        keys = self.axis.shift(keys, self.first)
-        following = self.axis.shift(keys, 1) if self.last > self.first else None
-        carry = visit(self.first, keys, None)
-
-        def step(loop: Any, shift: Any) -> Any:
-            keys, carry = loop
-            following = self.axis.shift(keys, 1)
-            return (following, visit(shift, keys, carry)), None
-
-        middle = jnp.arange(self.first + 1, self.last)
-        if middle.size:
-            (following, carry), _ = jax.lax.scan(step, (following, carry), middle)
-        return visit(self.last, following, carry) if following is not None else carry
-
-    def blocks(self, shift: Any, q: Any, keys: Any, rows: Any) -> Iterator[Any]:
-        """Yields the chunks of queries and keys that meet: both indices, the block."""
-        k, v, segments = keys
-        row_segments, mask = rows
-        size, index = self.axis.size, self.axis.index()
-        source = (index - shift) % size
-        is_later = (source > index).astype("int32")
-        pairs: list[tuple[Any, Any, bool]] = [(0, 0, True)]
-        if self.zigzag:
-            is_home = isinstance(shift, int) and shift == 0
-            # Either the first chunk of the earlier device's keys meets both chunks, or
-            # both of the later device's meet the last: never one that sees only a part.
-            pairs = [(0, 0, True), (1, 0, False), (1, 1, True)]
-            pairs = pairs if is_home else [(1, 0, False), (is_later, is_later, False)]
-        for a, b, is_diagonal in pairs:
-            masks: list[jax.Array] = []
-            padding: tuple[jax.Array, ...] = ()
-            if is_diagonal:
-                columns = jnp.arange(self.columns)
-                offset = 0 if self.zigzag else source * self.columns
-                start = 0 if self.zigzag else index * self.rows
-                near = self.rules.visible(
-                    start + jnp.arange(self.rows), offset + columns
-                )
-                masks += [] if near is None else [near]
-                if not self.zigzag and self.columns * size > self.num_keys:
-                    is_key = offset + columns < self.num_keys
-                    padding = (is_key[None, None, None, None],)
-                if mask is not None:
-                    part = jax.lax.dynamic_slice_in_dim
-                    masks.append(part(mask, offset, self.columns, axis=4))
-            if segments is not None:
-                masks.append(same_segment(_chunk(row_segments, a), _chunk(segments, b)))
-            yield (
-                a,
-                b,
-                Block(self.rules, _chunk(k, b), _chunk(v, b), tuple(masks), padding),
-            )
-
-
-def _chunk(chunks: jax.Array, index: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
+    rows = [padded(x, 1, num_rows) for x in (inputs.q, inputs.segment_ids, inputs.mask)]
+    keys = [padded(x, 1, num_columns) for x in (inputs.k, inputs.v)]
+    out = _attend(ring, rows[0], *keys, rows[1], padded(rows[2], 4, num_columns))
+    return out[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -283,39 +248,35 @@ def _exchange(ring: Ring, q: Any, k: Any, v: Any, segments: Any, mask: Any) -> A
     return _forward(ring, q, k, v, segments, mask)[0]
 
 
+def _specs(ring: Ring) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the specs of shards along the sequence, and of chunks."""
+    return PartitionSpec(None, ring.axis.name), PartitionSpec(ring.axis.name)
+
+
 def _forward(ring: Ring, q: Any, k: Any, v: Any, segments: Any, mask: Any) -> Any:
     def on_device(q: Any, k: Any, v: Any, segments: Any, mask: Any) -> Any:
         q, k, v, segments = jax.tree.map(ring.chunks, (q, k, v, segments))
 
         def visit(shift: Any, keys: Any, running: Any) -> Any:
-            if running is None:
-                running = jax.vmap(nothing_seen)(q)
-            for a, _, block in ring.blocks(shift, q, keys, (segments, mask)):
-                now = [_chunk(x, a) for x in running]
-                now = block.forward(_chunk(q, a), now)
-                running = [x.at[a].set(y) for x, y in zip(running, now, strict=True)]
+            running = jax.vmap(nothing_seen)(q) if running is None else running
+            for a, _, block in ring.blocks(shift, keys, segments, mask):
+                now = block.forward(_get(q, a), [_get(x, a) for x in running])
+                running = [_set(x, a, y) for x, y in zip(running, now, strict=True)]
             return running
 
         total, top, weight = ring.rotate(visit, (k, v, segments))
-        inverse = 1 / weight
-        out = jnp.einsum("cbkgtd->cbtkgd", total * inverse[..., None])
-        saved = q, k, v, segments, top, inverse
-        return ring.shard(out.astype(q.dtype)), saved
+        out = jnp.einsum("cbkgtd->cbtkgd", total / weight[..., None])
+        return ring.shard(out.astype(q.dtype)), (q, k, v, segments, top, weight)
 
-    along, chunked = _spec(1, ring.axis), _spec(2, ring.axis)
-    saved_specs = (*[chunked] * 4, *[_spec(4, ring.axis)] * 2)
-    mapped = ring.axis.shard_map(
-        on_device,
-        (*[along] * 4, _spec(3, ring.axis)),
-        (along, saved_specs),
-    )
+    along, chunked = _specs(ring)
+    mapped = ring.axis.shard_map(on_device, along, (along, chunked))
     out, saved = mapped(q, k, v, segments, mask)
-    return out, (out, saved, mask)
+    return out, (saved, out, mask)
 
 
 def _backward(ring: Ring, residuals: Any, grad: Any) -> Any:
-    def on_device(out: Any, saved: Any, mask: Any, grad: Any) -> Any:
-        q, k, v, segments, top, inverse = saved
+    def on_device(saved: Any, out: Any, mask: Any, grad: Any) -> Any:
+        q, k, v, segments, top, weight = saved
         delta = jnp.sum(out.astype(top.dtype) * grad.astype(top.dtype), axis=-1)
         grad, delta = ring.chunks(grad), ring.chunks(delta)
         delta = jnp.einsum("cbtkg->cbkgt", delta)
@@ -323,26 +284,23 @@ def _backward(ring: Ring, residuals: Any, grad: Any) -> Any:
         def visit(shift: Any, keys: Any, grads: Any) -> Any:
             if grads is None:
                 grads = [jnp.zeros(x.shape, top.dtype) for x in (q, k, v)]
-            else:  # gradients follow their keys, a step behind
+            else:  # those of keys follow their keys, a step behind
                 grads = [grads[0], *ring.axis.shift(grads[1:], 1)]
-            for a, b, block in ring.blocks(shift, q, keys, (segments, mask)):
-                rows = [_chunk(x, a) for x in (q, top, inverse, grad, delta)]
+            for a, b, block in ring.blocks(shift, keys, segments, mask):
+                rows = [_get(x, a) for x in (q, top, weight, grad, delta)]
                 parts = zip(grads, (a, b, b), block.backward(*rows), strict=True)
-                grads = [x.at[chunk].add(part) for x, chunk, part in parts]
+                grads = [_set(x, i, _get(x, i) + part) for x, i, part in parts]
             return grads
 
         grads = ring.rotate(visit, (k, v, segments))
         grads = [grads[0], *ring.axis.shift(grads[1:], -ring.last)]
         return tuple(ring.shard(x.astype(q.dtype)) for x in grads)
 
-    along, chunked = _spec(1, ring.axis), _spec(2, ring.axis)
-    saved_specs = (*[chunked] * 4, *[_spec(4, ring.axis)] * 2)
-    mapped = ring.axis.shard_map(
-        on_device, (along, saved_specs, _spec(3, ring.axis), along), along
-    )
+    along, chunked = _specs(ring)
+    mapped = ring.axis.shard_map(on_device, (chunked, along, along, along), along)
     return *mapped(*residuals, grad), None, None
 
 
 _exchange.defvjp(_forward, _backward)
-# Traced and compiled once for all layers of a model.
+# Traced once for all layers of a model, compiled once for calls outside of jit.
 _attend = jax.jit(_exchange, static_argnums=0)
