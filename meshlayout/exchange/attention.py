@@ -1,34 +1,29 @@
-"""Attention as one device computes it, whole or block by block, and its arguments.
+"""Attention functions for sequences that are sharded over a mesh axis.
 
-Queries meet blocks of keys one by one: `Block.forward` adds each to a running softmax
-(Milakov and Gimelshein 2018), `Block.backward` recomputes its weights from the largest
-score and the sum of each row (Dao et al. 2022), in float32 or wider.
+`ring_attention` sends keys and values around (`rotation`). `all_to_all_attention` makes
+shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs et al.
+2023): a device gets every n-th head, so that heads which the compiler shards in order,
+over another axis, stay where they are.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
-from meshlayout.errors import LayoutError, MeshLayoutError
+from meshlayout.errors import LayoutError
 from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
+from meshlayout.exchange.rotation import attend_on_ring
 from meshlayout.mesh import Mesh
 
 
 Window: TypeAlias = int | Sequence[int]
-Precision: TypeAlias = Any  # as of jax.lax.dot: a name, a Precision, or a pair
-# The sum of weighted values (b, k, g, t, d); the largest score and the sum of weights,
-# both (b, k, g, t).
-Running: TypeAlias = Sequence[jax.Array]
-
-# Finite, as in JAX: where all scores of a row are masked, all count the same.
-_MASKED = -0.7 * float(jnp.finfo("float32").max)
 
 
 class FlaxArguments(TypedDict, total=False):
@@ -41,141 +36,119 @@ class FlaxArguments(TypedDict, total=False):
     broadcast_dropout: bool
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How queries score keys, and the positions that they see."""
+@_checks.user_call
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: str,
+    causal: bool,
+    segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
+) -> jax.Array:
+    """Returns attention over a sequence that is sharded over a mesh axis.
 
-    causal: bool
-    window: tuple[int, int] | None  # positions before and after
-    scale: float
-    softcap: float | None
-    precision: Precision
+    Exactly that of the whole sequence, in value and gradient, in memory that falls with
+    the size of the axis: no device ever has all keys. Use this for sequences too long
+    for one device, as `attention_fn=functools.partial(ring_attention, axis="seq",
+    causal=True)` of a Flax module too. The mesh is that of the step, or of
+    `jax.set_mesh`; without one, or on one that has no such axis or has it with size 1,
+    this is `jax.nn.dot_product_attention`. Lengths that do not divide are padded.
 
-    def product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns a product in the dtype of `b`, summed up in float32 or wider."""
-        dtype = jnp.promote_types(b.dtype, jnp.float32)
-        options: Any = {"preferred_element_type": dtype, "precision": self.precision}
-        return jnp.einsum(equation, a.astype(b.dtype), b, **options)
+    Args:
+        q: Queries: (batch, length, heads, head_dim), or without a batch.
+        k: Keys: (batch, length, kv_heads, head_dim); each head serves heads / kv_heads
+            of queries.
+        v: Values, shaped as the keys.
+        axis: The mesh axis that the sequence is sharded over.
+        causal: Whether positions see only themselves and those before.
+        segment_ids: (batch, length): positions see only those of an equal number, as in
+            packed rows.
+        window: How many positions before and after are seen, or a pair of the two;
+            devices then send only as far as it reaches.
+        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
+        softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
+        mesh: The mesh, where nothing else says it.
+        mask: Bools that broadcast to (batch, heads, length, length). Each device holds
+            its rows of it, whole; `causal` and `segment_ids` take no such memory.
+        dtype: What q, k and v are cast to.
+        precision: Of the products, as in `jax.lax.dot`.
+        dropout_rate: Must be 0, unless `deterministic`.
+        deterministic: Whether nothing is dropped, whatever the rate.
+        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
+            `module` must be None.
 
-    def visible(self, rows: jax.Array, columns: jax.Array) -> list[jax.Array]:
-        """Returns masks: which keys at positions `columns` queries at `rows` see."""
-        ahead = (columns[None, :] - rows[:, None])[None, None, None]
-        masks = [ahead <= 0] if self.causal else []
-        if self.window is not None:
-            masks += [ahead >= -self.window[0], ahead <= self.window[1]]
-        return masks
+    Returns:
+        An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
 
+    Raises:
+        LayoutError: If shapes or dtypes do not fit, or an option is not supported.
+        MeshError: If this is called inside `shard_map` over the axis.
 
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of an attention function, checked, with a batch dim.
-
-    The shapes: `q` (batch, length, kv_heads, groups, head_dim), `k` and `v` (batch,
-    key_length, kv_heads, head_dim), `segment_ids` (batch, length), `mask` (batch or 1,
-    length, kv_heads or 1, groups or 1, key_length).
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
+        >>> x = jax.random.normal(jax.random.key(0), (2, 30, 4, 8))
+        >>> out = ring_attention(x, x, x, axis="seq", causal=True, mesh=mesh)
+        >>> whole = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> bool(jnp.allclose(out, whole, atol=1e-5))
+        True
     """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array | None
-    mask: jax.Array | None
-    rules: Rules
-
-    def on_one_device(self) -> jax.Array:
-        """Returns the attention, by `jax.nn.dot_product_attention` if it can do it."""
-        q, k, v, rules = self.q, self.k, self.v, self.rules
-        rows, columns = jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
-        masks = [] if self.mask is None else [jnp.moveaxis(self.mask, 1, 3)]
-        if self.segment_ids is not None:
-            masks.append(same_segment(self.segment_ids, self.segment_ids))
-        if rules.softcap is not None or rules.precision is not None:
-            block = Block(rules, k, v, (*masks, *rules.visible(rows, columns)))
-            weights = jax.nn.softmax(block.scores(q))
-            return rules.product("bkgts,bskd->btkgd", weights, v).astype(q.dtype)
-        mask, heads = None, (*q.shape[:2], -1, q.shape[-1])
-        if masks:
-            mask = functools.reduce(jnp.logical_and, masks)
-            shape = (len(q), *q.shape[2:4], len(rows), len(columns))
-            mask = jnp.broadcast_to(mask, shape).reshape(len(q), -1, *shape[3:])
-        out = jax.nn.dot_product_attention(
-            *(q.reshape(heads), k, v, None, mask),
-            scale=rules.scale,
-            is_causal=rules.causal,
-            local_window_size=rules.window,
-        )
-        return out.reshape(q.shape)
+    return _attend(attend_on_ring, "ring_attention", **locals())
 
 
-def same_segment(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Returns a mask: which keys are of a query's segment."""
-    return (rows[:, :, None] == columns[:, None, :])[:, None, None]
+@_checks.user_call
+def all_to_all_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: str,
+    causal: bool,
+    segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
+) -> jax.Array:
+    """Returns attention over a sequence that is sharded over a mesh axis, by heads.
+
+    As `ring_attention`, with its arguments, result and errors, but each device computes
+    whole rows for some of the heads, by `jax.nn.dot_product_attention`. It sends less
+    than a ring if there are many devices and as many heads; its memory is that of all
+    scores of those heads. The heads of keys and the length must divide among the
+    devices, or there is a LayoutError with the nearest numbers that do.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
+        >>> x = jax.random.normal(jax.random.key(0), (2, 32, 4, 8))
+        >>> out = all_to_all_attention(x, x, x, axis="seq", causal=True, mesh=mesh)
+        >>> whole = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> bool(jnp.allclose(out, whole, atol=1e-5))
+        True
+    """
+    return _attend(_by_heads, "all_to_all_attention", **locals())
 
 
-@dataclass(frozen=True)
-class Block:
-    """Some keys and values, and which of them the queries see."""
-
-    rules: Rules
-    k: jax.Array
-    v: jax.Array
-    masks: Sequence[jax.Array]  # each broadcasts to scores: (b, k, g, t, s)
-    padding: Sequence[jax.Array] = ()  # masks, False where there is no key at all
-
-    def scores(self, q: jax.Array) -> jax.Array:
-        """Returns the scores of queries, far below all others where they see nothing."""
-        rules, cap = self.rules, self.rules.softcap
-        scores = rules.scale * rules.product("btkgd,bskd->bkgts", q, self.k)
-        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-        for mask in self.masks:
-            scores = jnp.where(mask, scores, _MASKED)
-        for mask in self.padding:
-            scores = jnp.where(mask, scores, -jnp.inf)
-        return scores
-
-    def forward(self, q: jax.Array, running: Running) -> Running:
-        """Returns the running softmax of queries after this block."""
-        total, top, weight = running
-        scores = self.scores(q)
-        new_top = jnp.maximum(top, scores.max(-1))
-        weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
-        part = self.rules.product("bkgts,bskd->bkgtd", weights, self.v)
-        weight = weight * shrink + weights.sum(-1)
-        return total * shrink[..., None] + part, new_top, weight
-
-    def backward(
-        self, q: jax.Array, top: jax.Array, weight: jax.Array, grad: Any, delta: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the gradients of queries, keys and values through this block.
-
-        `top` and `weight` are those of the whole row; `grad` is that of the result, and
-        `delta` its product with the result, summed over features.
-        """
-        rules, scores = self.rules, self.scores(q)
-        weights = jnp.exp(scores - top[..., None]) / weight[..., None]
-        grad_v = rules.product("bkgts,btkgd->bskd", weights, grad)
-        grads = rules.product("bskd,btkgd->bkgts", self.v, grad) - delta[..., None]
-        grads = weights * grads * rules.scale
-        if rules.softcap is not None:
-            grads = grads * (1 - jnp.square(scores / rules.softcap))
-        for mask in (*self.masks, *self.padding):
-            grads = jnp.where(mask, grads, 0)
-        grad_q = rules.product("bkgts,bskd->btkgd", grads, self.k)
-        return grad_q, rules.product("bkgts,btkgd->bskd", grads, q), grad_v
-
-
-def nothing_seen(q: jax.Array) -> Running:
-    """Returns the running softmax of queries before their first block."""
-    batch, length, *heads, features = q.shape
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    total = jnp.zeros((batch, *heads, length, features), dtype)
-    # Not 0, so that rows of padding, which may see no key, are not NaN.
-    weight = jnp.full_like(total[..., 0], jnp.finfo(dtype).tiny)
-    return total, jnp.full_like(weight, _MASKED), weight
-
-
-def attend(
-    exchange: Callable[[MeshAxis, Inputs], jax.Array],
+def _attend(
+    exchange: Callable[[MeshAxis, Rules, Inputs], jax.Array],
     where: str,
     *,
     q: jax.Array,
@@ -225,12 +198,13 @@ def attend(
     check(is_float, f"all must be floats of one dtype, got {dtypes}", fix)
     (batch, length, heads, _), (key_length, kv_heads) = q.shape, k.shape[1:3]
     fact = f"{heads} heads of queries do not divide among {kv_heads} of keys"
-    check(heads % kv_heads == 0, fact, nearest(heads, kv_heads))
+    check(heads % kv_heads == 0, fact, _nearest(heads, kv_heads))
     if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids).reshape(-1, length)
-        fits = segment_ids.shape == (batch, length) and length == key_length
-        fact = f"segment_ids of shape {segment_ids.shape} are not one for each query"
+        ids = jnp.asarray(segment_ids)
+        fits = ids.shape == shape[:-2] and length == key_length
+        fact = f"segment_ids of shape {ids.shape} are not one for each query"
         check(fits, f"{fact} and key, {shapes}", "Give mask= instead.")
+        segment_ids = ids.reshape(batch, length)
     if mask is not None:
         mask, full = jnp.asarray(mask), (batch, heads, length, key_length)
         sizes = (*(1,) * (4 - mask.ndim), *mask.shape)
@@ -251,19 +225,58 @@ def attend(
         after = 0 if causal else after
         is_all = before >= key_length and (causal or after >= key_length)
         reach = None if is_all else (before, after)
-    scale = q.shape[-1] ** -0.5 if scale is None else _checks.number("scale", scale)
+    scale = _checks.number("scale", q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         softcap = _checks.number("softcap", softcap, above=0, where=where)
     rules = Rules(causal, reach, scale, softcap, precision)
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, -1)
-    inputs = Inputs(q, k, v, segment_ids, mask, rules)
+    inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(axis, mesh, where)
-    out = exchange(mesh_axis, inputs) if mesh_axis else inputs.on_one_device()
-    return out.reshape(shape)
+    if mesh_axis is None:
+        return attend_on_one_device(rules, inputs).reshape(shape)
+    # Traced once for all layers of a model, compiled once for calls outside of jit.
+    run = jax.jit(exchange, static_argnums=(0, 1))
+    return run(mesh_axis, rules, inputs).reshape(shape)
 
 
-def nearest(number: int, divisor: int) -> str:
+def _nearest(number: int, divisor: int) -> str:
     """Returns a sentence with the nearest numbers that a divisor divides."""
     below = number // divisor * divisor
     above = below + divisor
     return f"Nearest that would: {f'{below} and {above}' if below else above}."
+
+
+def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
+    q, k, v, segment_ids, mask = inputs
+    sizes = {"positions": q.shape[1], "positions of keys": k.shape[1]}
+    for name, number in {**sizes, "heads of keys": k.shape[2]}.items():
+        if number % axis.size:
+            fact = f"{number} {name} do not divide among {axis.size} devices"
+            hint = f"{_nearest(number, axis.size)} ring_attention takes any number."
+            msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
+            raise LayoutError(msg)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Parts the heads, dim 2, into those of one device and the devices."""
+        return x.reshape(*x.shape[:2], -1, axis.size, *x.shape[3:])
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(split(x), axis.name, 3, 1, tiled=True)[:, :, :, 0]
+
+    def on_device(*arrays: Any) -> jax.Array:
+        q, k, v, segment_ids, mask = arrays
+        mask = mask if mask is None else mask[:, :, :, 0]
+        inputs = Inputs(to_heads(q), to_heads(k), to_heads(v), segment_ids, mask)
+        # Computed again backward: all weights of all layers would not fit.
+        local = jax.checkpoint(attend_on_one_device, static_argnums=0)
+        out = local(rules, inputs)[:, :, :, None]
+        out = jax.lax.all_to_all(out, axis.name, 1, 3, tiled=True)
+        return out.reshape(*out.shape[:2], -1, *out.shape[4:])
+
+    along, mask_spec = PartitionSpec(None, axis.name), PartitionSpec()
+    if mask is not None and mask.shape[2] > 1:
+        mask, mask_spec = split(mask), PartitionSpec(None, None, None, axis.name)
+    elif mask is not None:
+        mask = mask[:, :, :, None]
+    specs = (along, along, along, PartitionSpec(), mask_spec)
+    return axis.shard_map(on_device, specs, along)(q, k, v, segment_ids, mask)

@@ -1,5 +1,9 @@
-"""Ready-made rules for how models are laid out on meshes."""
+"""Ready-made rules for how models are laid out on meshes, and code on shards."""
 
+from meshlayout.exchange import (
+    all_to_all_attention as all_to_all_attention,
+    ring_attention as ring_attention,
+)
 from meshlayout.parallel.composition import (
     Composition as Composition,
     compose as compose,

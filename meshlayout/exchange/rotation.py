@@ -1,4 +1,4 @@
-"""`ring_attention`: keys and values travel around a ring of devices, queries stay.
+"""Attention on a ring: keys and values travel around a ring of devices, queries stay.
 
 Each device has one shard of the sequence and meets all others' keys in turn (Liu,
 Zaharia and Abbeel 2023): one permute per step, sent while the step before computes. The
@@ -14,98 +14,18 @@ inside, by permutes. A window reaches neighbors alone, which is equal work as it
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
-from meshlayout import _checks
-from meshlayout.exchange.attention import (
-    Block,
-    FlaxArguments,
-    Inputs,
-    Precision,
-    Rules,
-    Window,
-    attend,
-    nothing_seen,
-    same_segment,
-)
 from meshlayout.exchange.axes import MeshAxis
-from meshlayout.mesh import Mesh
+from meshlayout.exchange.blocks import Block, Inputs, Rules, nothing_seen, same_segment
 
 
-@_checks.user_call
-def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: str,
-    causal: bool,
-    segment_ids: jax.Array | None = None,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    mesh: Mesh | jax.sharding.Mesh | None = None,
-    mask: jax.Array | None = None,
-    dtype: DTypeLike | None = None,
-    precision: Precision = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    **flax: Unpack[FlaxArguments],
-) -> jax.Array:
-    """Returns attention over a sequence that is sharded over a mesh axis.
-
-    Exactly that of the whole sequence, in value and gradient, in memory that falls with
-    the size of the axis: no device ever has all keys. Use this for sequences too long
-    for one device, as `attention_fn=functools.partial(ring_attention, axis="seq",
-    causal=True)` of a Flax module too. The mesh is that of the step, or of
-    `jax.set_mesh`; without one, or on one that has no such axis or has it with size 1,
-    this is `jax.nn.dot_product_attention`. Lengths that do not divide are padded.
-
-    Args:
-        q: Queries: (batch, length, heads, head_dim), or without a batch.
-        k: Keys: (batch, length, kv_heads, head_dim); each head serves heads / kv_heads
-            of queries.
-        v: Values, shaped as the keys.
-        axis: The mesh axis that the sequence is sharded over.
-        causal: Whether positions see only themselves and those before.
-        segment_ids: (batch, length): positions see only those of an equal number, as in
-            packed rows.
-        window: How many positions before and after are seen, or a pair of the two;
-            devices then send only as far as it reaches.
-        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
-        softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
-        mesh: The mesh, where nothing else says it.
-        mask: Bools that broadcast to (batch, heads, length, length). Each device holds
-            its rows of it, whole; `causal` and `segment_ids` take no such memory.
-        dtype: What q, k and v are cast to.
-        precision: Of the products, as in `jax.lax.dot`.
-        dropout_rate: Must be 0, unless `deterministic`.
-        deterministic: Whether nothing is dropped, whatever the rate.
-        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
-            `module` must be None.
-
-    Returns:
-        An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
-
-    Raises:
-        LayoutError: If shapes or dtypes do not fit, or an option is not supported.
-        MeshError: If this is called inside `shard_map` over the axis.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
-        >>> x = jax.random.normal(jax.random.key(0), (2, 30, 4, 8))
-        >>> out = ring_attention(x, x, x, axis="seq", causal=True, mesh=mesh)
-        >>> whole = jax.nn.dot_product_attention(x, x, x, is_causal=True)
-        >>> bool(jnp.allclose(out, whole, atol=1e-5))
-        True
-    """
-    return attend(_on_ring, "ring_attention", **locals())
+# Chunks of keys, values and the keys' segments: what travels.
+Keys: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 @dataclass(frozen=True)
@@ -124,6 +44,16 @@ class Ring:
     num_keys: int  # of the sequence, without padding
     first: int  # keys come first from the device so many places before,
     last: int  # and last from this one
+
+    @property
+    def along(self) -> PartitionSpec:
+        """The spec of shards along the sequence."""
+        return PartitionSpec(None, self.axis.name)
+
+    @property
+    def chunked(self) -> PartitionSpec:
+        """The spec of chunks."""
+        return PartitionSpec(self.axis.name)
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """Returns a shard of the sequence as chunks, in the order of this ring."""
@@ -151,7 +81,7 @@ class Ring:
         pairs = [pair[::-1] for pair in pairs] if back else pairs
         return jax.lax.ppermute(x, self.axis.name, pairs)
 
-    def rotate(self, visit: Callable[..., Any], keys: Any) -> Any:
+    def rotate(self, visit: Callable[..., Any], keys: Keys) -> Any:
         """Calls `visit(shift, keys, carry)` with the keys of one device after another.
 
         `shift` is how many places before this one it is, `carry` what the call before
@@ -173,7 +103,13 @@ class Ring:
             (following, carry), _ = jax.lax.scan(step, (following, carry), shifts)
         return visit(self.last, following, carry)
 
-    def blocks(self, shift: Any, keys: Any, segments: Any, mask: Any) -> Iterator[Any]:
+    def blocks(
+        self,
+        shift: int | jax.Array,
+        keys: Keys,
+        segments: jax.Array | None,
+        mask: jax.Array | None,
+    ) -> Iterator[tuple[Any, Any, Block]]:
         """Yields the chunks of queries and keys that meet, by index, and the block."""
         k, v, key_segments = keys
         index = self.axis.index()
@@ -204,23 +140,25 @@ class Ring:
                 size = self.num_columns
                 part = jax.lax.dynamic_slice_in_dim(mask, offset, size, axis=4)
                 masks.append(jnp.moveaxis(part, 1, 3))
-            if key_segments is not None:
+            if segments is not None and key_segments is not None:
                 masks.append(same_segment(_get(segments, a), _get(key_segments, b)))
             yield a, b, Block(self.rules, _get(k, b), _get(v, b), masks, padding)
 
 
-def _get(chunks: jax.Array, index: Any) -> jax.Array:
+def _get(chunks: jax.Array, index: int | jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
 
 
-def _set(chunks: jax.Array, index: Any, chunk: jax.Array) -> jax.Array:
+def _set(chunks: jax.Array, index: int | jax.Array, chunk: jax.Array) -> jax.Array:
     # Not `.at[index]`: the compiler gathers rows where a scatter changes them.
     return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)
 
 
-def _on_ring(axis: MeshAxis, inputs: Inputs) -> jax.Array:
-    rules, length, num_keys = inputs.rules, inputs.q.shape[1], inputs.k.shape[1]
-    is_plain = length == num_keys and inputs.mask is None
+def attend_on_ring(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
+    """Returns attention over a sequence whose shards are on an axis."""
+    q, k, v, segment_ids, mask = inputs
+    length, num_keys = q.shape[1], k.shape[1]
+    is_plain = length == num_keys and mask is None
     zigzag = is_plain and rules.causal and rules.window is None
     parts = axis.size * (1 + zigzag)
     num_rows, num_columns = -(-length // parts), -(-num_keys // parts)
@@ -230,34 +168,35 @@ def _on_ring(axis: MeshAxis, inputs: Inputs) -> jax.Array:
         first, last = (-after, before) if before + after < last else (first, last)
     ring = Ring(axis, rules, zigzag, num_rows, num_columns, num_keys, first, last)
 
-    def padded(x: jax.Array | None, dim: int, size: int) -> jax.Array | None:
-        if x is None or x.shape[dim] == size * parts:
-            return x
-        widths = [(0, 0)] * x.ndim
-        widths[dim] = (0, size * parts - x.shape[dim])
-        return jnp.pad(x, widths)
+    def padded(x: jax.Array, dim: int, size: int) -> jax.Array:
+        padding = (0, size * parts - x.shape[dim])
+        widths = [padding if d == dim else (0, 0) for d in range(x.ndim)]
+        return jnp.pad(x, widths) if padding[1] else x
 
-    rows = [padded(x, 1, num_rows) for x in (inputs.q, inputs.segment_ids, inputs.mask)]
-    keys = [padded(x, 1, num_columns) for x in (inputs.k, inputs.v)]
-    out = _attend(ring, rows[0], *keys, rows[1], padded(rows[2], 4, num_columns))
+    rows = q, segment_ids, mask
+    q, segment_ids, mask = jax.tree.map(lambda x: padded(x, 1, num_rows), rows)
+    if mask is not None:
+        mask = padded(mask, 4, num_columns)
+    k, v = padded(k, 1, num_columns), padded(v, 1, num_columns)
+    out: Any = _exchange(ring, Inputs(q, k, v, segment_ids, mask))
     return out[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange(ring: Ring, q: Any, k: Any, v: Any, segments: Any, mask: Any) -> Any:
-    return _forward(ring, q, k, v, segments, mask)[0]
+def _exchange(ring: Ring, inputs: Inputs) -> jax.Array:
+    return _forward(ring, inputs)[0]
 
 
-def _specs(ring: Ring) -> tuple[PartitionSpec, PartitionSpec]:
-    """Returns the specs of shards along the sequence, and of chunks."""
-    return PartitionSpec(None, ring.axis.name), PartitionSpec(ring.axis.name)
+# What the backward pass gets, in chunks: q, k, v, segments, the running softmax.
+_Saved: TypeAlias = tuple[Any, ...]
 
 
-def _forward(ring: Ring, q: Any, k: Any, v: Any, segments: Any, mask: Any) -> Any:
-    def on_device(q: Any, k: Any, v: Any, segments: Any, mask: Any) -> Any:
-        q, k, v, segments = jax.tree.map(ring.chunks, (q, k, v, segments))
+def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, _Saved]:
+    def on_device(inputs: Inputs) -> tuple[jax.Array, _Saved]:
+        *arrays, mask = inputs
+        q, k, v, segments = jax.tree.map(ring.chunks, arrays)
 
-        def visit(shift: Any, keys: Any, running: Any) -> Any:
+        def visit(shift: int | jax.Array, keys: Keys, running: Any) -> Any:
             running = jax.vmap(nothing_seen)(q) if running is None else running
             for a, _, block in ring.blocks(shift, keys, segments, mask):
                 now = block.forward(_get(q, a), [_get(x, a) for x in running])
@@ -268,20 +207,21 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, segments: Any, mask: Any) -> An
         out = jnp.einsum("cbkgtd->cbtkgd", total / weight[..., None])
         return ring.shard(out.astype(q.dtype)), (q, k, v, segments, top, weight)
 
-    along, chunked = _specs(ring)
-    mapped = ring.axis.shard_map(on_device, along, (along, chunked))
-    out, saved = mapped(q, k, v, segments, mask)
-    return out, (saved, out, mask)
+    mapped = ring.axis.shard_map(on_device, (ring.along,), (ring.along, ring.chunked))
+    out, saved = mapped(inputs)
+    return out, (saved, out, inputs.mask)
 
 
-def _backward(ring: Ring, residuals: Any, grad: Any) -> Any:
-    def on_device(saved: Any, out: Any, mask: Any, grad: Any) -> Any:
+def _backward(ring: Ring, residuals: _Saved, grad: jax.Array) -> tuple[Inputs]:
+    def on_device(
+        saved: _Saved, out: jax.Array, mask: jax.Array | None, grad: jax.Array
+    ) -> tuple[jax.Array, ...]:
         q, k, v, segments, top, weight = saved
         delta = jnp.sum(out.astype(top.dtype) * grad.astype(top.dtype), axis=-1)
         grad, delta = ring.chunks(grad), ring.chunks(delta)
         delta = jnp.einsum("cbtkg->cbkgt", delta)
 
-        def visit(shift: Any, keys: Any, grads: Any) -> Any:
+        def visit(shift: int | jax.Array, keys: Keys, grads: Any) -> Any:
             if grads is None:
                 grads = [jnp.zeros(x.shape, top.dtype) for x in (q, k, v)]
             else:  # those of keys follow their keys, a step behind
@@ -296,11 +236,9 @@ def _backward(ring: Ring, residuals: Any, grad: Any) -> Any:
         grads = [grads[0], *ring.axis.shift(grads[1:], -ring.last)]
         return tuple(ring.shard(x.astype(q.dtype)) for x in grads)
 
-    along, chunked = _specs(ring)
-    mapped = ring.axis.shard_map(on_device, (chunked, along, along, along), along)
-    return *mapped(*residuals, grad), None, None
+    along = ring.along
+    mapped = ring.axis.shard_map(on_device, (ring.chunked, along, along, along), along)
+    return (Inputs(*mapped(*residuals, grad)),)
 
 
 _exchange.defvjp(_forward, _backward)
-# Traced once for all layers of a model, compiled once for calls outside of jit.
-_attend = jax.jit(_exchange, static_argnums=0)
