@@ -6,3 +6,4 @@ algorithm that meets one shard after another, such as ring attention, runs under
 """
 
 from meshlayout.exchange.axes import MeshAxis as MeshAxis, find_axis as find_axis
+from meshlayout.exchange.schedule import pipeline as pipeline, stages as stages
