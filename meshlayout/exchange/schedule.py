@@ -238,6 +238,13 @@ class _Plan:
 
         return jax.tree.map(constrain, tree)
 
+    def turn(self, x: jax.Array, steps: int) -> jax.Array:
+        """Returns what each stage gets from the one so many places before it.
+
+        Laid before and after: merged with other operations, a roll is two permutes.
+        """
+        return self.lay(jnp.roll(self.lay(x, 0, 1), steps, axis=0), 0, 1)
+
     def to_queue(self, x: jax.Array) -> jax.Array:
         """Returns rows as (stages, microbatches of each, rows of one, ...).
 
@@ -279,8 +286,11 @@ def _run(
             )
             return checkpoint_name(mine, _PARAMS)
 
-        return scan_layers(jax.tree.map(pick, params), x)
+        for layer in params:
+            x = scan_layers(jax.tree.map(lambda p: pick(p)[None], layer), x)
+        return x
 
+    params = [jax.tree.map(lambda p: p[:, :, l], params) for l in range(jax.tree.leaves(params)[0].shape[2])]
     # The copy of a round's parameters is made again in any case.
     keep = jax.checkpoint_policies.save_anything_except_these_names(_PARAMS)
     compute = jax.checkpoint(
@@ -298,7 +308,7 @@ def _run(
         def leaf(state: jax.Array, queue: jax.Array) -> tuple[jax.Array, jax.Array]:
             is_first = (stage_of == 0).reshape(-1, *[1] * (state.ndim - 1))
             next_ones = jax.lax.dynamic_index_in_dim(queue, slot, 1, keepdims=False)
-            handed_on = jnp.roll(jnp.where(is_first, state, next_ones), -1, axis=0)
+            handed_on = plan.turn(jnp.where(is_first, state, next_ones), -1)
             state = jnp.where(is_first & is_due, next_ones, state)
             stored = jnp.where(is_due, handed_on, next_ones)
             queue = jax.lax.dynamic_update_index_in_dim(queue, stored, slot, 1)
@@ -315,8 +325,7 @@ def _run(
     def step(carry: tuple[X, X], tick: jax.Array) -> tuple[tuple[X, X], None]:
         state, queue = exchange(*carry, tick)
         state = compute(params, (tick - stage_of) % period // size, state)
-        state = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), plan.lay(state, 0, 1))
-        return (plan.lay(state, 0, 1), queue), None
+        return (jax.tree.map(lambda x: plan.turn(x, 1), state), queue), None
 
     queue = plan.lay(jax.tree.map(plan.to_queue, x), 0, 2)
     # A stage that waits computes on true rows: gradients of zeros may be NaN.
