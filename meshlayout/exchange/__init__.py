@@ -10,3 +10,4 @@ from meshlayout.exchange.attention import (
     ring_attention as ring_attention,
 )
 from meshlayout.exchange.axes import MeshAxis as MeshAxis, find_axis as find_axis
+from meshlayout.exchange.schedule import pipeline as pipeline, stages as stages

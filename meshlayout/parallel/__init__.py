@@ -2,7 +2,9 @@
 
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,
+    pipeline as pipeline,
     ring_attention as ring_attention,
+    stages as stages,
 )
 from meshlayout.parallel.composition import (
     Composition as Composition,
