@@ -403,7 +403,7 @@ FSDP_MODEL_PARALLEL = {
 }
 
 # Long sequences: the tokens of each row are sharded over `seq`, for a config whose
-# attention is `ml.parallel.ring_attention` and batches in `mesh.layout("batch", "seq")`;
+# attention is `ml.parallel.ring_attention`; batches in `mesh.layout("batch", "seq")`,
 # the matrices over both axes. Give this map to the step, too.
 FSDP_CONTEXT = {
     r"kernel": (("batch", "seq"), None),
