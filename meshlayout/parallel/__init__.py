@@ -1,5 +1,6 @@
 """Ready-made rules for how models are laid out on meshes."""
 
+from meshlayout.exchange import pipeline as pipeline, stages as stages
 from meshlayout.parallel.composition import (
     Composition as Composition,
     compose as compose,
