@@ -47,7 +47,7 @@ _lock = threading.RLock()
 
 
 @_checks.user_call
-class Strategy:
+class Strategy(_checks.WithReflexes):
     """The base class of all strategies, which say how a program is distributed.
 
     Use one of its subclasses. Names and meaning are those of tf.distribute; the

@@ -185,6 +185,8 @@ def describe_state(
 def check_builder(build: object, where: str) -> None:
     """Raises StateError unless this can be called without arguments."""
     hint = "Give a function that builds the state, such as lambda: Model(...)."
+    if _paths.is_nnx_object(build):
+        raise StateError(f"{where}: {_checks.shown(build)} is already built. {hint}")
     _checks.function("build", build, where=where, error=StateError, hint=hint)
 
 

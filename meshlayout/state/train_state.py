@@ -354,7 +354,7 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
     if not jax.tree.leaves(params):
         msg = (
             f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
-            "in Linen's collection 'params'. Use create(build, layouts)."
+            "in the collection 'params' of what Linen's module.init returns."
         )
         raise StateError(msg)
     return params, rest, code

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from meshlayout import _render
+from meshlayout import _checks, _render
 from meshlayout._render.curves import Curves
 from meshlayout.errors import did_you_mean
 
 
-class History(Mapping[str, list[Any]]):
+class History(_checks.WithReflexes, Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
     Values are floats, or NumPy arrays for metrics with dims; NaN if there is none.

@@ -27,7 +27,8 @@ class EarlyStopping(Callback):
         patience: The number of epochs in a row without improvement after which training
             stops.
         min_delta: How much better than the best a value must be to count.
-        mode: `"min"` or `"max"`: whether lower or higher values are better.
+        mode: `"min"` or `"max"`: whether lower or higher values are better. Of a loss,
+            lower ones are, unless you say otherwise.
         restore_best: Whether to restore the model's arrays, and their moving average,
             of the best epoch at the end of training, stopped or not. They are copied
             on the devices at each better epoch. The state must be a `TrainState`.
@@ -39,13 +40,16 @@ class EarlyStopping(Callback):
         *,
         patience: int = 1,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         restore_best: bool = False,
     ) -> None:
         name = type(self).__name__
         self._patience = _checks.count("patience", patience, where=name)
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
-        _checks.choice("mode", mode, ("min", "max"), where=name)
+        if mode is None and not monitor.endswith("loss"):
+            msg = f"{name}({monitor!r}): say mode='max' if higher values are better,"
+            raise MeshLayoutError(f"{msg} or mode='min'.")
+        mode = _checks.choice("mode", mode or "min", ("min", "max"), where=name)
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._restore_best = restore_best
         self._weights: dict[str, Any] = {}  # copies of the best ones
