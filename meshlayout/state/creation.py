@@ -127,8 +127,7 @@ def describe(
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
-    errors: as for `create`.
+    For shapes and layouts, or `Checkpointer.restore`; arguments are as for `create`.
     """
     return describe_state(build, layouts, "describe")
 

@@ -132,8 +132,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     ) -> "StateDescription[TrainState[Model]]":
         """Describes the state that `create` would make, without making it.
 
-        Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
-        errors: as for `create`.
+        For shapes and layouts, or `Checkpointer.restore`; arguments as for `create`.
         """
         check_builder(build, _WHERE)
         tx, is_eager = _transformation(optimizer), eager_sharding()

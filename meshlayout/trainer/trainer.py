@@ -275,10 +275,9 @@ class Trainer(_checks.WithReflexes):
         """Returns the model's predictions for all rows of a dataset, in order.
 
         Data as `fit` had it goes through the loss function, whose outputs are returned;
-        data with fewer arrays, without labels, to the model; a data frame that `fit`
-        did not have whole, as one array. To call something else, give `predict_fn`, as
-        for `Trainer`. Padding that the trainer or `distribute_dataset` added is left
-        out; other rows of weight 0 are not.
+        data without labels goes to the model, and a data frame as one array, unless
+        `fit` had its columns. To call something else, give `predict_fn`. Padding that
+        the trainer or `distribute_dataset` added is left out.
 
         Returns:
             A tree of NumPy arrays with one row per example.
@@ -419,13 +418,11 @@ def _noted(
 ) -> contextlib.AbstractContextManager[None]:
     """Adds to an error which batch it is of, and the arrays in that."""
 
-    def text(leaf: Any) -> str:
-        is_array = hasattr(leaf, "dtype")
-        return f"{leaf.dtype}{[*leaf.shape]}" if is_array else _checks.shown(leaf)
-
     def note() -> str:
-        batch = str(jax.tree.map(text, placed.batch)).replace("'", "")
-        return f"{source.where}, {batch}{hint}"
+        types = jax.tree.map(
+            lambda x: f"{getattr(x, 'dtype', 'a number')}{[*np.shape(x)]}", placed.batch
+        )
+        return f"{source.where}, {types}{hint}".replace("'", "")
 
     return _checks.noted(note)
 

@@ -24,14 +24,11 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
-        patience: The number of epochs in a row without improvement after which training
-            stops.
+        patience: After how many epochs without improvement training stops.
         min_delta: How much better than the best a value must be to count.
-        mode: `"min"` or `"max"`: whether lower or higher values are better. Of a loss,
-            lower ones are, unless you say otherwise.
-        restore_best: Whether to restore the model's arrays, and their moving average,
-            of the best epoch at the end of training, stopped or not. They are copied
-            on the devices at each better epoch. The state must be a `TrainState`.
+        mode: `"min"` or `"max"`: which values are better; by default lower losses.
+        restore_best: Whether `fit` ends with the parameters, other arrays of the model
+            and moving average of the best epoch, of which the devices hold a copy.
     """
 
     def __init__(
@@ -101,9 +98,8 @@ class EarlyStopping(Callback):
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
-    It checks the mean of the epoch so far, which stays NaN once it is NaN. It never
-    waits: a value is checked once the device has computed it, some steps later; on
-    several processes four checks later, so that all stop after the same step.
+    It checks the mean of the epoch so far, and does not wait for it: training stops
+    some steps later, on several processes after the same step.
 
     Args:
         monitor: The name of the value.
