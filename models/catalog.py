@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import convnet, gpt, mlp, resnet, transformer
+from models import convnet, gpt, mlp, moe, resnet, transformer
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ def _config(vocab_size: int) -> transformer.TransformerConfig:
     return transformer.TransformerConfig(vocab_size=vocab_size)
 
 
+def _moe_config(vocab_size: int) -> moe.MoEConfig:
+    return moe.MoEConfig(vocab_size=vocab_size, mlp_features=128)
+
+
 EXAMPLES = {
     "transformer": Example(
         "a language model of bytes",
@@ -68,6 +72,15 @@ EXAMPLES = {
             "linen": lambda labels: transformer.LinenTransformer(_config(labels)),
         },
         transformer,
+        reads_text=True,
+    ),
+    "moe": Example(
+        "a language model of experts",
+        {
+            "nnx": lambda labels, rngs: moe.MoE(_moe_config(labels), rngs=rngs),
+            "linen": lambda labels: moe.LinenMoE(_moe_config(labels)),
+        },
+        moe,
         reads_text=True,
     ),
     "gpt": Example(

@@ -36,6 +36,7 @@ LAYOUTS = {
     "fsdp+tensor": FSDP_TENSOR,
     "fsdp+tensor_parallel": FSDP_TENSOR,
     "spatial": Layouts("spatially parallel", ("height", "width")),
+    "expert": Layouts("expert-parallel", ("batch", "expert")),
     "DATA_PARALLEL": Layouts("data-parallel by its own map", ("batch",)),
     "FSDP": Layouts("fully sharded by its own map", ("batch",)),
     "MODEL_PARALLEL": Layouts("tensor-parallel by its own map", ("model",)),
@@ -43,6 +44,8 @@ LAYOUTS = {
         "fully sharded and tensor-parallel by its own map", ("batch", "model")
     ),
 }
+# Of all meshes.
+AXES = tuple(dict.fromkeys(axis for x in LAYOUTS.values() for axis in x.axes))
 
 
 USAGE_EXAMPLES = """\
@@ -55,6 +58,8 @@ examples:
       what its step would hold and send, without running it
   python -m models.train --model resnet50 --layouts FSDP --precision bfloat16
       ResNet-50 by the layout map at the foot of models/resnet.py
+  python -m models.train --model moe --layouts expert
+      a language model of experts, which are spread over a mesh axis of their own
   python -m models.train --layouts fsdp --processes 4 --checkpoint-dir runs/mlp --resume
       four processes of two devices, saved after each epoch and resumed
 """

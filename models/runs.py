@@ -34,6 +34,9 @@ FIRST_PARAMS_TOLERANCE = 1e-3
 EPOCH_LOSSES_TOLERANCE = 1e-2
 TEST_ACCURACIES_TOLERANCE = 1e-2
 
+# Mesh axes over which the rows of batches are sharded.
+ROW_AXES = ("batch", "expert")
+
 # Metrics are read this many steps late, so that reading never waits for the devices.
 STEPS_IN_FLIGHT = 8
 
@@ -165,8 +168,9 @@ def make_steps(
 
 
 def batch_layout(mesh: ml.Mesh) -> ml.Layout:
-    """Returns the layout of batches: rows over the axis `batch`, if there is one."""
-    return mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
+    """Returns the layout of batches: rows over the axes for them, if there are any."""
+    rows = tuple(axis for axis in mesh.axis_names if axis in ROW_AXES)
+    return mesh.layout(rows, ...) if rows else mesh.layout(...)
 
 
 def batch_layouts(mesh: ml.Mesh, batch: Batch) -> dict[str, ml.Layout]:

@@ -35,6 +35,7 @@ from models.prepare_data import (
     num_classes,
 )
 from models.runs import (
+    ROW_AXES,
     Training,
     TrainingError,
     batch_layouts,
@@ -285,7 +286,7 @@ def make_setting(
     """
     if axes is None:
         axes = "batch=-1"
-        if layouts is not None and "model" in LAYOUTS[layouts].axes:
+        for other in {*LAYOUTS[layouts].axes} - {"batch"} if layouts else ():
             # A single device is a mesh too.
             axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
         elif layouts == "spatial":
@@ -303,7 +304,7 @@ def make_setting(
         if axis not in ("batch", "model", *own_axes):
             raise OptionError(
                 f"argument --mesh: no layout here uses an axis {axis!r}; the axes are "
-                f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
+                f"{', '.join(map(repr, AXES))}.{did_you_mean(axis, AXES)}"
             )
     if layouts is None:
         layouts = "tensor" if "model" in mesh.axis_names else "data_parallel"
@@ -313,14 +314,15 @@ def make_setting(
                 f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
                 f"--mesh {axes} has none"
             )
-    if "batch" in mesh.axis_names:
-        shards, size = mesh.axis_size("batch"), options.global_batch_size
+    if rows := [axis for axis in mesh.axis_names if axis in ROW_AXES]:
+        shards, size = mesh.axis_size(rows), options.global_batch_size
         if size % shards:
             lower, upper = size // shards * shards, -(-size // shards) * shards
             nearest = f"{lower} and {upper}" if lower else f"{upper}"
             raise OptionError(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
-                f"shards over mesh axis 'batch'; nearest that do: {nearest}"
+                f"shards over mesh axis {' and '.join(map(repr, rows))}; nearest that "
+                f"do: {nearest}"
             )
     for axis, pixels in zip(("height", "width"), IMAGE_SHAPE, strict=False):
         shards = mesh.axis_size(axis) if axis in own_axes else 1
@@ -355,7 +357,8 @@ def make_layouts(
         own = EXAMPLES[options.model].layouts
         if layouts not in own:
             has = f"its own are {', '.join(own)}" if own else "it has none of its own"
-            ready = ", ".join(name for name in LAYOUTS if name not in OWN_LAYOUTS)
+            special = (*OWN_LAYOUTS, "expert")
+            ready = ", ".join(name for name in LAYOUTS if name not in special)
             raise OptionError(
                 f"argument --layouts: {options.model} has no map {layouts}: {has}, and "
                 f"for every model there are {ready}"
@@ -374,6 +377,8 @@ def make_layouts(
     if part == "generator":
         inputs = jax.ShapeDtypeStruct((inputs.shape[0], gan.LATENT_FEATURES), "float32")
     model = make_model(options, labels, part)
+    if layouts == "expert":
+        return ml.parallel.expert_parallel(mesh, "expert", model, inputs)
     tensor = ml.parallel.tensor_parallel(mesh, model, inputs)
     if not layouts.startswith("fsdp"):
         return tensor

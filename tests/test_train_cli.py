@@ -80,6 +80,7 @@ RUNS = {
         "spatially parallel on Mesh(batch=2, height=2, width=2)"
     ),
     "--model gpt --layouts fsdp+tensor_parallel": f"{BOTH} on Mesh(batch=2, model=4)",
+    "--model moe --layouts expert": "expert-parallel on Mesh(batch=2, expert=4)",
     "--model resnet50 --layouts FSDP --limit-train 128": (
         f"{FSDP} by its own map on Mesh(batch=8)"
     ),
@@ -129,9 +130,13 @@ REFUSED = {
     ),
     "--mesh batch=2,modle=4": (
         "argument --mesh: no layout here uses an axis 'modle'; the axes are "
-        "'batch' and 'model'. Did you mean 'model'?"
+        "'batch', 'model', 'expert'. Did you mean 'model'?"
     ),
     "--mesh batch=16": "argument --mesh: ...",
+    "--mesh batch=2,expert=4 --batch-size 12": (
+        "argument --global-batch-size: 12 does not divide into 8 shards over mesh "
+        "axis 'batch' and 'expert'; nearest that do: 8 and 16"
+    ),
     "--mesh model=8 --layouts fsdp+tensor": (
         "argument --layouts: fsdp+tensor needs a mesh with an axis 'batch'; --mesh "
         "model=8 has none"
