@@ -194,7 +194,7 @@ class Block(nnx.Module):
 
 
 def run_stack(
-    block: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    block: Callable[..., Any],
     params: Any,
     x: jax.Array,
     segment_ids: jax.Array | None,
