@@ -174,10 +174,17 @@ def batch_layout(mesh: ml.Mesh) -> ml.Layout:
 
 
 def batch_layouts(mesh: ml.Mesh, batch: Batch) -> dict[str, ml.Layout]:
-    """Returns a layout per array: images also over `height` and `width`, if any."""
+    """Returns a layout per array: images also over `height` and `width`, if any.
+
+    Tokens are sharded over `seq`, too.
+    """
     images = [axis if axis in mesh else None for axis in SPATIAL]
     layouts = {name: batch_layout(mesh).with_rank(x.ndim) for name, x in batch.items()}
-    return layouts | ({"image": mesh.layout(*images)} if "image" in batch else {})
+    if "image" in batch:
+        layouts["image"] = mesh.layout(*images)
+    if "seq" in mesh and "tokens" in batch:
+        layouts["tokens"] = mesh.layout("batch", "seq")
+    return layouts
 
 
 def one_pass(
