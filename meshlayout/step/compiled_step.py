@@ -228,26 +228,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
         of them tells whether the state was used up. Others have to be looked at.
         """
         program = self._last
-        if program is None or program.results is None:
+        known = None if program is None else program.results
+        if program is None or known is None or state is not known[0]():
             return None
-        last, measured = program.results
-        if state is not last():
-            return None
-        if aux is not None and aux is not measured():
+        if aux is not None and aux is not known[1]():
             others = others, aux
         leaves, _ = default_registry.flatten(others)
         try:
             if [leaf.sharding for leaf in leaves] != program.other_shardings:
                 return None
-            if program.is_spread:  # on one device, JAX itself refuses what is gone
-                if state.step.is_deleted():
-                    return None
-                for leaf in leaves:
-                    if leaf.is_deleted() or leaf.shape in program.shapes:
-                        return None
+            is_gone = program.is_spread and state.step.is_deleted()
+            for leaf in leaves if program.is_spread else ():  # else, JAX refuses them
+                is_gone = is_gone or leaf.is_deleted() or leaf.shape in program.shapes
         except AttributeError:  # of what is no array now
             return None
-        return program
+        return None if is_gone else program
 
     def run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
         """Runs a program of this step."""
@@ -299,12 +294,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
         program = self._last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
-        program.is_compared = [
-            isinstance(leaf, jax.Array) and not _jax.is_extended(leaf.dtype)
-            for leaf in leaves
-        ]
-        compared = compress(leaves, program.is_compared)
-        program.shardings = [leaf.sharding for leaf in compared]
+        program.is_compared = [isinstance(x, _jax.ArrayImpl) for x in leaves]
+        program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
         program.results = None
         if self._donates and type(args[0]) is TrainState:

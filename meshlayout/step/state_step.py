@@ -21,12 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch
-from meshlayout._batches import (
-    BATCH_AXES,
-    batch_axes,
-    check_weights_key,
-    get_weights,
-)
+from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap

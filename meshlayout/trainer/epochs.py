@@ -249,11 +249,11 @@ class TrainerInput:
                 *(rows, num_row_shards(layout)),
             )
             layout = mesh.layout(...)
+        if all(map(np.ndim, jax.tree.leaves(batch))):
+            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
-        if not all(map(np.ndim, jax.tree.leaves(batch))):
-            each: Any = {True: layout, False: mesh.layout()}
-            layout = jax.tree.map(lambda x: each[np.ndim(x) > 0], batch)
-        return relayout(batch, layout)
+        layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
+        return relayout(batch, layouts)
 
     def _dataset(
         self, rows: Rows, size: int, shuffle: int | None
