@@ -116,8 +116,8 @@ def expert_parallel(
 
     The traced forward program says which parameters are experts: stacks of matrices of
     which each multiplies its own inputs. Their biases are sharded too; the router stays
-    whole. Use this for mixtures of experts, on an axis of their own or on one that also
-    shards the batch; compose it with other rules for the rest of the model.
+    whole. Use this for experts that the model reaches by `dispatch`, on an axis of their
+    own or on one that also shards the batch; compose it with rules for the rest.
 
     Args:
         mesh: The mesh.
