@@ -116,7 +116,7 @@ def expert_parallel(
 
     The traced forward program says which parameters are experts: stacks of matrices of
     which each multiplies its own inputs. Their biases are sharded too; the router stays
-    whole. Use this for experts that the model reaches by `dispatch`, on an axis of their
+    whole. Use this for experts that a model reaches by `dispatch`, on an axis of their
     own or on one that also shards the batch; compose it with rules for the rest.
 
     Args:
