@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
 from meshlayout.errors import StepError
-from meshlayout.exchange.halos import Shards, wrong_halo
+from meshlayout.exchange.halos import ShardedShape, wrong_halo
 
 
 _Axes: TypeAlias = frozenset[str]
@@ -74,10 +74,10 @@ def _is_kernel_gradient(eqn: Equation) -> bool:
     return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: object) -> Shards:
+def _array(shape: tuple[int, ...], sharding: object) -> ShardedShape:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
-    return Shards(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
+    return ShardedShape(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
 
 
 def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
@@ -95,8 +95,8 @@ def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
 def _blamed(
     eqn: Equation,
     eqns: Sequence[Equation],
-    params: Sequence[Shards],
-    batch: Sequence[Shards],
+    params: Sequence[ShardedShape],
+    batch: Sequence[ShardedShape],
     sizes: Mapping[str, int],
 ) -> _Axes:
     """Returns the mesh axes along which XLA would add up equal sums."""
