@@ -119,10 +119,10 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
 
 @_checks.user_call
 def unpack(x: Leaf) -> list[Any]:
-    """Splits arrays on the same devices into the parts that these hold, uncopied.
+    """Splits arrays into the parts that their devices hold, without copying.
 
     Returns one array, or pytree of them, per device of this process, in mesh order.
-    Other devices, abstract arrays and arrays inside jit are a LayoutError.
+    Arrays on different devices, abstract ones and those inside jit are a LayoutError.
 
     Example:
         >>> import meshlayout as ml

@@ -74,18 +74,19 @@ def initialize(
         num_processes: The number of processes.
         process_id: The index of this process, from 0.
         local_device_ids: The ids of this machine's GPUs to use; None for all.
-        coordinator_bind_address: Where process 0 listens, if not there:
+        coordinator_bind_address: Where process 0 listens, if elsewhere, as
             `"0.0.0.0:1234"` for all interfaces.
         timeout_s: How long to wait for the other processes.
-        heartbeat_timeout_s: How long a process may send no heartbeat of JAX before it
-            counts as killed, stopped or cut off.
-        step_timeout_s: How long no process may begin a step or a meeting; None for
-            ever. Longer than all compile, save or compute in Python between two.
+        heartbeat_timeout_s: After how long without a heartbeat of JAX a process counts
+            as killed, stopped or cut off.
+        step_timeout_s: After how long without the begin of a step, or of an exchange
+            between processes, the program counts as stuck; None for never. It must be
+            longer than any compilation, save or Python code between two steps.
 
     Raises:
-        ClusterError: If settings are malformed, missing or contradict each other, other
-            processes came than should, process 0 cannot listen at its address, or JAX
-            has already started its devices.
+        ClusterError: If settings are malformed, missing or contradict each other, if
+            processes are missing or too many, process 0 cannot listen at its address,
+            or JAX has already started its devices.
 
     Example:
         >>> initialize()  # on one process, it does nothing

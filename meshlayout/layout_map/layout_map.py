@@ -54,8 +54,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     A pattern is a regular expression that is searched for anywhere in a path
     (`re.search`). One that equals the path of a leaf wins; otherwise two patterns that
-    match a leaf and give it different layouts are an error. A map alone places nothing;
-    see `create`, `scope`. A malformed rule or option is a LayoutMapError.
+    match a leaf and give it different layouts are an error. A map alone places nothing:
+    pass it to `create` or `scope`. A malformed rule or option is a LayoutMapError.
 
     Args:
         mesh: The mesh of all layouts.
@@ -63,8 +63,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             list with one entry per dim (`...` for any number of unsharded dims), a
             `PartitionSpec`, a `NamedSharding`, a function
             `(path, shape, dtype) -> spec or None`, or a `Rule`.
-        default: The layout of leaves that no pattern matches, and whose metadata, if
-            they have any, names no axis that is known here; replicated if None.
+        default: The layout of leaves that no pattern matches and whose metadata names
+            no known axis; replicated if None.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
         unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
             sharded and are never an error.
@@ -75,7 +75,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             `"warn"`, `"error"`, or `"ignore"` if it is for activations.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches; a mapping, or pairs in order
-            of preference, several for a name whose first choice may be taken.
+            of preference: the next one of a name counts if the first axis is taken.
 
     Example:
         >>> import meshlayout as ml

@@ -136,7 +136,7 @@ def fsdp(
         model_or_build: None, or as for `tensor_parallel`, as are the next and `call`.
         example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
-            and otherwise the axes that shard its batches: `batch` and `data`.
+            and otherwise all axes that shard its batches.
         min_bytes: Arrays of fewer bytes on a device stay whole.
         call: How the model is called.
 
