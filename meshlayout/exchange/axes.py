@@ -1,6 +1,6 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,19 +24,23 @@ class MeshAxis:
     mesh: jax.sharding.Mesh | AbstractMesh
 
     def shard_map(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        others: Iterable[str] = (),
     ) -> Callable[..., Any]:
         """Returns a function that runs on each device's shards along this axis.
 
-        Specs name this axis alone: the other axes stay with the compiler, so that rows
-        may be sharded over `batch` and heads over `model` as elsewhere in the step.
+        Specs name this axis and `others` alone: the rest stay with the compiler, so
+        that rows may be sharded over `batch` and heads over `model` as elsewhere.
         """
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={self.name},
+            axis_names={self.name, *others},
             check_vma=False,  # which refuses scans whose carry starts as a constant
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
