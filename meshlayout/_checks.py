@@ -285,12 +285,9 @@ _REFLEXES = {
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
     "history": "It has the values itself, as history['loss'].",
-}
-_WEIGHTS = "Weights go into the data: {'x': x, 'y': y, 'weight': weights}."
-# Their options.
-_OPTIONS = {
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
-    **dict.fromkeys(("sample_weight", "class_weight"), _WEIGHTS),
+    "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
+    "class_weight": "Weights go into the data: 'weight': class_weights[y].",
 }
 
 
@@ -333,7 +330,7 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = _OPTIONS.get(name) or did_you_mean(name, known).strip()
+            hint = _REFLEXES.get(name) or did_you_mean(name, known).strip()
             if hint := hint or ("" if takes_any else "No such option exists."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:

@@ -41,8 +41,8 @@ _UNITS = {"slice_index": "slices", "process_index": "processes"}
 class Mesh:
     """A named grid of devices.
 
-    An immutable value around a `jax.sharding.Mesh`, equal to others with the same
-    devices in the same places, axis names and axis types. Use `create_mesh` to make it.
+    An immutable value around a `jax.sharding.Mesh`; `create_mesh` makes one. Meshes of
+    the same devices in the same places, axis names and axis types are equal.
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.

@@ -36,8 +36,7 @@ from meshlayout.layout import Layout, as_layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Each part goes directly to its device; nothing is gathered. Parts that do not fit
-    together or to the layout, and replicas that differ, are a LayoutError.
+    Each part goes directly to its device. Parts that do not fit are a LayoutError.
 
     Args:
         parts: One part per device of this process, in mesh order: anything array-like,

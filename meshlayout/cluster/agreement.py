@@ -89,8 +89,8 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """Raises an error on all processes unless all have the same value, bit by bit.
 
     Use this for what all processes must compute alike, such as a configuration: a
-    pytree as for `broadcast`. Of large arrays, digests are sent; a replicated global
-    array is compared as this process has it.
+    pytree as for `broadcast`. Large arrays are compared by their digests, replicated
+    ones by this process's copy.
 
     Args:
         value: The value.

@@ -59,11 +59,10 @@ def initialize(
 ) -> None:
     """Makes this process part of a program of several, wherever it was started.
 
-    Use this as the first call of a program, instead of `jax.distributed.initialize`:
-    the same on a laptop, Colab, a GPU host, a TPU pod slice or under SLURM. On one
-    process it does nothing. Otherwise it waits for all processes, and then
-    `jax.devices()` are those of all of them. If one of them fails later, all others
-    name it and end; the guide "What happens if" says when.
+    Call it first, instead of `jax.distributed.initialize`: the same on a laptop, Colab,
+    a GPU host, a TPU pod slice or under SLURM. On one process it does nothing.
+    Otherwise it waits for all processes, and `jax.devices()` then are those of all. If
+    one fails later, the others name it and end; the guide "What happens if" says when.
 
     What is not given comes from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
     from TF_CONFIG (chief and workers), or from JAX's detection of SLURM, Open MPI,
@@ -79,7 +78,7 @@ def initialize(
         timeout_s: How long to wait for the other processes.
         heartbeat_timeout_s: After how long without a heartbeat of JAX a process counts
             as killed, stopped or cut off.
-        step_timeout_s: After how long without the begin of a step, or of an exchange
+        step_timeout_s: After how long without the start of a step, or of an exchange
             between processes, the program counts as stuck; None for never. It must be
             longer than any compilation, save or Python code between two steps.
 

@@ -129,8 +129,7 @@ def read_communication(
 ) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
-    With JAX's persistent compilation cache, source lines and scopes are those of the
-    run that filled it.
+    With JAX's persistent compilation cache, source lines are of the run that filled it.
 
     Args:
         program: What `jax.jit(...).lower(...).compile()` returns, or its text.

@@ -186,9 +186,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
-        Use this to see or to test layouts before anything is created: no device is
-        touched. Rules that disagree, a layout that does not fit its leaf, and, with
-        `unmatched="error"`, a leaf that nothing matches, are a LayoutMapError.
+        Use this to see or test layouts before anything is created. Rules that disagree
+        and layouts that do not fit are a LayoutMapError, with `unmatched="error"` also
+        leaves that nothing matches.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
@@ -219,19 +219,17 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
-        Use this first if a layout is not what you expect. It has every leaf with its
-        layout, rule and bytes per device, and what deserves a second look, such as a
-        rule that matches nothing. Arguments and errors are those of `resolve`.
+        It has every leaf with its layout, rule and bytes per device, and names rules
+        that match nothing. Arguments and errors are those of `resolve`.
         """
         return self._explain_resolved(self.resolve(tree, params=params))
 
     def to_code(self, tree: PyTree = None) -> str:
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
-        Use this to keep the result of a ready-made rule, or to start from it. In the
-        text, `ml` is this package and `mesh` the mesh. Notes of rules are comments. A
-        rule or default that is a function needs the tree (or is a LayoutMapError), for
-        whose leaves rules take its place.
+        Use this to keep the result of a ready-made rule, or to start from it. Notes of
+        rules are comments. A rule or default that is a function needs the tree, for
+        whose leaves patterns take its place.
 
         Example:
             >>> import meshlayout as ml

@@ -44,8 +44,7 @@ _TABLE = re.compile(r"(embed|wte|wpe)[^/]*(/[^/]*)?$", re.IGNORECASE)
 def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 
-    Only batches are sharded, over the mesh's batch axes. Use this while model,
-    gradients and optimizer state fit each device.
+    Only batches are sharded. Use this while the state and gradients fit each device.
 
     Example:
         >>> import meshlayout as ml

@@ -56,8 +56,7 @@ def tensor_parallel(
     by columns and the second by rows; attention by heads; embeddings by the vocabulary.
     So a transformer block sends one all-reduce for its attention and one for its MLP,
     and as many backward. What has no such pair stays whole, and `explain` says why. Use
-    this if matrices are too large for one device, or the batch is too small to shard
-    further.
+    this if matrices are too large for a device, or the batch too small to shard more.
 
     Args:
         mesh: The mesh.
