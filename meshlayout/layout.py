@@ -383,8 +383,8 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
         if isinstance(value, (Mesh, jax.sharding.Mesh)):
             hint = " Name the axes of each dim: mesh.layout('batch', ...)."
-        elif hasattr(value, "resolve"):
-            hint = " By a map, arrays are created: create(lambda: Model(...), layouts)."
+        elif hasattr(value, "resolve") or hasattr(value, "resolutions"):
+            hint = " Of a map, give layouts.resolve(tree).layouts."
         msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)
