@@ -17,6 +17,7 @@ import numbers
 import operator
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -66,7 +67,9 @@ def shown(value: Any) -> str:
 
 def type_text(value: object) -> str:
     """Returns the name of a value's type with its article, as `"an int"`."""
-    name = type(value).__name__
+    name, home = type(value).__name__, type(value).__module__
+    if name in sys.modules["meshlayout"].__all__ and not home.startswith("meshlayout"):
+        name = f"{home}.{name}"  # Flax has a TrainState, too
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 

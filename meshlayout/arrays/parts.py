@@ -156,8 +156,7 @@ def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 
     Use this for results and tests, not for states that may not fit into host memory.
-    All processes must call it. PRNG keys become their words; leaves that are neither
-    arrays nor numbers are returned unchanged. Abstract arrays are a LayoutError.
+    All processes must call it. PRNG keys become their words.
 
     Example:
         >>> import meshlayout as ml

@@ -113,10 +113,9 @@ def expert_parallel(
 ) -> LayoutMap:
     """Returns rules that give each device some of a model's stacked experts.
 
-    The traced forward program says which parameters are experts: stacks of matrices of
-    which each multiplies its own inputs. Their biases are sharded too; the router stays
-    whole. Use this for mixtures of experts, on an axis of their own or on one that also
-    shards the batch; compose it with other rules for the rest of the model.
+    The traced forward program says which parameters are experts: stacks of matrices
+    that each multiply inputs of their own. Biases of experts are sharded, too. The axis
+    may also shard the batch; `compose` adds rules for the rest of the model.
 
     Args:
         mesh: The mesh.
