@@ -185,6 +185,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
         self._last: _Jitted | None = None
+        self.called: Any = None  # the arguments of the last new program, abstract
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -282,6 +283,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             (state, *_), _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
+        if self.executable is not None:
+            program.jitted = self.executable(self, program.jitted, program.devices)
         return program
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -302,6 +305,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
             if program.arguments is not None:  # else, it is only looked at
+                self.called = treedef.unflatten(map(_abstract, leaves, program.layouts))
                 why = self._explain(now) if self._was_called else ""
                 agreement = self._agreement(program, why)
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
@@ -428,6 +432,14 @@ def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
+    """Returns the type of a traced array, with its layout if it has one."""
+    if not isinstance(leaf, Tracer):
+        return leaf
+    options: Any = {"sharding": layout, "weak_type": jax.typeof(leaf).weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
 
 
 def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:

@@ -73,7 +73,8 @@ class StateStep(StepInspection):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
-        return {**vars(self), "_compiled": {}, "_empty": {}, "_last": None}
+        fresh = {"_compiled": {}, "_empty": {}, "_last": None, "executable": None}
+        return {**vars(self), **fresh}
 
     def without_layouts(self) -> Self:
         """Returns the same step for states on any mesh, which follows no layout map."""
@@ -122,6 +123,7 @@ class StateStep(StepInspection):
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
+            compiled.executable = self.executable
             first = batch[0] if isinstance(batch, list) and batch else batch
             weights = None if self.weights is None else get_weights(first, self.weights)
             if isinstance(weights, np.ndarray) and self._function not in _told:
