@@ -166,6 +166,23 @@ def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
         step(state, {"x": jnp.ones((16, 2)), "mask": jnp.ones(16)})
 
 
+def test_a_loop_that_passes_its_results_on_is_refused_what_would_end_the_process():
+    """JAX 0.10 ends it on several devices, and not each array is looked at."""
+    step, state, batch = make(8)
+    batch |= {"number": jnp.copy(state.step)}
+    for _ in range(3):
+        state, metrics = step(state, batch)
+    twice = {**batch, "number": state.step}
+    with pytest.raises(ml.errors.StepError, match="are the same array"):
+        step(state, twice, metrics)
+    with pytest.raises(ml.errors.StepError, match="are the same array"):
+        step(state.replace(extra={"b": state.params["up"]["bias"]}), batch, metrics)
+    after, _ = ml.make_train_step(loss_fn)(state, batch)
+    with pytest.raises(ml.errors.StepError, match="was used up by an earlier call"):
+        step(state, batch, metrics)
+    step(after, batch, metrics)
+
+
 @pytest.mark.parametrize("devices", ONE_LATER)
 @pytest.mark.parametrize(
     "kind",

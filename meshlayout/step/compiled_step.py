@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import jax
 from jax.core import Tracer
@@ -208,6 +208,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
             and not program.is_like_last(jax.tree.leaves((args, kwargs)))
         ):
             program, args = self._switch(args, kwargs)
+        return self._run(program, args, kwargs)
+
+    def run_again(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step on arrays that are known to be like those of the last call."""
+        if self._last is None or _jax.is_tracing():
+            return self(*args, **kwargs)
+        return self._run(self._last, args, kwargs)
+
+    def _run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
         program.arguments = (args, kwargs)
         counts.steps += program.is_shared
         try:
@@ -235,8 +244,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         finally:
             program.arguments = None
         # It was refused as other devices or another structure need another program.
-        self._last = None
-        return self(*args, **kwargs)
+        self._last, call = None, cast(Any, self)
+        return call(*args, **kwargs)
 
     def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
         """Returns the program for a call, and its arguments, the state on a mesh."""

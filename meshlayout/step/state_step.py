@@ -53,8 +53,7 @@ class StateStep(StepInspection):
     __name__: str
     _row_dim = 0  # of what a call takes
     _repeats = False  # whether calls are alike if states and batches are
-    # What calls like the last one have in common, and what they call.
-    _last: tuple[Any, CompiledStep[..., Any], Metrics | None] | None = None
+    _last: "_LastCall | None" = None
 
     def __init__(
         self,
@@ -96,16 +95,20 @@ class StateStep(StepInspection):
         last = self._last
         try:
             # To look all up again would take Python longer than a small step.
-            if last is not None and last[0] == _signature(state, batch):
-                _, compiled, empty = last
+            if last is not None and last.is_continued(state, batch, metrics):
                 if marked_weights:
                     check_batch(batch, self.weights)
-                return compiled(state, batch, empty if metrics is None else metrics)
-            compiled, args, empty = self._call_of(state, batch, metrics)
-            result = compiled(*args)
-            if self._repeats and args[0] is state and args[1] is batch:
-                signature = _signature(result[0], batch)
-                self._last = None if signature is None else (signature, compiled, empty)
+                given = last.empty if metrics is None else metrics
+                result = last.compiled.run_again(state, batch, given)
+            else:
+                compiled, args, empty = self._call_of(state, batch, metrics)
+                result = compiled(*args)
+                is_as_given = args[0] is state and args[1] is batch
+                last = self._last = None
+                if self._repeats and is_as_given and not _jax.is_tracing():
+                    last = self._last = _LastCall(compiled, empty, result[0], batch)
+            if last is not None:
+                last.results = [*map(weakref.ref, result)]
             return result
         except Exception as error:
             show_user_frames(error)
@@ -175,13 +178,46 @@ class StateStep(StepInspection):
         raise NotImplementedError
 
 
-def _signature(state: TrainState, batch: Batch) -> Any:
-    """Returns what calls that differ in values alone have in common; or None."""
-    try:
-        shardings = [leaf.sharding for leaf in jax.tree.leaves(batch)]
-        return state.program, state.step.sharding, (*state.extra,), shardings
-    except (AttributeError, TypeError):  # NumPy arrays, tracers, another state
-        return None
+class _LastCall:
+    """What a train step was called with last, and what it returned.
+
+    A loop passes those very results on. Their arrays were made by the program, so that
+    none of them has to be looked at before the next call, except for one that tells
+    whether the state was used up; and those of the batch.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStep[..., Any],
+        empty: Metrics | None,
+        state: TrainState,
+        batch: Batch,
+    ) -> None:
+        self.compiled, self.empty = compiled, empty
+        self.results: list[Any] = []  # weak references
+        # The arrays of a batch of other shapes are none of the state's.
+        self.shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+        self.shardings = [_jax.sharding_of(leaf) for leaf in jax.tree.leaves(batch)]
+        self.is_spread = len(state.step.devices()) > 1
+
+    def is_continued(
+        self, state: TrainState, batch: Batch, metrics: Metrics | None
+    ) -> bool:
+        """Returns whether a call goes on where the last one ended, in the same way."""
+        last, measured = self.results
+        if state is not last() or state.step.is_deleted():
+            return False
+        if metrics is not None and metrics is not measured():
+            return False
+        leaves = jax.tree.leaves(batch)
+        try:
+            is_alike = [leaf.sharding for leaf in leaves] == self.shardings
+            if not self.is_spread or not is_alike:  # JAX itself refuses on one device
+                return is_alike
+            is_whole = True not in [leaf.is_deleted() for leaf in leaves]
+            return is_whole and self.shapes.isdisjoint([x.shape for x in leaves])
+        except AttributeError:  # of what is no array now
+            return False
 
 
 def check_batch(batch: Batch, key: str | int | None) -> None:
