@@ -28,7 +28,7 @@ _NAMES = {
     "mesh": "Mesh create_mesh",
     "parallel": "zero_rule",
     "pictures": "visualize",
-    "planning": "doctor",
+    "planning": "doctor plan",
     "state": "PrecisionPolicy TrainState create describe optimizer_by_path scope",
     "step": "compile_step make_eval_step make_predict_step make_train_step",
     "trainer": "History Trainer callbacks",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
     from meshlayout.parallel import zero_rule as zero_rule
     from meshlayout.pictures import visualize as visualize
-    from meshlayout.planning import doctor as doctor
+    from meshlayout.planning import doctor as doctor, plan as plan
     from meshlayout.state import (
         PrecisionPolicy as PrecisionPolicy,
         TrainState as TrainState,

@@ -201,6 +201,14 @@ def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:
     raise MeshError(f"{msg}{'' if len(some) < len(names) else ', and h100:8'}.")
 
 
+def larger_topology(topology: str) -> str:
+    """Returns the next larger slice of the same chips, or an empty string."""
+    kind, _, grid = topology.partition(":")
+    grids = _GRIDS.get(kind, ())
+    rest = grids[grids.index(grid) + 1 :] if grid in grids else ()
+    return f"{kind}:{rest[0]}" if rest else ""
+
+
 def chip_of(device: _jax.Device) -> Chip:
     """Returns the figures of a device, described or here.
 

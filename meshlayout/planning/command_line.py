@@ -1,8 +1,10 @@
 """The sub-commands of `python -m meshlayout`; `launch` is one in `__main__`."""
 
 import argparse
+import importlib
 import json
 import math
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 
 from meshlayout import _render
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.errors import MeshLayoutError
+from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.planning.checkup import doctor
+from meshlayout.planning.search import plan
 
 
 _EPILOG = "launch takes the options of python -m meshlayout.launch."
@@ -28,6 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("--json", action="store_true", help="print JSON")
         return sub.add_argument
 
+    add = command("plan", _plan, "rank meshes and layouts for a slice or GPUs")
+    help_text = "package.module:function or file.py:function; it returns a dict of the "
+    add("problem", help=f"{help_text}arguments of ml.plan: build, loss_fn, batch ...")
+    add("--topology", action="append", help="as v5e:4x4; several are compared")
+    add("--budget-s", type=float, help="for how long compilations may be started")
+    add("--workers", type=int, help="how many compilations go at once")
     add = command("doctor", _doctor, "say what is set wrong on this machine")
     add("--needs", default="", help="extras that must be installed: data,checkpoint")
     add = command("inspect", _inspect, "print what a checkpoint holds")
@@ -57,6 +66,29 @@ def _plain(value: Any) -> Any:
         return None
     plain = isinstance(value, (str, int, float, bool, type(None)))
     return value if plain else str(value)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    name, _, function = options.problem.rpartition(":")
+    if not name or not function:
+        msg = f"{options.problem!r} is not of the form module:function."
+        raise MeshLayoutError(msg)
+    sys.path.insert(0, "")  # as `python -m` does
+    if name.endswith(".py"):
+        values = runpy.run_path(name)
+    else:
+        values = vars(importlib.import_module(name))
+    if function not in values:
+        hint = did_you_mean(function, values)
+        raise MeshLayoutError(f"{name} has no {function!r}.{hint}")
+    arguments = dict(values[function]())
+    given = {"budget_s": options.budget_s, "workers": options.workers}
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    if options.topology:
+        arguments["topology"] = options.topology
+    ranking = plan(**arguments)
+    _show(ranking, ranking.to_dict(), as_json=options.json)
+    return 0 if ranking.fits or ranking.changes else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:
