@@ -5,6 +5,7 @@ uses, and the launcher, which starts programs, for nothing at all.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 
@@ -107,8 +108,11 @@ else:  # to a type checker, every misspelt name would be right
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            msg = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            msg, hint = f"module {__name__!r} has no attribute {name!r}", ""
+            for module in () if name.startswith("_") else _MODULES:
+                if hasattr(importlib.import_module(f"{__name__}.{module}"), name):
+                    hint = f": write {__name__}.{module}.{name}"
+            raise AttributeError(msg + hint, name=name, obj=sys.modules[__name__])
         value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
         if name in _HOME:
             value = getattr(value, name)

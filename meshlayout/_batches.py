@@ -173,6 +173,8 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     rows = leaf.shape[0]
     if not rows:
         return np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+    if rows == num_rows:
+        return leaf
     return leaf[np.minimum(np.arange(num_rows), rows - 1)]
 
 

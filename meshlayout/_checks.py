@@ -2,18 +2,26 @@
 
 A check returns the value in the type that the caller needs, or raises the caller's own
 error class. Bools and NaN are not numbers, NumPy scalars are, strings are not parsed.
+
+`user_call` shows users their own frames of an error, and not the thirty of this library
+and JAX between them; `MESHLAYOUT_TRACEBACK=full` shows all.
 """
 
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import math
 import numbers
 import operator
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict, TypeVar, Unpack
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -22,6 +30,7 @@ from meshlayout.errors import MeshLayoutError, did_you_mean
 
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LONGEST_REPR = 80
 
@@ -64,7 +73,7 @@ def type_text(value: Any) -> str:
 def count(
     name: str, value: Any, *, at_least: int | None = 1, **context: Unpack[Context]
 ) -> int:
-    """Returns a number of things: an integer that is large enough, or any for None."""
+    """Returns a number of things: an integer of at least 1 or 0, or any for None."""
     index = None
     if not isinstance(value, (bool, np.bool_)):
         # `index`, not `int`: it takes integers of NumPy and JAX, not 2.5 or "2".
@@ -72,9 +81,8 @@ def count(
             index = operator.index(value)
     if index is None or (at_least is not None and index < at_least):
         kinds = {None: "an integer", 0: "a non-negative integer"}
-        kinds[1] = "a positive integer"
-        what = kinds.get(at_least, f"an integer of at least {at_least}")
-        raise _refusal(name, value, what, **context)
+        kind = kinds.get(at_least, "a positive integer")
+        raise _refusal(name, value, kind, **context)
     return index
 
 
@@ -102,10 +110,12 @@ def number(
         ("of at most", at_most, real.__le__),
         ("below", below, real.__lt__),
     ]
-    asked = [(word, end, holds) for word, end, holds in bounds if end is not None]
-    if not math.isfinite(real) or not all(holds(end) for _, end, holds in asked):
-        limits = " and ".join(f"{word} {end:g}" for word, end, _ in asked)
-        raise _refusal(name, value, f"a finite number {limits}".rstrip(), **context)
+    limits = [
+        (word, limit, holds) for word, limit, holds in bounds if limit is not None
+    ]
+    if not math.isfinite(real) or not all(holds(limit) for _, limit, holds in limits):
+        text = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits)
+        raise _refusal(name, value, f"a finite number {text}".rstrip(), **context)
     return real
 
 
@@ -129,14 +139,10 @@ def choice(
 
 def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression."""
-    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
-        return value
-    if not isinstance(value, str):
-        raise _refusal(name, value, "a regular expression", **context)
     try:
         return re.compile(value)
-    except re.error as problem:
-        fact = f"{name}={value!r} is not a regular expression: {problem}."
+    except (re.error, TypeError) as problem:
+        fact = f"{name}={shown(value)} is not a regular expression: {problem}."
         raise _error(fact, **context) from None
 
 
@@ -240,3 +246,116 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     opening = f"{where}: " if where else ""
     text = f"{opening}{fact}{'' if hint.startswith(chr(10)) else ' '}{hint}"
     return context.get("error", MeshLayoutError)(text.rstrip())
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Imports a module of a package that an extra of this library installs."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        # Something that the package itself imports: installing it would not help.
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        msg = (
+            f"{purpose} needs {package}, which is not installed: "
+            f"pip install 'meshlayout[{extra}]'."
+        )
+        raise MeshLayoutError(msg) from error
+
+
+_INSIDE = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__)
+_NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
+# What the errors of JAX, by what they say, mean to users of this library.
+_MEANINGS = {
+    "unbound axis name": "A step is one program over the whole batch: its means are "
+    "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
+    "Array has been deleted": "A step has used up the state that this array is of. "
+    "Continue with the state that the step returned.",
+}
+
+# What users of other libraries write by habit, and what takes its place here.
+_REFLEXES = {
+    "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
+    "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
+    "summary": "print(state) is the summary.",
+    "save": "Write ml.Checkpointer(directory).save(step, state).",
+    "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
+}
+
+
+def user_call(target: F) -> F:
+    """Makes a function, or a class's methods, show errors as users need them."""
+    if isinstance(target, type):
+        for name, method in [*vars(target).items()]:
+            function = getattr(method, "__func__", method)  # a classmethod's
+            is_public = name == "__init__" or not name.startswith("_")
+            if inspect.isfunction(function) and is_public:
+                wrapped: Any = user_call(function)
+                wrapped = wrapped if function is method else type(method)(wrapped)
+                setattr(target, name, wrapped)
+        return cast(F, target)
+
+    @functools.wraps(target)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return target(*args, **kwargs)
+            except TypeError:
+                _check_call(target, args, kwargs)
+                raise
+        except Exception as error:
+            show_user_frames(error)
+            raise  # bare, so that this frame is not added again
+
+    return cast(F, called)
+
+
+def _check_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises an error that says what to write instead, if the arguments do not fit."""
+    signature = inspect.signature(function)
+    known = signature.parameters
+    where = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
+        for name in [name for name in kwargs if name not in known]:
+            hint = "" if takes_any else " There is no such option."
+            if hint := did_you_mean(name, known) or hint:
+                raise MeshLayoutError(f"{where} got {name}=.{hint}") from None
+        if where in _REFLEXES:
+            raise MeshLayoutError(f"{where}: {problem}. {_REFLEXES[where]}") from None
+
+
+class WithReflexes:
+    """Base of classes whose missing attributes say what to write instead."""
+
+    if not TYPE_CHECKING:  # to which every misspelled name would be right
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _REFLEXES:
+                return object.__getattribute__(self, name)  # raises Python's own error
+            msg = f"{type(self).__name__} has no {name!r}. {_REFLEXES[name]}"
+            raise AttributeError(msg, name=name, obj=self)
+
+
+def show_user_frames(error: BaseException | None) -> None:
+    """Leaves an error the user's frames; in an `except` that ends in a bare `raise`."""
+    while error is not None and os.environ.get("MESHLAYOUT_TRACEBACK") != "full":
+        frames = [*traceback.walk_tb(error.__traceback__)]
+        # None in a bug of the library, which stays whole.
+        users = [x for x in frames if not x[0].f_code.co_filename.startswith(_INSIDE)]
+        if users or isinstance(error, MeshLayoutError):
+            rest: TracebackType | None = None
+            for frame, line in reversed(users):
+                rest = TracebackType(rest, frame, frame.f_lasti, line)
+            error.__traceback__ = rest
+        notes = getattr(error, "__notes__", [])
+        for words, meaning in _MEANINGS.items():
+            if words in str(error) and meaning not in notes:
+                error.add_note(meaning)
+        notes[:] = [note for note in notes if _NOTE_OF_JAX not in note]
+        error = error.__cause__ or error.__context__

@@ -36,8 +36,6 @@ def plain_array(
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as problem:
         reason = str(problem).partition("\n")[0]
-        if "inhomogeneous" in reason:
-            reason = "its rows have different lengths."
         msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
     return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -9,6 +9,7 @@ said, the import of this module), and which test notices.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -90,11 +91,8 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     value = concrete_value(value)
     if not isinstance(value, jax.core.Tracer):
         return getattr(value, "sharding", None)
-    sharding = getattr(jax.typeof(value), "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    types = sharding.mesh.axis_types
-    if not types or any(kind != AxisType.Explicit for kind in types):
+    sharding: Any = getattr(jax.typeof(value), "sharding", None)
+    if {*_axis_types(sharding)} != {AxisType.Explicit}:
         return None
     on_host = is_on_host(value)
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
@@ -160,8 +158,8 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
 
 def operands_of(jaxpr: Any, index: int) -> list[bool]:
     """Returns for each operand of a jaxpr whether one of its results depends on it."""
-    wanted = [other == index for other in range(len(jaxpr.outvars))]
-    return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+    is_used = [number == index for number in range(len(jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(jaxpr, is_used)[1]
 
 
 def inner_constants(jaxpr: Any) -> Iterator[Any]:
@@ -300,7 +298,7 @@ def concrete_value(x: Leaf) -> Any:
 
 def is_manual(x: Leaf) -> bool:
     """Returns whether a value is the shard of one device, as inside shard_map."""
-    return _has_axes(getattr(jax.typeof(x), "sharding", None), AxisType.Manual)
+    return AxisType.Manual in _axis_types(getattr(jax.typeof(x), "sharding", None))
 
 
 def is_staged(x: Leaf) -> bool:
@@ -334,16 +332,16 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
     and are left to the compiler on Auto axes. What JAX cannot express is a ValueError.
     """
-    mesh, now = sharding.mesh, getattr(jax.typeof(x), "sharding", None)
+    mesh, current = sharding.mesh, getattr(jax.typeof(x), "sharding", None)
     if is_explicit(sharding):
         # `reshard` takes no UNCONSTRAINED: it stands for the present entry.
-        known = [*(now.spec if now else ()), *[None] * np.ndim(x)]
+        present = [*(current.spec if current else ()), *[None] * np.ndim(x)]
         entries = [
-            here if entry is PartitionSpec.UNCONSTRAINED else entry
-            for entry, here in zip(sharding.spec, known, strict=False)
+            old if entry is PartitionSpec.UNCONSTRAINED else entry
+            for entry, old in zip(sharding.spec, present, strict=False)
         ]
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
-    if is_explicit(now):
+    if is_explicit(current):
         # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -351,12 +349,11 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
 
 def is_explicit(sharding: object) -> bool:
     """Returns whether a sharding, if it is one, has Explicit axes."""
-    return _has_axes(sharding, AxisType.Explicit)
+    return AxisType.Explicit in _axis_types(sharding)
 
 
-def _has_axes(sharding: object, kind: AxisType) -> bool:
-    """Returns whether a sharding, if it is one, has axes of this type."""
-    return kind in getattr(getattr(sharding, "mesh", None), "axis_types", ())
+def _axis_types(sharding: object) -> tuple[AxisType, ...]:
+    return getattr(getattr(sharding, "mesh", None), "axis_types", ())
 
 
 def in_device_memory(x: Leaf) -> Leaf:
@@ -413,7 +410,8 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
     """Returns a value with or without a weak type; JAX's own way is for strong ones.
 
-    A step compiles twice if the weak types of its state change: tests/test_step.py.
+    A step compiles twice if the weak types of its state change:
+    tests/test_compile_step.py.
     """
     aval = jax.typeof(x)
     if aval.weak_type == weak_type:
@@ -434,9 +432,8 @@ def key_impl(dtype: DType) -> str:
 
 def x64_mode(*, enabled: bool) -> Any:
     """Returns a context in which arrays are 64-bit or not, for this thread."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(enabled)
-    return jax.experimental.enable_x64(enabled)
+    home = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return home.enable_x64(enabled)
 
 
 def coordination_client() -> Any:
@@ -536,9 +533,8 @@ def shard_placer(
     aval = jax_core.update_aval_with_sharding(aval, sharding)
     devices = list(sharding.addressable_devices_indices_map(shape))
     if not devices:
-        return lambda _: jax.make_array_from_single_device_arrays(
-            shape, sharding, [], dtype=dtype
-        )
+        empty = functools.partial(jax.make_array_from_single_device_arrays, dtype=dtype)
+        return lambda _: empty(shape, sharding, [])
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
 
 

@@ -44,16 +44,16 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     _start(n)
     devices = jax.local_devices()
     platform = devices[0].platform
-    here = f"{len(devices)} {platform.upper()} device{'s' * (len(devices) != 1)}"
+    existing = f"{len(devices)} {platform.upper()} device{'s' * (len(devices) != 1)}"
     if platform != "cpu":
         warnings.warn(
-            f"virtual_devices({n}) has no effect here: JAX runs on {here}. To try "
+            f"virtual_devices({n}) has no effect here: JAX runs on {existing}. To try "
             "virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts.",
             stacklevel=2,
         )
     elif len(devices) != n:
         msg = (
-            f"virtual_devices({n}) comes too late: JAX already runs with {here}. "
+            f"virtual_devices({n}) comes too late: JAX already runs with {existing}. "
             "Restart the kernel or process and call it before any other use of JAX, or "
             "make a mesh of the devices that exist: create_mesh()."
         )

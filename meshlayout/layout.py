@@ -77,6 +77,7 @@ class Misfit(NamedTuple):
         )
 
 
+@_checks.user_call
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
     """How the dims of one array are sharded over the axes of a mesh.
@@ -134,12 +135,8 @@ class Layout:
             # Only devices of this process list their memories.
             device = next(iter(mesh.local_devices), mesh.devices.flat[0])
             kinds, default = _jax.memory_kinds(device)
-            if kinds and memory_kind not in kinds:
-                msg = (
-                    f"memory_kind {_checks.shown(memory_kind)} is not one of these "
-                    f"devices' memories: {', '.join(map(repr, kinds))}."
-                )
-                raise LayoutError(msg)
+            if kinds:
+                _checks.choice("memory_kind", memory_kind, kinds, error=LayoutError)
             # Layouts that mean the same have to be equal, also if it is the default.
             memory_kind = None if memory_kind == default else memory_kind
         self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=memory_kind)
@@ -232,9 +229,9 @@ class Layout:
             raise LayoutError(f"{msg}{rank}.{hint}")
         if not is_open:
             return self
-        index = self.specs.index(...)
-        before, after = self.specs[:index], self.specs[index + 1 :]
-        return self.with_specs((*before, *[None] * missing, *after))
+        specs, index = list(self.specs), self.specs.index(...)
+        specs[index : index + 1] = [None] * missing
+        return self.with_specs(specs)
 
     def with_specs(self, specs: SpecLike) -> "Layout":
         """Returns the layout with other entries, on the same mesh and memory."""
@@ -294,10 +291,10 @@ class Layout:
         """
         shape = tuple(global_shape)
         self.check(shape)
-        slices = self.with_rank(len(shape)).sharding.devices_indices_map(shape)
-        held = slices[self.mesh.devices[self.mesh.coords(device)]]
-        sizes = zip(held, shape, strict=True)
-        return tuple(slice(*part.indices(size)[:2]) for part, size in sizes)
+        by_device = self.with_rank(len(shape)).sharding.devices_indices_map(shape)
+        slices = by_device[self.mesh.devices[self.mesh.coords(device)]]
+        pairs = zip(slices, shape, strict=True)
+        return tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
         """Returns the bytes of an array on each device; of words for PRNG keys."""

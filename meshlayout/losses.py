@@ -33,14 +33,12 @@ Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
 COLLECTION = "losses"
 
 
+@_checks.user_call
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Averages losses over all dims except those of the weights.
 
     Use this before summing losses that have one number per pixel or token. Returns
-    float32 losses of the weights' shape, or (batch,).
-
-    Raises:
-        LossError: If the weights' shape is not a leading part of the losses'.
+    float32 losses of the weights' shape, which begins that of the losses; or (batch,).
 
     Example:
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
@@ -56,11 +54,9 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
 
 
+@_checks.user_call
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
-
-    Raises:
-        LossError: If the weights' shape is not a leading part of the losses'.
 
     Example:
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
@@ -74,13 +70,8 @@ def denominator_of(
 ) -> jax.Array:
     """Returns the number by which the weighted sum over a global batch is divided.
 
-    A positive float32 scalar; 1 for a batch without real examples, whose sum is 0.
-
-    Args:
-        denominator: `"real"`, the sum of the weights; or `"global_batch_size"`, the
-            number of examples including padding.
-        weights: The weights of the whole batch, or None for ones.
-        num_examples: The number of losses: examples, or tokens if each has a weight.
+    That is `"real"`, the sum of the whole batch's weights (1 for a batch of padding
+    alone); or `"global_batch_size"`, their number, padding included. float32.
 
     Example:
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
@@ -94,6 +85,7 @@ def denominator_of(
     return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
 
 
+@_checks.user_call
 def compute_average_loss(
     per_example_loss: ArrayLike,
     sample_weight: ArrayLike | None = None,
@@ -158,13 +150,10 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
-    """Divides a regularization loss by the number of replicas.
+    """Divides a regularization loss by the number of replicas; an array is summed.
 
     Use this next to `compute_average_loss`, in replica code, where losses of replicas
-    are added up; elsewhere the loss is returned unchanged. An array is summed.
-
-    Raises:
-        LossError: If it is not a real number, or the number of replicas is unknown.
+    are added up; elsewhere the loss is returned unchanged.
 
     Example:
         >>> float(scale_regularization_loss(0.5))
@@ -221,9 +210,7 @@ def _num_replicas() -> int:
     return math.prod(sizes.values())
 
 
-# Losses that a loss function does not return: on parameters, and from inside models.
-
-
+@_checks.user_call
 def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
 
@@ -233,10 +220,8 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
 
     Args:
         strength: The factor, not negative.
-        where: Which parameters: a regular expression, searched for in their paths.
-
-    Raises:
-        LossError: If an argument is wrong; when called, if no parameter's path matches.
+        where: Which parameters: a regular expression, searched for in their paths, one
+            of which must match.
 
     Example:
         >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
@@ -245,6 +230,7 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     return _penalty("l2", strength, where, jnp.square)
 
 
+@_checks.user_call
 def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`."""
     return _penalty("l1", strength, where, jnp.abs)
@@ -293,9 +279,6 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
         name: Its name; the metrics show it under the module's path.
         loss: One loss per example, (batch, ...), averaged like the losses of the loss
             function; or a scalar, which a batch with weights refuses.
-
-    Raises:
-        LossError: If `loss` is not an array.
 
     Example:
         >>> class Active(nnx.Module):

@@ -7,7 +7,6 @@ several slices, such as the GPUs of two hosts, so that a program which runs on o
 them would not run on two: here, the first axes cross unless `dcn` says otherwise.
 """
 
-import functools
 import itertools
 import math
 import operator
@@ -23,7 +22,7 @@ from jax.sharding import AxisType
 
 import meshlayout
 from meshlayout import _jax, _render
-from meshlayout._checks import shown
+from meshlayout._checks import shown, user_call
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -138,17 +137,15 @@ class Mesh:
 
     def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
         """Returns the coordinates of a device, given as such or by its index."""
-        # By identity: a device of another backend may have the same id.
-        indices = [i for i, held in enumerate(self.devices.flat) if held is device]
-        if isinstance(device, (int, np.integer)) and 0 <= device < self.size:
-            indices = [int(device)]
-        if not indices:
+        devices = [*self.devices.flat]
+        index = devices.index(device) if device in devices else device
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < self.size:
             msg = (
                 f"{shown(device)} is not a device of {self!r}, whose devices are "
                 f"{self._devices_text()}, nor the index of one."
             )
             raise MeshError(msg)
-        return tuple(map(int, np.unravel_index(indices[0], self.devices.shape)))
+        return tuple(map(int, np.unravel_index(index, self.devices.shape)))
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
         """Returns `Layout(specs, self)`: the short form, one argument per dim."""
@@ -183,8 +180,8 @@ class Mesh:
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Returns the coordinates of this process's devices, by axis."""
-        every = zip(self.unravel_index(), self.devices.flat, strict=True)
-        return [place for place, device in every if device in self.local_devices]
+        pairs = zip(self.unravel_index(), self.devices.flat, strict=True)
+        return [place for place, device in pairs if device in self.local_devices]
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -206,20 +203,20 @@ class Mesh:
     def from_string(cls, text: str) -> "Mesh":
         """Returns the mesh that `to_string` wrote, on the devices with the same ids."""
         try:
-            axes, types, devices = text.split("|")
-            platform, runs = devices.split(":")
+            axes, types, places = text.split("|")
+            platform, runs = places.split(":")
             ends = [[int(end) for end in run.split("-")] for run in runs.split(",")]
         except (ValueError, AttributeError):
             msg = f"{shown(text)} is not a mesh; such text comes from mesh.to_string()."
             raise MeshError(msg) from None
         ids = [number for run in ends for number in range(run[0], run[-1] + 1)]
-        chosen = _devices_by_id(platform, ids)
-        return create_mesh(axes, devices=chosen, axis_types=types.split(","))
+        devices = _devices_by_id(platform, ids)
+        return create_mesh(axes, devices=devices, axis_types=types.split(","))
 
     def __repr__(self) -> str:
         parts = [sizes_text(self.shape)]
         for attribute, unit in _UNITS.items():
-            names, count = _axes_across(self.jax_mesh, attribute)
+            names, count = _axes_across(self, attribute)
             if names:
                 parts.append(f"{', '.join(names)} across {count} {unit}")
         return f"Mesh({'; '.join(parts)})"
@@ -254,6 +251,7 @@ def current_mesh() -> Mesh | None:
     return None if mesh is None else Mesh(mesh)
 
 
+@user_call
 def create_mesh(
     axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
     /,
@@ -303,18 +301,18 @@ def create_mesh(
     if axes is not None and axis_sizes:
         msg = (
             "give the axes once: as the first argument or as keywords "
-            f"({', '.join(axis_sizes)}), not both."
+            f"({', '.join(axis_sizes)}), not both. Options are devices, dcn and "
+            "axis_types."
         )
         raise MeshError(msg)
     _jax.check_joined("create_mesh")
-    chosen = jax.devices() if devices is None else parse_devices(devices)
-    asked = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)
-    sizes = _fill_sizes(asked, len(chosen))
+    members = jax.devices() if devices is None else parse_devices(devices)
+    axes = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)
+    sizes = _fill_sizes(axes, len(members))
     if devices is None or dcn is not None:
-        slow = [dcn] if isinstance(dcn, str) else dcn
-        grid = _device_grid(sizes, chosen, slow)
+        grid = _device_grid(sizes, members, [dcn] if isinstance(dcn, str) else dcn)
     else:
-        grid = np.array(chosen, dtype=object).reshape([*sizes.values()])
+        grid = np.array(members, dtype=object).reshape([*sizes.values()])
     types = _parse_axis_types(axis_types, len(sizes))
     return Mesh(jax.sharding.Mesh(grid, tuple(sizes), axis_types=types))
 
@@ -330,49 +328,38 @@ def _parse_axes(axes: Any) -> dict[str, int]:
         sizes = {name: operator.index(size) for name, size in pairs}
     except (TypeError, ValueError):
         sizes, pairs = {}, []
-    if not sizes or len(sizes) < len(pairs):
-        msg = (
-            f"{shown(axes)} does not give a size, an integer, for each axis name once. "
-            "Write {'batch': 2, 'model': 4}, [('batch', 2), ('model', 4)] or "
-            "'batch=2,model=4'."
-        )
-        raise MeshError(msg)
     counts = [*sizes.values()]
-    if min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
+    is_bad = min(counts, default=0) < -1 or 0 in counts or counts.count(-1) > 1
+    if is_bad or not sizes or len(sizes) < len(pairs):
         msg = (
-            f"in ({sizes_text(sizes)}), a size must be a positive number of devices, "
-            "or -1 for whatever is left, once."
+            f"{shown(axes)} does not give each axis name once with a size: a positive "
+            "integer, or for one axis -1, for whatever is left. Write {'batch': 2, "
+            "'model': 4}, [('batch', 2), ('model', -1)] or 'batch=2,model=4'."
         )
         raise MeshError(msg)
     return sizes
 
 
-def _fill_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
+def _fill_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     """Returns sizes that make a number of devices, with -1 filled in."""
-    fixed = math.prod(size for size in asked.values() if size != -1)
-    is_open = -1 in asked.values()
-    if count % fixed or (not is_open and fixed != count):
-        need = f"a multiple of {fixed}" if is_open else str(fixed)
-        subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
-        msg = (
-            f"mesh ({sizes_text(asked)}) needs {need} devices, but there "
-            f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
-            f"({sizes_text(_fitting_sizes(asked, count))})"
-            f"{subset * (not is_open and fixed < count)}."
-        )
-        raise MeshError(msg)
-    rest = count // fixed
-    return {name: rest if size == -1 else size for name, size in asked.items()}
-
-
-def _fitting_sizes(asked: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns a shape of `count` devices; the first axis, the batch, takes the rest."""
-    first, *others = asked
-    fitting: dict[str, int] = {}
-    for name in reversed(others):
-        fitting[name] = math.gcd(count, max(asked[name], 1))
-        count //= fitting[name]
-    return {first: count} | {name: fitting[name] for name in others}
+    fixed = math.prod(size for size in axes.values() if size != -1)
+    is_open = -1 in axes.values()
+    if not count % fixed and (is_open or fixed == count):
+        return {x: count // fixed if n == -1 else n for x, n in axes.items()}
+    # A shape that fits: the first axis, which is mostly the batch, takes what is left.
+    fitting, num_left = dict(axes), count
+    for name in [*axes][:0:-1]:
+        fitting[name] = math.gcd(num_left, max(axes[name], 1))
+        num_left //= fitting[name]
+    fitting[next(iter(axes))] = num_left
+    need = f"a multiple of {fixed}" if is_open else str(fixed)
+    subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+    msg = (
+        f"mesh ({sizes_text(axes)}) needs {need} devices, but there "
+        f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
+        f"({sizes_text(fitting)}){subset * (not is_open and fixed < count)}."
+    )
+    raise MeshError(msg)
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -381,11 +368,10 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType, ...]:
-    """Returns one axis type per axis."""
-    given: Any = types if isinstance(types, (list, tuple)) else [types] * count
-    known: Any = {kind.name.lower(): kind for kind in AxisType}
-    known |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
-    kinds = [known.get(x.lower() if isinstance(x, str) else x) for x in given]
+    names: Any = types if isinstance(types, (list, tuple)) else [types] * count
+    by_name: Any = {kind.name.lower(): kind for kind in AxisType}
+    by_name |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
+    kinds = [by_name.get(x.lower() if isinstance(x, str) else x) for x in names]
     if len(kinds) != count or None in kinds:
         msg = (
             f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
@@ -397,36 +383,30 @@ def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType
 
 def parse_devices(devices: Any) -> list[Any]:
     """Returns devices from objects and texts such as `"CPU:3"`, in their order."""
-    chosen: list[Any] = []
+    parsed: list[Any] = []
     for device in np.asarray(devices, dtype=object).flat:
         if isinstance(device, str) and re.fullmatch(r" *\w+:[0-9]+ *", device):
             platform, number = device.strip().lower().split(":")
-            chosen += _devices_by_id(platform, [int(number)])
+            parsed += _devices_by_id(platform, [int(number)])
         elif hasattr(device, "platform"):  # also described ones, of other classes
-            chosen.append(device)
+            parsed.append(device)
         else:
             msg = (
                 f"{shown(device)} is not a device; give those of jax.devices(), or "
                 "text of the form PLATFORM:ID, as in 'CPU:3'."
             )
             raise MeshError(msg)
-    return chosen
+    return parsed
 
 
 def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
-    """Returns the devices of a platform with these ids."""
     try:
-        known = {device.id: device for device in jax.devices(platform or "none")}
-        return [known[number] for number in ids]
+        by_id = {device.id: device for device in jax.devices(platform or "none")}
+        return [by_id[number] for number in ids]
     except (RuntimeError, KeyError):
-        kinds = sorted({device.platform for device in jax.devices()})
-        here = [
-            f"{kind}:{_render.ranges_text([x.id for x in jax.devices(kind)])}"
-            for kind in kinds
-        ]
         msg = (
             f"a device of {platform}:{_render.ranges_text(ids)} does not exist here, "
-            f"only {', '.join(here)}."
+            f"only {create_mesh()._devices_text()}."
         )
         raise MeshError(msg) from None
 
@@ -434,14 +414,8 @@ def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
 # Slices and processes.
 
 
-@functools.lru_cache(maxsize=1024)
-def _axes_across(
-    mesh: jax.sharding.Mesh, attribute: str
-) -> tuple[tuple[str, ...], int]:
-    """Returns the axes along which the group changes, and the number of groups.
-
-    Cached, as messages show meshes, and a mesh may have thousands of devices.
-    """
+def _axes_across(mesh: Mesh, attribute: str) -> tuple[tuple[str, ...], int]:
+    """Returns the axes along which the group changes, and the number of groups."""
     grid = np.reshape(_groups(mesh.devices.flat, attribute), mesh.devices.shape)
     changes = [(grid != grid.take([0], dim)).any() for dim in range(grid.ndim)]
     return tuple(itertools.compress(mesh.axis_names, changes)), len(np.unique(grid))
@@ -463,33 +437,28 @@ def _device_grid(
     attribute = "slice_index"
     if slow_axes is not None and len({*_groups(devices, attribute)}) == 1:
         attribute = "process_index"
-    count = left = len({*_groups(devices, attribute)})
+    count = num_left = len({*_groups(devices, attribute)})
     crossing = dict.fromkeys(sizes, 1)
     for axis in slow:
-        crossing[axis] = math.gcd(sizes[axis], left)
-        left //= crossing[axis]
-    if slow_axes is not None and left > 1:
-        unit = _UNITS[attribute]
+        crossing[axis] = math.gcd(sizes[axis], num_left)
+        num_left //= crossing[axis]
+    if slow_axes is not None and num_left > 1:
         msg = (
             f"the axes in dcn=, ({sizes_text({x: sizes[x] for x in slow})}), cannot be "
-            f"divided among the {count} {unit} of the devices: their sizes must "
-            f"together make {count}, or a multiple of it. Or leave out dcn=, if the "
-            "network between them is fast."
+            f"divided among the {count} {_UNITS[attribute]} of the devices: their "
+            f"sizes must together make {count}, or a multiple of it. Or leave out "
+            "dcn=, if the network between them is fast."
         )
         raise MeshError(msg)
-    inside = [size // crossing[axis] for axis, size in sizes.items()]
+    fast_sizes = [size // crossing[axis] for axis, size in sizes.items()]
     by_process, slow_sizes = attribute == "process_index", [*crossing.values()]
     try:
-        return _jax.device_grid(devices, inside, slow_sizes, by_process=by_process)
+        return _jax.device_grid(devices, fast_sizes, slow_sizes, by_process=by_process)
     except (NotImplementedError, ValueError, AssertionError) as error:
-        shape, text = sizes_text(sizes), str(error).rstrip(".")
-        msg = (
-            f"JAX finds no order of the devices for ({shape}): {text}. "
-            "Choose other sizes, or an order of your own with devices=."
-        )
-        raise MeshError(msg) from error
+        msg = f"JAX finds no order of the devices for ({sizes_text(sizes)}): {error}"
+        hint = "Choose other sizes, or an order of your own with devices=."
+        raise MeshError(f"{msg.rstrip('.')}. {hint}") from error
 
 
 def _groups(devices: Iterable[Any], attribute: str) -> list[int]:
-    """Returns the slice or process of each device; CPUs are in no slice."""
-    return [getattr(device, attribute, None) or 0 for device in devices]
+    return [getattr(device, attribute, None) or 0 for device in devices]  # CPUs: None

@@ -1,6 +1,5 @@
 """Pictures of how an array is laid out on its devices, drawn of indices alone."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ class Shards:
         return _render.picture_html(self._title, self._picture, [self._note])
 
 
+@_checks.user_call
 def visualize(
     value: Layout | Sharding | jax.Array | jax.ShapeDtypeStruct | nnx.Variable[Any],
     shape: Sequence[int] | None = None,
@@ -82,26 +82,25 @@ def visualize(
     layout = Layout.of(array, len(shape))
     layout.check(shape)  # says better than JAX what does not divide
     held: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-    for device, index in layout.sharding.devices_indices_map(shape).items():
-        part = (s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-        held.append((int(device.id), tuple(part)))
+    for device, slices in layout.sharding.devices_indices_map(shape).items():
+        pairs = zip(slices, shape, strict=True)
+        part = tuple(dim.indices(size)[:2] for dim, size in pairs)
+        held.append((int(device.id), part))
     axes = [entry_text(entry) if entry else "" for entry in layout.specs]
     dims = zip(shape, [f"@{text}" * bool(text) for text in axes], strict=True)
     title = "" if dtype is None else _render.dtype_text(dtype)
     title += f"[{', '.join(f'{size}{text}' for size, text in dims)}]"
     kind = layout.memory_kind
     title += f" on {layout.mesh!r}" + f" in {kind}" * bool(kind)
-    part_shape = tuple(stop - start for start, stop in held[0][1])
-    parts = len({part for _, part in held})
-    copies, nbytes = len(held) // parts, ""
+    num_shards = len({part for _, part in held})
+    copies, nbytes = len(held) // num_shards, ""
     if dtype is not None:
-        number = math.prod(part_shape) * _jax.itemsize(dtype)
-        nbytes = f", {_render.bytes_text(number)}"
+        nbytes = f", {_render.bytes_text(layout.bytes_per_device(shape, dtype))}"
     note = f"{copies} devices hold" if copies > 1 else "One device holds"
     note += f" the whole array{nbytes}"
-    if parts > 1:
-        note = f"{parts} shards of shape {part_shape}{nbytes}{' each' * bool(nbytes)}"
-        note += f", on {copies} devices each" * (copies > 1)
+    if num_shards > 1:
+        note = f"{num_shards} shards of shape {layout.shard_shape(shape)}{nbytes}"
+        note += " each" * bool(nbytes) + f", on {copies} devices each" * (copies > 1)
     note += (
         f". Numbers in the blocks are ids of {layout.mesh.platform.upper()} devices."
     )

@@ -160,6 +160,8 @@ def commit(job) -> None:
         is_launched = "MESHLAYOUT_LAUNCHER" in os.environ
         os.kill(os.getppid() if is_launched else os.getpid(), signal.SIGINT)
         time.sleep(5)
+    elif name == "meet":
+        ml.cluster.barrier("extra")
     elif name == "lock":  # a PyDLL does not release Python's lock
         ctypes.PyDLL(None).sleep(int(number))
     elif name == "sleep":

@@ -7,7 +7,7 @@ import types
 
 import cloudpickle
 
-from meshlayout import _optional, distribute
+from meshlayout import _checks, distribute
 from meshlayout.distribute.parameter_server.actors import RemoteWorker
 
 
@@ -124,6 +124,6 @@ class Actor:
 def start(monkeypatch, num_workers=1, num_servers=1, fault=None, **options):
     """Returns a strategy, its coordinator and its Ray."""
     ray = LocalRay(fault)
-    monkeypatch.setattr(_optional, "require", lambda *args, **kwargs: ray)
+    monkeypatch.setattr(_checks, "require", lambda *args, **kwargs: ray)
     strategy = distribute.ParameterServerStrategy(num_workers, num_servers)
     return strategy, distribute.ClusterCoordinator(strategy, **options), ray

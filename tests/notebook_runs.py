@@ -28,7 +28,7 @@ from tests.processes import ROOT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # Seconds, speed and remaining time in the progress lines of a fit.
-_TIMES = re.compile(r"  \( *[\d.]+ s, +[\d,.e+]+ examples/s(, [\d:]+ left)?\)")
+_TIMES = re.compile(r"  \([\d.]+ s(, [\d:]+ left)?(, [\d,.e+]+ examples/s)?\)")
 
 Notebook = Any
 """A `nbformat.NotebookNode`, whose attributes are dynamic."""
@@ -97,7 +97,9 @@ def tidy(notebook: Notebook) -> Notebook:
         "language_info": {"name": "python"},
     }
     for number, cell in enumerate(_code_cells(notebook), 1):
-        cell.metadata, cell.execution_count = {}, number
+        folded = cell.metadata.get("jupyter")  # the cell that installs
+        cell.metadata = {"jupyter": folded} if folded else {}
+        cell.execution_count = number
         cell.outputs = _joined(cell.outputs)
         for output in cell.outputs:
             if "execution_count" in output:

@@ -166,70 +166,21 @@ def llama(
 def fused(d=32, heads=4, vocab=64, order="three heads"):
     """Attention whose query, key and value come from one kernel.
 
-    The kernel's columns are `three heads` (3, heads, features: all queries first),
-    `heads three` (each head's three together), or a dim of their own: `stacked`.
+    The kernel's columns are `three heads` (3, heads, features: all queries first) or
+    `heads three` (each head's three together).
     """
-    head = d // heads
-    qkv = (d, 3, heads, head) if order == "stacked" else (d, 3 * d)
-    shapes = {"embed": (vocab, d), "qkv": qkv, "out": (d, d), "head": (d, vocab)}
+    shapes = {"embed": (vocab, d), "qkv": (d, 3 * d), "out": (d, d), "head": (d, vocab)}
 
     def forward(params, tokens):
         x = params["embed"][tokens]
-        batch, length, _ = x.shape
-        if order == "stacked":
-            q, k, v = jnp.moveaxis(
-                jnp.einsum("btd,dshk->btshk", x, params["qkv"]), 2, 0
-            )
-        else:
-            y = x @ params["qkv"]
-            if order == "three heads":
-                parts = jnp.split(y, 3, axis=-1)
-                q, k, v = (z.reshape(batch, length, heads, head) for z in parts)
-            else:
-                y = y.reshape(batch, length, heads, 3 * head)
-                q, k, v = jnp.split(y, 3, axis=-1)
+        y = x @ params["qkv"]
+        if order == "heads three":
+            y = y.reshape(*x.shape[:2], heads, -1)
+        parts = jnp.split(y, 3, axis=-1)
+        q, k, v = (z.reshape(*x.shape[:2], heads, -1) for z in parts)
         scores = causal(jnp.einsum("bqhk,bshk->bhqs", q, k))
         read = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
-        x = x + read.reshape(batch, length, d) @ params["out"]
-        return x @ params["head"]
-
-    return parameters(shapes), forward
-
-
-def translator(d=32, heads=4, vocab=64, hidden=64):
-    """An encoder and a decoder with cross attention, of the tokens and themselves."""
-
-    def attention():
-        return dict.fromkeys(("q", "k", "v", "o"), (d, d))
-
-    def mlp():
-        return {"w1": (d, hidden), "w2": (hidden, d)}
-
-    shapes = {
-        "embed": (vocab, d),
-        "encoder": {"self": attention(), "mlp": mlp()},
-        "decoder": {"self": attention(), "cross": attention(), "mlp": mlp()},
-    }
-
-    def attend(p, x, memory, mask=lambda scores: scores):
-        def split(y):
-            return y.reshape(*y.shape[:2], heads, -1)
-
-        q, k, v = split(x @ p["q"]), split(memory @ p["k"]), split(memory @ p["v"])
-        scores = mask(jnp.einsum("bqhk,bshk->bhqs", q, k))
-        read = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
-        return x + read.reshape(x.shape) @ p["o"]
-
-    def feed(p, x):
-        return x + jax.nn.relu(x @ p["w1"]) @ p["w2"]
-
-    def forward(params, tokens):
-        x = memory = params["embed"][tokens]
-        encoder, decoder = params["encoder"], params["decoder"]
-        memory = feed(encoder["mlp"], attend(encoder["self"], memory, memory))
-        x = attend(decoder["self"], x, x, causal)
-        x = feed(decoder["mlp"], attend(decoder["cross"], x, memory))
-        return x @ params["embed"].T
+        return (x + read.reshape(x.shape) @ params["out"]) @ params["head"]
 
     return parameters(shapes), forward
 

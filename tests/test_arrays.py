@@ -22,7 +22,7 @@ def mesh_of(text, count=8, first=0, **kwargs):
 BATCH_8 = mesh_of("batch=8")
 MESH_2X4 = mesh_of("batch=2,model=4")
 MESH_4X2 = mesh_of("batch=4,model=2")
-SUBSET = mesh_of("part=4", count=4, first=3)
+SUBSET = ml.create_mesh("part=4", devices=jax.devices()[6:2:-1])
 ONE = mesh_of("batch=1", count=1, first=5)
 EXPLICIT = mesh_of("batch=2,model=4", axis_types="explicit")
 
@@ -43,6 +43,9 @@ MOVES = [
     for source, target in itertools.product(LAYOUTS, LAYOUTS)
     if hasattr(jax, "reshard") or source.mesh != EXPLICIT or target.mesh == EXPLICIT
 ]
+ON_HOST = BATCH_8.layout(None, "batch", memory_kind="pinned_host")
+MOVES += [(ON_HOST, LAYOUTS[2]), (LAYOUTS[0], ON_HOST)]
+CREATED = [*LAYOUTS, ON_HOST]
 
 
 @pytest.fixture
@@ -67,22 +70,14 @@ def same_bits(a, b):
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
-    moved = ma.relayout(x, target)
-    assert_lies(moved, target)
-    assert same_bits(moved, value)
-    assert not x.is_deleted()
+    for donate in (False, True):
+        moved = ma.relayout(x, target, donate=donate)
+        assert_lies(moved, target)
+        assert same_bits(moved, value)
+        assert x.is_deleted() is donate
 
 
-@pytest.mark.parametrize(("source", "target"), MOVES[::3])
-def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
-    x = jax.device_put(value, source.with_rank(2).sharding)
-    moved = ma.relayout(x, target, donate=True)
-    assert x.is_deleted()
-    assert_lies(moved, target)
-    assert same_bits(moved, value)
-
-
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(EIGHT, EIGHT[::2])])
+@pytest.mark.parametrize(("source", "target"), [*zip(EIGHT, EIGHT[::-1], strict=True)])
 def test_relayout_inside_jit_is_relayout(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
     # JAX may not be able to name a result on a mesh of another shape by itself.
@@ -120,37 +115,27 @@ def test_relayout_to_where_it_is_copies_nothing(value):
 
 
 def test_a_numpy_array_changed_later_does_not_change_the_placed_one():
+    # Memory at multiples of 64 bytes is what a CPU device would use as it is.
+    memory = np.zeros(4 * 1024 * 256 + 64, np.uint8)
+    source = memory[-memory.ctypes.data % 64 :][: 4 * 1024 * 256]
+    source = source.view(np.float32).reshape(1024, 256)
     for layout in (BATCH_8.layout("batch", None), ONE.layout(...)):
-        source = np.zeros((1024, 256), np.float32)
+        source[:] = 0
         placed = ma.relayout(source, layout)
+        copied = ma.copy_to_mesh(source, layout)
         packed = ma.pack([source] * layout.mesh.size, layout)
         source[:] = 1
-        assert not np.asarray(placed).any()
-        assert not np.asarray(packed).any()
-
-
-def test_match_keeps_how_a_dim_is_sharded(value):
-    x = ma.relayout(value, MESH_2X4.layout("batch", None))
-    moved = ma.relayout(x, MESH_2X4.layout(ml.MATCH, "model"))
-    assert_lies(moved, MESH_2X4.layout("batch", "model"))
-    assert same_bits(moved, value)
+        for x in (placed, copied, packed):
+            assert not np.asarray(x).any()
 
 
 @pytest.mark.parametrize("mesh", [MESH_2X4, EXPLICIT])
-def test_match_inside_jit_keeps_how_a_dim_is_sharded(value, mesh):
+def test_match_keeps_how_a_dim_is_sharded(value, mesh):
     x = ma.relayout(value, mesh.layout("batch", None))
-    moved = jax.jit(lambda x: ma.relayout(x, mesh.layout(ml.MATCH, "model")))(x)
-    assert_lies(moved, mesh.layout("batch", "model"))
-
-
-def test_relayout_moves_between_memories(value):
-    on_host = BATCH_8.layout("batch", None, memory_kind="pinned_host")
-    x = ma.relayout(value, on_host)
-    assert x.sharding.memory_kind == "pinned_host"
-    back = ma.relayout(x, BATCH_8.layout(None, "batch"), donate=True)
-    assert x.is_deleted()
-    assert_lies(back, BATCH_8.layout(None, "batch"))
-    assert same_bits(back, value)
+    move = lambda x: ma.relayout(x, mesh.layout(ml.MATCH, "model"))
+    for moved in (move(x), jax.jit(move)(x)):
+        assert_lies(moved, mesh.layout("batch", "model"))
+        assert same_bits(moved, value)
 
 
 def test_a_tree_takes_one_layout_or_a_prefix_of_layouts(value):
@@ -174,16 +159,12 @@ def test_a_tree_with_one_array_twice_can_be_donated(value):
     assert same_bits(moved["a"], value)
     assert same_bits(moved["b"], value)
     x = ma.relayout(value, LAYOUTS[2])
+    # Nothing is deleted if a leaf does not fit.
+    with pytest.raises(ml.errors.LayoutError):
+        ma.relayout({"a": x, "b": np.ones((3, 8))}, LAYOUTS[0], donate=True)
     moved = ma.relayout([x, x], [LAYOUTS[2], LAYOUTS[0]], donate=True)
     assert same_bits(moved[0], value)
     assert same_bits(moved[1], value)
-
-
-def test_nothing_is_moved_or_deleted_when_one_leaf_does_not_fit(value):
-    x = ma.relayout(value, LAYOUTS[0])
-    with pytest.raises(ml.errors.LayoutError):
-        ma.relayout({"a": x, "b": np.ones((3, 8))}, LAYOUTS[0], donate=True)
-    assert not x.is_deleted()
 
 
 def test_relayout_like_takes_the_layouts_of_other_arrays(value):
@@ -194,27 +175,20 @@ def test_relayout_like_takes_the_layouts_of_other_arrays(value):
     assert_lies(ma.relayout_like(value, other["b"]), LAYOUTS[5])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int4", "uint8", "bool", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4", "bool", "complex64", "key"])
 def test_every_dtype_can_be_placed_moved_packed_and_read(dtype):
     source = np.arange(16).reshape(8, 2) % 3
-    source = source.astype(jnp.dtype(dtype))
+    if dtype == "key":
+        source = jax.random.split(jax.random.key(0), (8, 2))
+    else:
+        source = source.astype(jnp.dtype(dtype))
     x = ma.relayout(source, BATCH_8.layout("batch", None))
     x = ma.relayout(x, MESH_4X2.layout(None, "model"), donate=True)
-    assert x.dtype == jnp.dtype(dtype)
+    assert ma.fetch_layout(x) == MESH_4X2.layout(None, "model")
+    assert x.dtype == source.dtype
     again = ma.pack(ma.unpack(x), ma.fetch_layout(x), verify=True)
-    assert (ma.to_numpy(again) == source).all()
-
-
-def test_prng_keys_can_be_placed_moved_packed_and_read():
-    keys = jax.random.split(jax.random.key(0), 8)
-    layout = BATCH_8.layout("batch")
-    x = ma.relayout(keys, layout)
-    assert x.sharding.spec == layout.sharding.spec
-    moved = ma.relayout(x, MESH_2X4.layout("model"), donate=True)
-    assert ma.fetch_layout(moved) == MESH_2X4.layout("model")
-    assert same_bits(ma.to_numpy(moved), jax.random.key_data(keys))
-    again = ma.pack(ma.unpack(moved), MESH_2X4.layout("model"), verify=True)
-    assert same_bits(jax.random.key_data(again), jax.random.key_data(keys))
+    assert again.dtype == source.dtype
+    assert (ma.to_numpy(again) == ma.to_numpy(source)).all()
 
 
 def test_scalars_and_empty_arrays_can_be_placed():
@@ -222,18 +196,14 @@ def test_scalars_and_empty_arrays_can_be_placed():
     empty = ma.relayout(np.ones((0, 8), np.float32), MESH_2X4.layout("batch", "model"))
     assert empty.shape == (0, 8)
     assert ma.zeros((0,), BATCH_8.layout("batch")).shape == (0,)
-    parts = ma.unpack(empty)
-    assert ma.pack(parts, MESH_2X4.layout("batch", "model"), verify=True).shape == (
-        0,
-        8,
-    )
+    assert ma.pack(ma.unpack(empty), ma.fetch_layout(empty)).shape == (0, 8)
 
 
 # pack and unpack
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_unpack_gives_what_each_device_holds_in_mesh_order(value, layout):
+def test_unpack_gives_what_each_device_holds_and_pack_is_its_inverse(value, layout):
     parts = ma.unpack(ma.relayout(value, layout))
     devices = list(layout.mesh.devices.flat)
     assert [part.sharding for part in parts] == [
@@ -241,24 +211,10 @@ def test_unpack_gives_what_each_device_holds_in_mesh_order(value, layout):
     ]
     for part, device in zip(parts, devices, strict=True):
         assert same_bits(part, value[layout.with_rank(2).shard_slices((16, 8), device)])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, lambda x: x.tolist()])
-def test_pack_is_the_inverse_of_unpack(value, layout, make):
-    parts = [make(np.asarray(part)) for part in ma.unpack(ma.relayout(value, layout))]
-    packed = ma.pack(parts, layout, verify=True)
-    assert_lies(packed, layout)
-    assert same_bits(packed, value)
-
-
-def test_pack_follows_the_mesh_and_not_the_ids_of_devices():
-    mesh = ml.create_mesh("batch=8", devices=jax.devices()[::-1])
-    packed = ma.pack([[float(at)] for at in range(8)], mesh.layout("batch"))
-    assert ma.to_numpy(packed).tolist() == list(range(8))
-    assert [part.devices().pop().id for part in ma.unpack(packed)] == [
-        *range(7, -1, -1)
-    ]
+    for make in (np.asarray, jnp.asarray, lambda x: np.asarray(x).tolist()):
+        packed = ma.pack(list(map(make, parts)), layout, verify=True)
+        assert_lies(packed, layout)
+        assert same_bits(packed, value)
 
 
 def test_pack_takes_one_tree_per_device():
@@ -273,26 +229,18 @@ def test_pack_takes_one_tree_per_device():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copy_to_mesh_copies(value, layout):
+def test_arrays_are_copied_to_a_mesh_and_read_from_it(value, layout):
     for source in (value, value.tolist(), jnp.asarray(value)):
         copy = ma.copy_to_mesh(source, layout)
         assert_lies(copy, layout)
         assert same_bits(copy, value)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fetch_layout_is_the_layout_it_was_placed_with(value, layout):
-    tree = {"a": ma.relayout(value, layout), "b": None}
-    assert ma.fetch_layout(tree) == {"a": layout.with_rank(2), "b": None}
-
-
-def test_fetch_layout_knows_single_devices_and_abstract_arrays(value):
-    alone = ma.fetch_layout(jax.device_put(value, jax.devices()[3]))
-    assert list(alone.mesh.devices.flat) == [jax.devices()[3]]
-    struct = jax.ShapeDtypeStruct(
-        (8,), np.float32, sharding=BATCH_8.layout("batch").sharding
-    )
-    assert ma.fetch_layout(struct) == BATCH_8.layout("batch")
+    tree = {"x": copy, "y": [copy, None]}
+    whole = layout.with_rank(2)
+    assert ma.fetch_layout(tree) == {"x": whole, "y": [whole, None]}
+    host = ma.to_numpy({**tree, "name": "net", "n": 3})
+    assert isinstance(host["x"], np.ndarray)
+    assert same_bits(host["y"][0], value)
+    assert (host["name"], host["n"]) == ("net", 3)
 
 
 def test_check_layout_compares_by_meaning(value):
@@ -304,38 +252,22 @@ def test_check_layout_compares_by_meaning(value):
     ma.check_layout(x, BATCH_8.layout(ml.MATCH, None))
     ma.check_layout(x, NamedSharding(BATCH_8.jax_mesh, P("batch")))
     ma.check_layout({"a": [x]}, {"a": BATCH_8.layout("batch", ...)})
-
-
-def test_match_allows_anything_for_its_dim_whatever_the_axes_are_called(value):
-    x = ma.relayout(value, ml.create_mesh("batch=2,model=4").layout("batch", "model"))
+    # MATCH allows anything for its dim, whatever the axes are called.
+    x = ma.relayout(value, MESH_2X4.layout("batch", "model"))
     other = ml.create_mesh("x=2,model=4")
-    ma.check_layout(x, other.layout(ml.MATCH, "model"))
     ma.check_layout(x, other.layout("x", ml.MATCH))
     with pytest.raises(ml.errors.LayoutError, match="was expected"):
         ma.check_layout(x, other.layout(ml.MATCH, None))
 
 
-@pytest.mark.parametrize(("actual", "expected"), [*itertools.combinations(LAYOUTS, 2)])
+@pytest.mark.parametrize(("actual", "expected"), [*itertools.pairwise(LAYOUTS)])
 def test_check_layout_distinguishes_different_layouts(value, actual, expected):
     x = ma.relayout(value, actual)
     with pytest.raises(ml.errors.LayoutError, match="was expected"):
         ma.check_layout(x, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_to_numpy_gives_whole_values(value, layout):
-    tree = {"x": ma.relayout(value, layout), "y": [value, 3, None], "name": "net"}
-    host = ma.to_numpy(tree)
-    assert isinstance(host["x"], np.ndarray)
-    assert same_bits(host["x"], value)
-    assert host["y"][1] == 3
-    assert host["name"] == "net"
-
-
 # Created sharded
-
-
-CREATED = [*LAYOUTS, BATCH_8.layout(None, "batch", memory_kind="pinned_host")]
 
 
 @pytest.mark.parametrize(
@@ -352,8 +284,10 @@ def test_zeros_ones_and_full_are_those_of_jax(layout, dtype):
         assert same_bits(made, plain)
 
 
-@pytest.mark.parametrize("layout", CREATED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*zip(CREATED, itertools.cycle(["float32", "bfloat16"]), strict=False)],
+)
 def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
     key = jax.random.key(7)
     normal = ma.normal(key, (16, 24), layout, dtype)
@@ -365,7 +299,7 @@ def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(16,), (2, 18), (0, 32, 2), (10, -6, -1), (16.0,), (0.5, 16.5), (8, 8), (5, 1)],
+    [(16,), (0, 32, 2), (10, -6, -1), (0.5, 16.5), (8, 8)],
 )
 def test_arange_is_that_of_jax(arguments):
     made = ma.arange(*arguments, layout=BATCH_8.layout("batch"))
@@ -383,119 +317,79 @@ def test_creators_work_inside_jit_and_on_explicit_axes():
     assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
 
 
-@pytest.mark.parametrize("name", ["zeros", "normal", "uniform", "arange"])
-def test_no_device_ever_holds_a_whole_created_array(name):
+def test_no_device_ever_holds_a_whole_created_array(monkeypatch):
     size = 1 << 20
-    layout = BATCH_8.layout("batch")
-    make = {
-        "zeros": lambda: ma.zeros((size,), layout),
-        "normal": lambda: ma.normal(jax.random.key(0), (size,), layout),
-        "uniform": lambda: ma.uniform(jax.random.key(0), (size,), layout),
-        "arange": lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout),
-    }[name]
-    memory = jax.jit(make).lower().compile().memory_analysis()
-    shard = 4 * size // 8
-    assert memory.output_size_in_bytes <= 1.1 * shard
-    # Threefry keeps counters and words, shard by shard: three shards, not eight.
-    assert memory.temp_size_in_bytes <= 3.1 * shard
+    layout, shard = BATCH_8.layout("batch"), 4 * size // 8
+    key = ma.relayout(jax.random.key(0), BATCH_8.layout())
+    zeros = lambda: ma.zeros((size,), layout)
+    normal = lambda: ma.normal(key, (size,), layout)
+    arange = lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout)
+    put, moved = jax.device_put, []
+    monkeypatch.setattr(
+        jax, "device_put", lambda x, *to: moved.append(x) or put(x, *to)
+    )
+    assert_lies(zeros(), layout)  # of which JAX makes one shard, and copies it
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        assert_lies(normal(), layout)
+        assert_lies(arange(), layout)
+    assert size not in {x.addressable_shards[0].data.size for x in moved}
+    for create in (zeros, normal, arange):
+        memory = jax.jit(create).lower().compile().memory_analysis()
+        assert memory.output_size_in_bytes <= 1.1 * shard
+        # Threefry keeps counters and words, shard by shard: three shards, not eight.
+        assert memory.temp_size_in_bytes <= 3.1 * shard
 
 
 # call_with_layout
 
 
-def test_call_with_layout_takes_trees(value):
+def test_call_with_layout_takes_trees():
     def build(key, shape, *, scale):
-        w = scale * jax.random.normal(key, shape)
-        return {"w": w, "b": jnp.zeros(shape[1:]), "none": None}
+        return {"w": scale * jax.random.normal(key, shape), "b": jnp.zeros(shape[1:])}
 
-    layouts = {
-        "w": BATCH_8.layout(None, "batch"),
-        "b": BATCH_8.layout(...),
-        "none": None,
-    }
+    layouts = {"w": BATCH_8.layout(None, "batch"), "b": BATCH_8.layout(...)}
     made = ma.call_with_layout(build, layouts, jax.random.key(0), (4, 16), scale=2.0)
     assert_lies(made["w"], layouts["w"])
     assert_lies(made["b"], layouts["b"])
-    np.testing.assert_allclose(
-        made["w"], 2 * jax.random.normal(jax.random.key(0), (4, 16)), rtol=1e-6
-    )
+    expected = 2 * jax.random.normal(jax.random.key(0), (4, 16))
+    np.testing.assert_allclose(made["w"], expected, rtol=1e-6)
 
 
 # What is refused
 
 
 B = BATCH_8.layout("batch", None)
-UNEVEN = (
-    "does not divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], "
-    "Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
-    "UNSHARDED."
-)
 BAD = {
-    "integers that JAX would change": (
-        lambda: ma.relayout({"x": np.array([-(2**40), 1])}, ONE.layout(None)),
-        "x i64[2]: the array holds -1099511627776, and JAX would turn int64 into int32. "
-        "Set jax_enable_x64, or give it another dtype.",
-    ),
-    "too few parts": (
-        lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
-        "f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8) on this process. Give "
-        "one part per device, in mesh order, including devices that hold replicas.",
-    ),
-    "replicas that differ": (
-        lambda: ma.pack(
-            [{"w": [1.0, 2.0]}] * 5 + [{"w": [1.0, 3.0]}] * 3,
-            MESH_2X4.layout("model"),
-            verify=True,
-        ),
-        "w f64[2]: replicas of shard (1,) must be alike: part 1 has the digest "
-        "2bc1933bf39751c1, and part 5 has the digest c77999e3c73e50c4 (Layout([model], "
-        "Mesh(batch=2, model=4))).",
-    ),
-    "match that takes an axis twice": (
-        lambda: ma.relayout(
-            ma.ones((8, 8), MESH_2X4.layout("model", None)),
-            MESH_2X4.layout(ml.MATCH, "model"),
-        ),
-        "f32[8, 8]: mesh axis 'model' is used twice in [model, model]; an axis can shard "
-        "only one dim, and only once.",
-    ),
-    "the layout of a NumPy array": (
-        lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
-        "w f32[2]: ndarray has no layout: it has no NamedSharding. Place the array with "
-        "relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit "
-        "axes.",
-    ),
-    "another layout than expected": (
-        lambda: ma.check_layout(
-            {"w": ma.ones((8, 8), B)}, BATCH_8.layout(None, "batch")
-        ),
-        "w f32[8, 8]: the layout is Layout([batch, unsharded], Mesh(batch=8)), but "
-        "Layout([unsharded, batch], Mesh(batch=8)) was expected. Move it with "
-        "relayout(x, layout).",
-    ),
-    "a created dim that does not divide": (
-        lambda: ma.zeros((12, 8), B, "float32"),
-        f"f32[12, 8]: dim 0 has size 12, which {UNEVEN}",
-    ),
+    "ma.relayout({'x': np.array([-(2**40), 1])}, ONE.layout(None))": "x i64[2]: the array "
+    "holds -1099511627776, and JAX would turn int64 into int32. Set jax_enable_x64, or "
+    "give it another dtype.",
+    "ma.pack([np.ones((2, 3), np.float32)] * 7, B)": "f32[2, 3]: got 7 parts for the 8 "
+    "devices of Mesh(batch=8) on this process. Give one part per device, in mesh order, "
+    "including devices that hold replicas.",
+    "ma.pack([[1.0]] * 3 + [[2.0]], SUBSET.layout(None), verify=True)": "f64[1]: replicas "
+    "of shard (0,) must be alike: part 0 has the digest 73e88ae335f559cd, and part 3 has the digest "
+    "354ff9e6c5c53d32 (Layout([unsharded], Mesh(part=4))).",
+    "ma.zeros((8,), ['batch'])": "f32[8]: expected a Layout or a NamedSharding, got "
+    "['batch']. A spec needs a mesh: Layout(spec, mesh).",
+    "ma.zeros((12, 8), B, 'float32')": "f32[12, 8]: dim 0 has size 12, which does not "
+    "divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], "
+    "Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+    "UNSHARDED.",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_refused_says_where_what_and_the_way_out(case):
-    call, message = BAD[case]
+@pytest.mark.parametrize("code", BAD)
+def test_what_is_refused_says_where_what_and_the_way_out(code):
     with pytest.raises(ml.errors.LayoutError) as caught:
-        call()
-    assert str(caught.value) == message
+        eval(code)
+    assert str(caught.value) == BAD[code]
 
 
-@pytest.mark.parametrize("spec", [("batch", None), (ml.MATCH, None)])
-def test_a_shard_inside_shard_map_cannot_be_moved(spec):
-    move = lambda x: ma.relayout({"x": x}, BATCH_8.layout(*spec))
-    mesh, spec_of_x = BATCH_8.jax_mesh, P("batch")
+def test_a_shard_inside_shard_map_cannot_be_moved():
+    move = lambda x: ma.relayout({"x": x}, BATCH_8.layout(ml.MATCH, None))
+    options = {"mesh": BATCH_8.jax_mesh, "in_specs": P("batch"), "out_specs": P()}
     with pytest.raises(ml.errors.LayoutError) as caught:
-        jax.shard_map(move, mesh=mesh, in_specs=spec_of_x, out_specs=P())(
-            jnp.ones((16, 8))
-        )
+        jax.shard_map(move, **options)(jnp.ones((16, 8)))
     assert str(caught.value) == (
         "x f32[2, 8]: inside shard_map every device works on its own shard, which "
         "relayout cannot move. Call it outside shard_map."
@@ -509,9 +403,6 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
         pytest.raises(ml.errors.LayoutError, match="JAX cannot move it to"),
     ):
         move(np.ones((8, 8), "float32"))
-
-
-# One grammar names leaves, here too.
 
 
 # Arrays of the host that JAX does not have.
@@ -532,19 +423,12 @@ def doors(mesh):
 
 
 @pytest.mark.parametrize("door", list(doors(BATCH_8)))
-@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">c16"])
-def test_arrays_of_the_other_byte_order_keep_their_values(door, dtype):
-    x = np.arange(16, dtype=dtype).reshape(8, 2)
-    placed = doors(BATCH_8)[door](x)
-    assert np.array_equal(ml.to_numpy(placed), np.arange(16).reshape(8, 2))
-    assert np.asarray(placed).dtype.isnative or door == "to_numpy"
-
-
-@pytest.mark.parametrize("door", list(doors(BATCH_8)))
-def test_masked_arrays_are_refused_everywhere(door):
+def test_other_byte_orders_keep_their_values_and_masks_are_refused(door):
+    place = doors(BATCH_8)[door]
+    for dtype in (">f4", ">i8"):
+        placed = place(np.arange(16, dtype=dtype).reshape(8, 2))
+        assert np.array_equal(ml.to_numpy(placed), np.arange(16).reshape(8, 2))
+        assert np.asarray(placed).dtype.isnative
     x = np.ma.masked_array(np.ones((8, 2), "float32"), mask=[[0, 1]] * 8)
-    with pytest.raises(ml.MeshLayoutError) as error:
-        doors(BATCH_8)[door](x)
-    assert "is a masked array, and JAX would lose its mask. Fill it with" in str(
-        error.value
-    )
+    with pytest.raises(ml.MeshLayoutError, match="is a masked array, and JAX would"):
+        place(x)

@@ -1,6 +1,7 @@
 """A process that fails ends all others, which name it, within seconds."""
 
 import itertools
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,19 @@ def test_a_run_that_is_stuck_ends_and_says_who_is_behind(job, ends):
         else:
             words = "no process is behind another, all are in number "
             assert said.startswith(opening + words)
+
+
+@jobs((2, "meet", "step", 1), (2, "meet", "host", 1))
+def test_a_process_alone_in_a_meeting_is_named_long_before_its_time_out(job, ends):
+    # The other one is in a step, or waits in a save.
+    where = {"step": " in step 5.", "host": " in the same save or restore"}[job[0][2]]
+    for end in ends:
+        assert end.status == 1, end
+        assert end.after_s < 25
+        (said,) = said_by(end)
+        assert re.search(r"process \d .*, and process \d ", said)
+        assert " in barrier 'extra'" in said
+        assert where in said
 
 
 @jobs((2, "connection", "step", 1))

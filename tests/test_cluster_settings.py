@@ -1,6 +1,7 @@
 """Which processes a program consists of, as a function of its environment."""
 
 import json
+import sys
 
 import pytest
 
@@ -212,17 +213,34 @@ def test_jax_detects_the_ranks_of_open_mpi(monkeypatch):
     [
         *("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         *("DTENSOR_NUM_CLIENTS", "KERAS_DISTRIBUTION_NUM_PROCESSES"),
+        "JOB_COMPLETION_INDEX",
     ],
 )
 def test_processes_that_are_not_found_do_not_run_each_alone(name):
     assert message({}, {name: "4"}) == (
         f"initialize: {name}='4', but the other processes were not found, and each "
-        f"would run alone. Under SLURM, start the script with srun. {ALL_THREE} To run "
-        "alone, give num_processes=1."
+        "would run alone. Under SLURM, start the script with srun; on Kubernetes, `pip "
+        f"install kubernetes` lets JAX find them. {ALL_THREE} To run alone, give "
+        "num_processes=1."
     )
     assert process(find_settings({"num_processes": 1}, {name: "4"})) == ("", 1, 0)
-    assert process(find_settings({}, {name: "1"})) == ("", 1, 0)
     assert process(find_settings(ARGUMENTS, {name: "2"})) == ("h:9", 2, 1)
+
+
+def test_a_variable_of_one_process_is_no_reason_for_an_error():
+    assert process(find_settings({}, {"WORLD_SIZE": "1"})) == ("", 1, 0)
+    # A single TPU host, as Kubernetes starts it: its first and only pod.
+    pod = {"TPU_WORKER_HOSTNAMES": "a", "JOB_COMPLETION_INDEX": "0"}
+    assert process(find_settings({}, pod)) == ("", 1, 0)
+
+
+def test_a_pod_without_the_package_of_kubernetes_does_not_run_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="Kubernetes environment detected"):
+        assert "JOB_COMPLETION_INDEX='0', but the other" in message({}, pod, detect)
 
 
 @pytest.mark.parametrize(

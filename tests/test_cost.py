@@ -20,18 +20,10 @@ def cost_of(function, *arguments):
     return read_cost(jax.jit(function).trace(*arguments))
 
 
-@pytest.mark.parametrize(
-    ("equation", "shapes", "products"),
-    [
-        ("ij,jk->ik", [(16, 32), (32, 24)], 16 * 32 * 24),
-        ("bij,bjk->bik", [(3, 16, 32), (3, 32, 24)], 3 * 16 * 32 * 24),
-        ("bqhd,bkhd->bhqk", [(2, 8, 4, 16), (2, 12, 4, 16)], 2 * 4 * 8 * 12 * 16),
-    ],
-)
-def test_a_matrix_multiplication_counts_two_per_product(equation, shapes, products):
-    arrays = [jnp.ones(shape) for shape in shapes]
-    cost = cost_of(lambda *x: jnp.einsum(equation, *x), *arrays)
-    assert (cost.flops, cost.is_exact) == (2 * products, True)
+def test_a_matrix_multiplication_counts_two_per_product():
+    q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 12, 4, 16))
+    cost = cost_of(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), q, k)
+    assert (cost.flops, cost.is_exact) == (2 * (2 * 4 * 8 * 12 * 16), True)
 
 
 @pytest.mark.parametrize(("holes", "groups"), [(1, 1), (1, 4), (2, 1)])
@@ -104,22 +96,18 @@ def state_on(mesh, optimizer, spec):
     )
 
 
-@pytest.mark.parametrize(
-    "spec", [(None, "model"), (("batch", "model"), None), (None, None)]
-)
+@pytest.mark.parametrize("spec", [(("batch", "model"), None), (None, None)])
 def test_memory_is_divided_as_the_layouts_say(mesh, spec):
     state = state_on(mesh, optax.adam(0.1), spec)
     batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
     step = ml.make_train_step(squares, ema=0.9)
     memory = step.memory(state, batch)
     axes = [axis for entry in spec if entry for axis in np.atleast_1d(entry)]
-    kernel = 64 * 128 * 4 // mesh.axis_size(axes) if axes else 64 * 128 * 4
+    kernel = 64 * 128 * 4 // (mesh.axis_size(axes) if axes else 1)
     assert memory.parameter_bytes == memory.gradient_bytes == kernel
     assert memory.optimizer_bytes == 2 * kernel + 4  # and the count of updates
-    assert memory.other_state_bytes >= kernel  # the moving average
-    assert memory.other_state_bytes - kernel < 64
-    rows = 32 // 2 * 64 * 4
-    assert rows <= memory.batch_bytes < rows + 64
+    assert 0 <= memory.other_state_bytes - kernel < 64  # the moving average
+    assert 0 <= memory.batch_bytes - 32 // 2 * 64 * 4 < 64
     assert memory.host_bytes == 0
     # On CPUs nothing is padded.
     own = (memory.parameter_bytes, memory.optimizer_bytes, memory.other_state_bytes)
@@ -189,8 +177,8 @@ def test_reports_of_shapes_are_those_of_the_batch_that_a_call_would_place(mesh):
 
 
 def test_memory_counts_the_metrics_that_a_call_would_continue(mesh):
-    state = state_on(mesh, optax.sgd(0.1), (None, None))
+    state, batch = state_on(mesh, optax.sgd(0.1), (None, None)), np.ones((32, 64), "f4")
     step = ml.make_train_step(squares)
-    state, metrics = step(state, {"x": np.ones((32, 64), "float32")})
-    batch = {"x": np.ones((32, 64), "float32")}
-    assert str(step.memory(state, batch, metrics)) == str(step.memory(state, batch))
+    state, metrics = step(state, {"x": batch})
+    memory = step.memory(state, {"x": batch}, metrics)
+    assert str(memory) == str(step.memory(state, {"x": batch}))

@@ -1,14 +1,17 @@
 """The pages of docs/: their programs run, and name what exists."""
 
 import functools
+import importlib.util
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import pytest
 
 import meshlayout as ml
@@ -17,6 +20,12 @@ from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+# A block of code, what it needs besides the library, and what it prints.
+BLOCK = r"(?:<!-- needs (\w+) -->\n)?```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
+REPOSITORY = re.compile(
+    r"https://(?:github\.com|raw\.githubusercontent\.com)/meshlayout/meshlayout/"
+    r"(?:(?:blob|tree)/)?main/([^)\"#\s]+)"
+)
 
 # What the tutorial on DTensor and Keras uses, without what it takes from Python.
 OF_DTENSOR = """
@@ -79,10 +88,14 @@ model.evaluate model.predict Model.train_step tf.estimator.Estimator RunConfig
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_programs_of_a_page_run(page: Path, tmp_path: Path):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def test_the_programs_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path):
+    blocks = [
+        (code, shown)
+        for package, code, shown in re.findall(BLOCK, page.read_text(), re.DOTALL)
+        if not package or importlib.util.find_spec(package)
+    ]
     script = tmp_path / f"page_{page.stem}.py"
-    script.write_text("\n".join(blocks))
+    script.write_text("\n".join(code for code, _ in blocks))
     run = subprocess.run(
         [sys.executable, str(script)],
         cwd=ROOT,
@@ -92,6 +105,30 @@ def test_the_programs_of_a_page_run(page: Path, tmp_path: Path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
+    if jax.__version_info__[:2] == (0, 10):  # with which the pages were written
+        printed = [lasting(line) for line in run.stdout.splitlines()]
+        shown = [lasting(line) for _, text in blocks for line in text.splitlines()]
+        missing = [x for x in shown if not any(y.startswith(x) for y in printed)]
+        assert missing == []
+
+
+def lasting(line: str) -> str:
+    """Returns a printed line without times, source files, and the width of columns."""
+    line = re.sub(r"\(\d+\.\d s, .*\)|[\w/-]+\.py:\d+.*", "", line)
+    return " ".join(re.sub("[─]+", "─", line).split())
+
+
+def test_links_into_the_repository_are_to_files_that_exist():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    files = {file for page in pages for file in REPOSITORY.findall(page.read_text())}
+    assert {"docs/guides/your_data.md", "docs/pictures/overview-dark.svg"} <= files
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
+
+
+def test_the_pictures_are_those_that_the_script_draws():
+    drawings = runpy.run_path(str(DOCS / "draw.py"))["drawings"]()
+    folder = DOCS / "pictures"
+    assert drawings == {path.name: path.read_text() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -42,23 +42,14 @@ def test_the_totals_are_the_sums(mesh, tree):
     assert f"saving {100 - round(100 * here / whole)}%" in str(report)
 
 
-def test_a_rule_that_matches_nothing_is_named_with_what_it_almost_matched(mesh, tree):
-    report = ml.LayoutMap(mesh, RULES).explain(tree)
+def test_rules_without_effect_and_large_whole_leaves_are_named(mesh, tree):
+    layouts = ml.LayoutMap(mesh, {**RULES, "kernel$": [...]}, conflict="first")
+    report = layouts.explain(tree)
     assert report.dead_rules == {"embed/embeding": ("embed/embedding",)}
     line = "dead rule 'embed/embeding' matches no path. Nearest: embed/embedding."
     assert line in report.notes
-
-
-def test_a_rule_that_another_one_hides_is_named(mesh, tree):
-    report = ml.LayoutMap(mesh, {**RULES, "kernel$": [...]}, conflict="first").explain(
-        tree
-    )
     assert set(report.shadowed_rules) == {"head", "kernel$"}
     assert report.shadowed_rules["kernel$"] == ("attention/kernel", "head/kernel")
-
-
-def test_large_leaves_that_stay_whole_are_named(mesh, tree):
-    report = ml.LayoutMap(mesh, RULES).explain(tree)
     assert report.large_replicated == ("embed/embedding",)
 
 
@@ -66,11 +57,11 @@ def test_text_and_html_tell_every_leaf(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     html = report._repr_html_()
     assert "<table" in html
-    for found in report.resolutions:
-        path = found.path.replace("0", "*").replace("1", "*")  # one row for all layers
+    for leaf in report.resolutions:
+        path = leaf.path.replace("0", "*").replace("1", "*")  # one row for all layers
         assert path in str(report)
         assert path in html
-        assert str(found.layout) in str(report)
+        assert str(leaf.layout) in str(report)
     assert repr(report) == str(report)
     tree = {"<script>": jax.ShapeDtypeStruct((2,), "float32")}
     assert "<script>" not in ml.LayoutMap(mesh).explain(tree)._repr_html_()

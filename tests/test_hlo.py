@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
@@ -124,39 +124,33 @@ def test_every_way_to_write_groups_is_read(mesh, groups, axes, is_whole):
 
 
 @pytest.mark.parametrize(
-    ("operation", "kind", "wire_bytes"),
+    ("operation", "wire_bytes"),
     [
-        ("collective-broadcast(%x), replica_groups=[2,4]", "collective_broadcast", 32),
-        ("collective-broadcast(%x), replica_groups=[8,1]", "collective_broadcast", 0),
-        ("ragged-all-to-all(%x), replica_groups=[2,4]", "ragged_all_to_all", 24),
-        ("all-reduce(%x), replica_groups=[8,1], to_apply=%add", "all_reduce", 0),
-        (
-            "collective-permute(%x), source_target_pairs={{1,1}}",
-            "collective_permute",
-            0,
-        ),
+        ("collective-broadcast(%x), replica_groups=[2,4]", 32),
+        ("collective-broadcast(%x), replica_groups=[8,1]", 0),
+        ("ragged-all-to-all(%x), replica_groups=[2,4]", 24),
+        ("all-reduce(%x), replica_groups=[8,1], to_apply=%add", 0),
+        ("collective-permute(%x), source_target_pairs={{1,1}}", 0),
     ],
 )
-def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes):
+def test_rarer_collectives_and_groups_are_read(mesh, operation, wire_bytes):
     text = program_of(f"f32[8]{{0}} {operation}")
     [one] = read_communication(text, mesh).collectives
-    assert (one.kind, one.wire_bytes, one.whole_axes) == (kind, wire_bytes, True)
+    assert one.kind == operation.split("(")[0].replace("-", "_")
+    assert (one.wire_bytes, one.whole_axes) == (wire_bytes, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        (
-            "jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general",
-            "Net/block_0/mlp",
-        ),
-        ("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)", "Net"),  # merged from two
-    ],
-)
-def test_modules_are_the_scopes_of_the_model_without_those_of_jax(name, module):
+NAMES = {  # JAX's name of an operation, and the module that it is of
+    "jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general": "Net/block_0/mlp",
+    "jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)": "Net",  # merged from two
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_the_scopes_of_the_model_without_those_of_jax(name):
     operation = f'pred[<=8]{{0}} all-reduce(%x), metadata={{op_name="{name}"}}'
     [one] = read_communication(program_of(operation)).collectives
-    assert (one.module, one.arrays, one.nbytes) == (module, ("pred[8]",), 8)
+    assert (one.module, one.arrays, one.nbytes) == (NAMES[name], ("pred[8]",), 8)
 
 
 def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
@@ -244,10 +238,8 @@ ENTRY %main (x: f32[8], s: s32[]) -> f32[8] {
 @pytest.mark.parametrize(
     ("start", "step", "bound", "direction", "first", "times"),
     [
-        (0, 1, 7, "LT", "%start", 7),
         (3, 2, 10, "LT", "%start", 4),
         (0, 1, 0, "LT", "%start", 0),
-        (0, 1, 1_000_000, "LT", "%start", 1_000_000),
         (0, 2, 10, "NE", "%start", None),
         (0, 0, 7, "LT", "%start", None),
         (0, 1, 7, "LT", "%s", None),  # an argument is not guessed
@@ -263,8 +255,7 @@ def test_turns_are_read_off_the_loop_itself(
     [one] = read_communication(text).collectives
     count = 1 if times is None else times
     assert (one.times, one.times_known) == (count, times is not None)
-    assert one.in_loop
-    assert one.wire_bytes == count * 48  # 8 floats added up over 4 devices
+    assert (one.in_loop, one.wire_bytes) == (True, count * 48)
 
 
 # Asynchronous forms.
@@ -327,47 +318,6 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     assert scatter.nbytes == 32
 
 
-# A stack as newer XLA writes it; parents are written one too high.
-STACK = """HloModule step, num_partitions=8
-
-FileNames
-1 "/home/me/net/models.py"
-2 "/venv/lib/python3.11/site-packages/flax/nnx/nn/linear.py"
-
-FunctionNames
-1 "Net.__call__"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=0 end_column=0}
-2 {file_name_id=2 function_name_id=1 line=70 end_line=70 column=0 end_column=0}
-3 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=0 end_column=0}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=1}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %one = f32[8]{0} negate(%x), metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  %two = f32[8]{0} negate(%x), metadata={op_name="jit(step)/sub" stack_frame_id=3}
-  %copy = f32[8]{0} copy(%two)
-  %a = f32[8]{0} all-reduce(%one), replica_groups=[1,8]<=[8], metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  %b = (f32[8]{0}, f32[8]{0}, f32[8]{0}) all-reduce(%one, %one, %copy), replica_groups=[1,8]<=[8], metadata={op_name="jit(step)/dot_general" stack_frame_id=2}
-  ROOT %c = f32[8]{0} all-reduce(%copy), replica_groups=[1,8]<=[8]
-}
-"""
-
-
-def test_collectives_name_the_line_of_the_model():
-    assert [x.source for x in read_communication(STACK).collectives] == [
-        "net/models.py:3",
-        # Of what was combined only one is noted: what made each of the three counts.
-        "net/models.py:3 and 1 more",
-        "",
-    ]
-
-
 # The leaves that collectives move.
 
 
@@ -384,38 +334,22 @@ class Net(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(128, use_bias=False, name="up")(x)
-        return nn.Dense(64, use_bias=False, name="down")(jnp.tanh(x))
-
-
-def train_arguments(mesh, kind, rules):
+def train_arguments(mesh, rules, build=Net):
     layouts = ml.LayoutMap(mesh, rules)
-    optimizer = optax.adam(0.1)
-    if kind == "nnx":
-        state = ml.TrainState.create(lambda: Net(nnx.Rngs(0)), optimizer, layouts)
-    else:
-        module = LinenNet()
-
-        def build():
-            return module.init(jax.random.key(0), jnp.ones((1, 64)))
-
-        state = ml.TrainState.create(build, optimizer, layouts, module=module)
+    state = ml.TrainState.create(lambda: build(nnx.Rngs(0)), optax.adam(0.1), layouts)
     return state, {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("nnx", {"ema": 0.9}), ("nnx", {"clip_norm": 1.0}), ("linen", {})],
-)
-def test_gradients_are_named_by_their_parameters(mesh, kind, options):
-    arguments = train_arguments(mesh, kind, {})
+@pytest.mark.parametrize("options", [{"ema": 0.9}, {"clip_norm": 1.0}])
+def test_gradients_are_named_by_their_parameters(mesh, options):
+    arguments = train_arguments(mesh, {})
     sent = ml.make_train_step(squares, **options).communication(*arguments)
     moved = [leaf for one in sent.collectives for leaf in one.leaves]
     assert sorted(moved) == ["down/kernel", "up/kernel"]
-    assert {one.kind for one in sent.collectives if one.leaves} == {"all_reduce"}
+    [gradients] = [one for one in sent.collectives if one.leaves]
+    assert gradients.kind == "all_reduce"
+    # Two lines of the model, past Flax's own; and that of the loss.
+    assert re.fullmatch(r"tests/test_hlo.py:\d+ and [12] more", gradients.source)
 
 
 class Stack(nnx.Module):
@@ -428,16 +362,14 @@ class Stack(nnx.Module):
 
 def test_layers_of_an_nnx_model_are_told_apart(mesh):
     rules = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
-    layouts = ml.LayoutMap(mesh, rules)
-    state = ml.TrainState.create(lambda: Stack(nnx.Rngs(0)), optax.sgd(0.1), layouts)
-    batch = {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
-    sent = ml.make_eval_step(squares).communication(state, batch).by("module")
+    arguments = train_arguments(mesh, rules, Stack)
+    sent = ml.make_eval_step(squares).communication(*arguments).by("module")
     assert {"first/down", "second/down"} <= {*sent}
 
 
 def test_moved_weights_are_named_and_activations_are_not(mesh):
     rules = {"up/kernel": ("batch", None), "down/kernel": ("model", None)}
-    state, batch = train_arguments(mesh, "nnx", rules)
+    state, batch = train_arguments(mesh, rules)
     for step in (ml.make_train_step(squares), ml.make_eval_step(squares)):
         every = step.communication(state, batch).collectives
         # How the kernel gets to where its products are is the compiler's choice.
@@ -514,27 +446,21 @@ def arguments_of(mesh, *specs):
     return state, ml.arrays.ones((4, 8), mesh.layout("batch", None))
 
 
-def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
+def test_a_diff_and_a_lock_show_what_other_layouts_send(mesh, column_sum):
     rows = column_sum.communication(*arguments_of(mesh, None, None))
-    same = column_sum.communication(*arguments_of(mesh, None, None))
-    assert rows.diff(same) == "Both programs send the same."
+    assert rows.diff(rows) == "Both programs send the same."
     both = column_sum.communication(*arguments_of(mesh, "model", None))
     # The kernel's rows are on four devices, which add up their parts of 2 x 16 floats.
     assert re.search(r"\n\+ +all_reduce +model +f32\[2, 16\] +192 B ", rows.diff(both))
     assert re.search(r"\n- +all_reduce +model +f32\[2, 16\] +192 B ", both.diff(rows))
     assert rows.diff(both).endswith("\neach device sends: 4 B -> 196 B")
-
-
-def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
-    sent = column_sum.communication(*arguments_of(mesh, None, None))
-    lock = sent.to_lock()
+    lock = rows.to_lock()
     assert lock == (
         "# 4 bytes sent by each device\n"
         "1 x all_reduce over batch: f32[], 4 bytes sent, times 1\n"
     )
-    sent.check_lock(lock)
-    other = column_sum.communication(*arguments_of(mesh, "model", None))
-    assert message(lambda: other.check_lock(lock)) == (
+    rows.check_lock(lock)
+    assert message(lambda: both.check_lock(lock)) == (
         "the program does not send what is locked (- locked, + now):\n"
         "  -# 4 bytes sent by each device\n"
         "  +# 196 bytes sent by each device\n"

@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
+from tests.error_messages import message_of
+from tests.small_states import create, mesh_of
 
 
 AXES = {"batch": 2, "h": 2, "w": 2}
@@ -56,23 +58,52 @@ def two_layers(state, x, **options):
 
 
 def three_layers(state, x, **options):
-    """Only the inner one is grouped: its images are not the step's argument."""
+    """Only the inner ones are grouped: their images are not the step's argument."""
+    return two_layers(state, jnp.tanh(convolution(x, state["stem"])), **options)
+
+
+def in_a_scan(state, x, **options):
+    stacked = jnp.stack([state["first"], state["second"]])
+
+    def layer(x, kernel):
+        return jnp.tanh(convolution(x, kernel, **options)), None
+
+    return jnp.square(jax.lax.scan(layer, x, stacked)[0]).mean()
+
+
+def recomputed(state, x, **options):
+    return jax.checkpoint(functools.partial(two_layers, **options))(state, x)
+
+
+def constrained(state, x, *, spec, **options):
+    """The model itself shards images."""
     x = jnp.tanh(convolution(x, state["stem"]))
-    return two_layers(state, x, **options)
+    x = jnp.tanh(convolution(x, state["first"], **options))
+    x = jax.lax.with_sharding_constraint(x, P(*spec))
+    return jnp.square(convolution(x, state["second"], **options)).mean()
+
+
+channels_kept_whole = functools.partial(constrained, spec=["batch"])
+sharded_in_space = functools.partial(constrained, spec=["batch", "h"])
 
 
 def kernels(*shape, **more):
     return {"first": images(*shape, seed=1), "second": images(*shape, seed=2), **more}
 
 
+def arguments(loss, groups, channels=8):
+    """The kernels and the images of a loss."""
+    state = kernels(3, 3, channels // groups, channels)
+    if loss in (two_layers, in_a_scan, recomputed):
+        return state, images(8, 8, 8, channels)
+    return {**state, "stem": images(3, 3, 3, 8, seed=3)}, images(8, 8, 8, 3)
+
+
 def run(loss, state, batch, layout, layouts=None):
     """Returns the loss and the gradients of a compiled step on a mesh."""
     step = ml.compile_step(gradient_step(loss))
-    layouts = layouts or {}
-    whole = layout.mesh.layout(...)
-    placed = {
-        name: ml.relayout(x, layouts.get(name, whole)) for name, x in state.items()
-    }
+    whole = dict.fromkeys(state, layout.mesh.layout(...))
+    placed = jax.tree.map(ml.relayout, state, {**whole, **(layouts or {})})
     return step(placed, ml.relayout(batch, layout))[1]
 
 
@@ -94,19 +125,6 @@ REFUSAL = (
 )
 
 
-def in_a_scan(state, x, **options):
-    stacked = jnp.stack([state["first"], state["second"]])
-
-    def layer(x, kernel):
-        return jnp.tanh(convolution(x, kernel, **options)), None
-
-    return jnp.square(jax.lax.scan(layer, x, stacked)[0]).mean()
-
-
-def recomputed(state, x, **options):
-    return jax.checkpoint(functools.partial(two_layers, **options))(state, x)
-
-
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize(
     ("loss", "groups", "spec", "axes"),
@@ -121,11 +139,67 @@ def recomputed(state, x, **options):
 )
 def test_gradients_that_xla_multiplies_are_refused(loss, groups, spec, axes, types):
     mesh = ml.create_mesh(AXES, axis_types=types)
-    state, layout = kernels(3, 3, 4 // groups, 4), mesh.layout(*spec, ...)
+    state, batch = arguments(loss, groups, channels=4)
     function = functools.partial(loss, groups=groups)
-    with pytest.raises(ml.errors.StepError) as info:
-        run(function, state, images(8, 8, 8, 4), layout)
-    assert str(info.value) == REFUSAL.format(4 // groups, axes)
+    said = message_of(lambda: run(function, state, batch, mesh.layout(*spec, ...)))
+    assert said == REFUSAL.format(4 // groups, axes)
+
+
+CHANNELS = (..., ("h", "w"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "groups", "rule"),
+    [
+        (two_layers, 8, CHANNELS),  # the step's argument has whole channels
+        (three_layers, 8, (..., "h")),  # "w" is still left over
+        (three_layers, 8, (..., ("batch", "h", "w"))),
+        (three_layers, 2, CHANNELS),  # groups that are cut
+        (channels_kept_whole, 8, CHANNELS),
+        (sharded_in_space, 1, (...,)),
+    ],
+)
+def test_channels_that_are_sharded_in_another_way_are_refused(mesh, loss, groups, rule):
+    state, batch = arguments(loss, groups)
+    layouts = dict.fromkeys(("first", "second"), mesh.layout(*rule))
+    function = functools.partial(loss, groups=groups)
+    with pytest.raises(ml.errors.StepError, match="XLA would multiply"):
+        run(function, state, batch, mesh.layout("batch", ...), layouts)
+
+
+@pytest.mark.parametrize(
+    ("loss", "groups", "spec", "rule"),
+    [
+        # Rows over all axes.
+        (two_layers, 4, (("batch", "h", "w"),), (...,)),
+        (in_a_scan, 4, (("batch", "h", "w"),), CHANNELS),
+        # Channels over those without rows.
+        (three_layers, 4, ("batch",), CHANNELS),
+        (three_layers, 8, (None,), CHANNELS),
+        # Whole images, or all axes, and no groups.
+        (two_layers, 1, ("batch",), (...,)),
+        (two_layers, 1, ("batch",), (None, None, "w", "h")),
+        (two_layers, 1, ("batch", "h", "w"), (...,)),
+    ],
+)
+def test_gradients_in_layouts_that_work_are_those_of_one_device(
+    mesh, loss, groups, spec, rule
+):
+    state, batch = arguments(loss, groups)
+    layouts = dict.fromkeys(("first", "second"), mesh.layout(*rule))
+    function = functools.partial(loss, groups=groups)
+    assert_same_gradients(function, state, batch, mesh.layout(*spec, ...), layouts)
+
+
+def test_channels_may_be_the_first_dim(mesh):
+    def loss(state, x):
+        x = jnp.tanh(convolution(x, state["stem"], names=NCHW))
+        return two_layers(state, x, groups=8, names=NCHW)
+
+    state = kernels(8, 1, 3, 3, stem=images(8, 3, 3, 3))
+    layouts = dict.fromkeys(("first", "second"), mesh.layout(("h", "w"), ...))
+    layout = mesh.layout("batch", ...)
+    assert_same_gradients(loss, state, images(8, 3, 8, 8), layout, layouts)
 
 
 def with_positions(state, x):
@@ -162,89 +236,6 @@ def test_other_matrices_may_be_sharded_over_one_of_two_axes(mesh):
     assert_same_gradients(loss, state, images(8, 16, 16, 3), layout, layouts)
 
 
-CHANNELS = (..., ("h", "w"))
-
-
-@pytest.mark.parametrize(
-    ("loss", "groups", "spec", "rule"),
-    [
-        # Rows over all axes.
-        (two_layers, 4, (("batch", "h", "w"),), (...,)),
-        (in_a_scan, 4, (("batch", "h", "w"),), CHANNELS),
-        # Channels over those without rows.
-        (three_layers, 4, ("batch",), CHANNELS),
-        (three_layers, 8, (None,), CHANNELS),
-        # Whole images, or all axes, and no groups.
-        (two_layers, 1, ("batch",), (...,)),
-        (two_layers, 1, ("batch",), (None, None, "w", "h")),
-        (two_layers, 1, ("batch", "h", "w"), (...,)),
-    ],
-)
-def test_gradients_in_layouts_that_work_are_those_of_one_device(
-    mesh, loss, groups, spec, rule
-):
-    state = kernels(3, 3, 8 // groups, 8)
-    layouts = {name: mesh.layout(*rule) for name in state}
-    channels = 8
-    if loss is three_layers:
-        state["stem"], channels = images(3, 3, 3, 8, seed=3), 3
-    batch = images(8, 8, 8, channels)
-    function = functools.partial(loss, groups=groups)
-    assert_same_gradients(function, state, batch, mesh.layout(*spec, ...), layouts)
-
-
-def test_channels_may_be_the_first_dim(mesh):
-    def loss(state, x):
-        x = jnp.tanh(convolution(x, state["stem"], names=NCHW))
-        return two_layers(state, x, groups=8, names=NCHW)
-
-    state = kernels(8, 1, 3, 3, stem=images(8, 3, 3, 3))
-    layouts = dict.fromkeys(("first", "second"), mesh.layout(("h", "w"), ...))
-    layout = mesh.layout("batch", ...)
-    assert_same_gradients(loss, state, images(8, 3, 8, 8), layout, layouts)
-
-
-@pytest.mark.parametrize(
-    ("loss", "groups", "rule"),
-    [
-        (two_layers, 8, CHANNELS),  # the step's argument has whole channels
-        (three_layers, 8, (..., "h")),  # "w" is still left over
-        (three_layers, 8, (..., ("batch", "h", "w"))),
-        (three_layers, 2, (..., ("h", "w"))),  # groups that are cut
-    ],
-)
-def test_channels_that_are_sharded_in_another_way_are_refused(mesh, loss, groups, rule):
-    state = kernels(3, 3, 8 // groups, 8)
-    layouts = {name: mesh.layout(*rule) for name in state}
-    if loss is three_layers:
-        state["stem"] = images(3, 3, 3, 8, seed=3)
-    batch = images(8, 8, 8, 8 if loss is two_layers else 3)
-    function = functools.partial(loss, groups=groups)
-    with pytest.raises(ml.errors.StepError, match="XLA would multiply"):
-        run(function, state, batch, mesh.layout("batch", ...), layouts)
-
-
-@pytest.mark.parametrize(
-    ("spec", "groups", "rule"),
-    [(("batch", ...), 8, CHANNELS), (("batch", "h", ...), 1, (...,))],
-)
-def test_images_that_the_model_itself_shards_count(mesh, spec, groups, rule):
-    """With channels kept whole, and in space."""
-
-    def loss(state, x):
-        x = jnp.tanh(convolution(x, state["stem"]))
-        x = jnp.tanh(convolution(x, state["first"], groups=groups))
-        x = jax.lax.with_sharding_constraint(x, mesh.layout(*spec).sharding)
-        return jnp.square(convolution(x, state["second"], groups=groups)).mean()
-
-    state = kernels(3, 3, 8 // groups, 8)
-    layouts = {name: mesh.layout(*rule) for name in state}
-    state["stem"] = images(3, 3, 3, 8, seed=3)
-    layout = mesh.layout("batch", ...)
-    with pytest.raises(ml.errors.StepError, match="XLA would multiply"):
-        run(loss, state, images(8, 8, 8, 3), layout, layouts)
-
-
 @pytest.mark.parametrize(
     ("groups", "spec"), [(1, ("batch", "h")), (4, (("batch", "h"),))], ids=str
 )
@@ -253,15 +244,12 @@ def test_a_shard_map_that_leaves_axes_to_the_compiler_is_refused(mesh, groups, s
         def per_device(state, x):
             return jax.lax.pmean(two_layers(state, x, groups=groups), tuple(axes))
 
-        return jax.shard_map(
-            per_device,
-            mesh=mesh.jax_mesh,
-            in_specs=(P(), P(tuple(axes))),
-            out_specs=P(),
-            axis_names=axes,
-        )(state, x)
+        specs = {"in_specs": (P(), P(tuple(axes))), "out_specs": P()}
+        return jax.shard_map(per_device, mesh=mesh.jax_mesh, axis_names=axes, **specs)(
+            state, x
+        )
 
-    state, batch = kernels(3, 3, 4 // groups, 4), images(8, 8, 8, 4)
+    state, batch = arguments(two_layers, groups, channels=4)
     partial = functools.partial(loss, axes={"batch"})
     with pytest.raises(ml.errors.StepError, match="along the mesh axes"):
         run(partial, state, batch, mesh.layout(*spec, ...))
@@ -282,19 +270,21 @@ def test_a_step_that_is_first_called_inside_another_jit_is_refused_too(
             return jax.lax.scan(lambda state, _: step(state, batch), state, None, 2)
         return step(state, batch)
 
-    state = ml.relayout(kernels(3, 3, 4 // groups, 4), mesh.layout(...))
-    wrong = ml.relayout(images(8, 8, 8, 4), mesh.layout("batch", "h", ...))
+    state, batch = arguments(two_layers, groups, channels=4)
+    placed = ml.relayout(state, mesh.layout(...))
+    wrong = ml.relayout(batch, mesh.layout("batch", "h", ...))
     with pytest.raises(Exception, match="XLA would multiply the gradient"):
-        jax.jit(function)(state, wrong)
-    right = ml.relayout(wrong, mesh.layout(("batch", "h", "w"), ...))
-    found, _ = jax.jit(function)(state, right)
-    expected, _ = jax.jit(function)(ml.to_numpy(state), ml.to_numpy(right))
+        jax.jit(function)(placed, wrong)
+    right = ml.relayout(batch, mesh.layout(("batch", "h", "w"), ...))
+    found, _ = jax.jit(function)(placed, right)
+    expected, _ = jax.jit(function)(state, batch)
     for name, kernel in expected.items():
         np.testing.assert_allclose(found[name], kernel, atol=1e-5)
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
         self.stem = nnx.Conv(3, 8, (3, 3), rngs=rngs)
         self.conv = nnx.Conv(8, 8, (3, 3), feature_group_count=8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
@@ -305,15 +295,11 @@ class Net(nnx.Module):
         return self.out(nnx.relu(x).mean((1, 2)))[..., 0]
 
 
-def losses_of_two_steps(axes, rules, spec, **options):
-    devices = jax.devices()[: int(np.prod([*axes.values()]))]
-    mesh = ml.create_mesh(axes, devices=devices)
-    tx, layouts = optax.adam(0.1), ml.LayoutMap(mesh, rules)
-    state = ml.TrainState.create(lambda: Net(nnx.Rngs(0)), tx, layouts)
+def losses_of_two_steps(mesh, rules, rows, **options):
+    state = create(mesh, Net, optax.adam(0.1), rules)
     step = ml.make_train_step(lambda m, b: jnp.square(m(b["x"]) - b["y"]), **options)
     batch = {"x": images(16, 8, 8, 3), "y": images(16)}
-    batch = ml.relayout(batch, mesh.layout(spec, ...))
-    losses = []
+    batch, losses = ml.relayout(batch, mesh.layout(rows, ...)), []
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -324,27 +310,24 @@ def losses_of_two_steps(axes, rules, spec, **options):
     "options", [{}, {"accumulate": 2, "remat": "full", "ema": 0.9}]
 )
 def test_train_steps_of_grouped_convolutions_are_refused_or_right(options):
-    mesh = {"batch": 2, "model": 4}
-    alone = losses_of_two_steps({"batch": 1}, {}, "batch", **options)
+    mesh = mesh_of(batch=2, model=4)
+    alone = losses_of_two_steps(mesh_of(batch=1), {}, "batch", **options)
     with pytest.raises(ml.errors.StepError, match=r"kernel f32\[3, 3, 1, 8\]"):
         losses_of_two_steps(mesh, {}, "batch", **options)
-    for rules, spec in (
-        ({}, ("batch", "model")),
-        ({"^conv/kernel": (..., "model")}, "batch"),
-    ):
-        found = losses_of_two_steps(mesh, rules, spec, **options)
+    rules = {"^conv/kernel": (..., "model")}
+    for right in (({}, ("batch", "model")), (rules, "batch")):
+        found = losses_of_two_steps(mesh, *right, **options)
         np.testing.assert_allclose(found, alone, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("groups", "spec", "factor"), [(1, P("batch", "h"), 2), (4, P("batch"), 4)]
+    ("groups", "spec", "factor"), [(1, ("batch", "h"), 2), (4, ("batch",), 4)]
 )
 def test_what_plain_jax_makes_of_it_is_wrong(mesh, groups, spec, factor):
     """Notices the day on which XLA adds over the right devices."""
-    state, batch = kernels(3, 3, 4 // groups, 4), images(8, 8, 8, 4)
+    state, batch = arguments(two_layers, groups, channels=4)
     grad = jax.jit(jax.grad(functools.partial(two_layers, groups=groups)))
-    whole = NamedSharding(mesh.jax_mesh, P())
-    cut = NamedSharding(mesh.jax_mesh, spec)
-    found = grad(jax.device_put(state, whole), jax.device_put(batch, cut))
+    placed = ml.relayout(state, mesh.layout(...))
+    found = grad(placed, ml.relayout(batch, mesh.layout(*spec, ...)))
     ratio = np.asarray(found["second"]) / np.asarray(grad(state, batch)["second"])
     np.testing.assert_allclose(np.median(ratio), factor, rtol=1e-3)

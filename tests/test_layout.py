@@ -6,7 +6,6 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -18,8 +17,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from meshlayout.errors import LayoutError, MeshError
-from meshlayout.layout import MATCH, UNSHARDED, Layout, as_layout
+from meshlayout.errors import LayoutError
+from meshlayout.layout import MATCH, UNSHARDED, Layout
 from meshlayout.mesh import create_mesh
 
 
@@ -67,12 +66,19 @@ def layouts_and_shapes(draw):
 
 @FEW
 @given(layouts_and_shapes())
-def test_shard_shape_is_that_of_the_named_sharding(case):
+def test_shards_are_those_of_the_named_sharding(case):
     layout, shape = case
-    assert layout.shard_shape(shape) == layout.sharding.shard_shape(shape)
-    assert layout.global_shape(layout.shard_shape(shape)) == shape
-    assert layout.misfits(shape) == []
+    sizes, offsets = layout.shard_shape(shape), layout.offset_to_shard()
+    assert sizes == layout.sharding.shard_shape(shape)
+    assert layout.global_shape(sizes) == shape
+    for dim in range(layout.rank):
+        assert {x[dim] for x in offsets} == set(range(layout.num_shards(dim)))
+    for device, offset in enumerate(offsets):
+        starts = [part.start for part in layout.shard_slices(shape, device)]
+        assert starts == [i * n for i, n in zip(offset, sizes, strict=True)]
     assert layout.is_fully_replicated == layout.sharding.is_fully_replicated
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
+    assert Layout.of(abstract) == layout
 
 
 @settings(max_examples=25, deadline=None)
@@ -82,36 +88,10 @@ def test_every_shard_of_a_real_array_is_where_the_layout_says(case, dtype):
     whole = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     x = jax.device_put(whole, layout.sharding)
     assert len(x.addressable_shards) == layout.mesh.size
-    flat = list(layout.mesh.devices.flat)
     for shard in x.addressable_shards:
         part = whole[layout.shard_slices(shape, shard.device)]
         np.testing.assert_array_equal(np.asarray(shard.data), part)
         assert shard.data.nbytes == layout.bytes_per_device(shape, dtype)
-        index = flat.index(shard.device)
-        assert layout.shard_slices(shape, index) == layout.shard_slices(
-            shape, shard.device
-        )
-
-
-@FEW
-@given(layouts_and_shapes())
-def test_offset_to_shard_counts_shard_slices_in_shards(case):
-    layout, shape = case
-    sizes = layout.shard_shape(shape)
-    offsets = layout.offset_to_shard()
-    assert len(offsets) == layout.mesh.size
-    for device, offset in enumerate(offsets):
-        starts = [part.start for part in layout.shard_slices(shape, device)]
-        assert starts == [i * n for i, n in zip(offset, sizes, strict=True)]
-
-
-@FEW
-@given(layouts())
-def test_num_shards_is_the_number_of_different_shards(layout):
-    for dim in range(layout.rank):
-        seen = {offset[dim] for offset in layout.offset_to_shard()}
-        assert seen == set(range(layout.num_shards(dim)))
-        assert layout.num_shards(dim) == layout.num_shards(dim - layout.rank)
 
 
 @FEW
@@ -121,8 +101,7 @@ def test_text_and_pickle_and_copies_give_an_equal_layout(layout):
         pickle.loads(pickle.dumps(layout)),
         copy.copy(layout),
         copy.deepcopy(layout),
-        Layout(layout.spec, layout.mesh),
-        Layout(list(layout.spec), layout.mesh.jax_mesh),
+        Layout(layout.spec, layout.mesh.jax_mesh),
         Layout.of(layout.sharding, layout.rank),
         layout.mesh.layout(*layout.specs),
     ):
@@ -145,8 +124,6 @@ def test_an_ellipsis_anywhere_is_any_number_of_unsharded_dims(layout, data):
     assert short != layout
     shape = tuple(2 * full.num_shards(d) for d in range(full.rank))
     assert short.shard_shape(shape) == full.shard_shape(shape)
-    assert short.global_shape(short.shard_shape(shape)) == shape
-    assert short.bytes_per_device(shape, "f4") == full.bytes_per_device(shape, "f4")
     assert short.shard_slices(shape, 0) == full.shard_slices(shape, 0)
     if at == layout.rank:
         assert short.sharding.is_equivalent_to(full.sharding, full.rank)
@@ -159,48 +136,12 @@ def test_a_dim_that_does_not_divide_is_refused_where_jax_refuses_it(layout, data
     bad = [d for d, size in enumerate(shape) if size % layout.num_shards(d)]
     assert [misfit.dim for misfit in layout.misfits(shape)] == bad
     if not bad:
-        assert layout.shard_shape(shape) == layout.sharding.shard_shape(shape)
         return
     with pytest.raises(ValueError, match=r"divisible|partitioned"):
         layout.sharding.shard_shape(shape)
-    for refuse in (
-        layout.check,
-        layout.shard_shape,
-        lambda shape: layout.shard_slices(shape, 0),
-        lambda shape: layout.bytes_per_device(shape, "float32"),
-    ):
+    for refuse in (layout.check, layout.shard_shape):
         with pytest.raises(LayoutError, match="does not divide into"):
             refuse(shape)
-
-
-# Sizes of every kind.
-
-
-@pytest.mark.parametrize(
-    "shape", [(4, 8), [4, 8], np.array([4, 8]), (np.int64(4), np.int32(8))]
-)
-def test_shapes_come_as_tuples_lists_and_numpy_integers(shape):
-    layout = Layout(["batch", "model"], MESH)
-    sizes = layout.shard_shape(shape)
-    assert sizes == (2, 2)
-    assert {type(size) for size in sizes} == {int}
-    assert type(layout.bytes_per_device(shape, "float32")) is int
-    assert {type(size) for size in layout.global_shape(shape)} == {int}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        (jnp.float32, 4),
-        ("bfloat16", 2),
-        (ml_dtypes.float8_e4m3fn, 1),
-        (float, 4),
-        ("float64", 4),
-        (complex, 8),
-    ],
-)
-def test_bytes_per_device_are_those_of_an_array_made_by_jax(dtype, size):
-    assert Layout(["model"], MESH).bytes_per_device((8,), dtype) == 2 * size
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -209,6 +150,7 @@ def test_bytes_per_device_of_keys_count_their_words(impl):
     layout = Layout(["batch"], MESH)
     words = jax.random.key_data(keys)
     assert layout.bytes_per_device(keys.shape, keys.dtype) == words.nbytes // 2
+    assert layout.bytes_per_device((8,), "float64") == 4 * 4  # as JAX would make it
 
 
 # What it is made of.
@@ -230,27 +172,6 @@ def test_a_layout_shows_what_it_is_made_of():
     )
 
 
-def test_dtensor_spellings_are_aliases():
-    layout = Layout(["batch", UNSHARDED], MESH)
-    assert layout.local_shape_from_global_shape((4, 3)) == (2, 3)
-    assert layout.global_shape_from_local_shape((2, 3)) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("specs", "expected"),
-    [
-        (["batch"], True),
-        ([("batch", "model"), None], True),
-        (["batch", ...], True),
-        (["batch", "model"], False),
-        ([None, "batch"], False),
-        ([], False),
-    ],
-)
-def test_is_batch_parallel_when_the_first_dim_alone_is_sharded(specs, expected):
-    assert Layout(specs, MESH).is_batch_parallel is expected
-
-
 def test_the_short_constructors_make_the_same_layouts():
     assert Layout.replicated(MESH, 2) == Layout([None, None], MESH)
     assert Layout.replicated(MESH) == Layout([], MESH)
@@ -261,7 +182,13 @@ def test_the_short_constructors_make_the_same_layouts():
         MESH, "model", 3
     )
     assert Layout.batch_sharded(MESH, ("batch", "model"), 1).num_shards(0) == 8
-    assert MESH.layout("batch", None) == Layout(["batch", None], MESH)
+    assert batch.local_shape_from_global_shape((4, 3, 1)) == (2, 3, 1)
+    assert batch.global_shape_from_local_shape((2, 3, 1)) == (4, 3, 1)
+    for specs, expected in (
+        *((["batch", ...], True), ([("batch", "model"), None], True)),
+        *((["batch", "model"], False), ([None, "batch"], False), ([], False)),
+    ):
+        assert Layout(specs, MESH).is_batch_parallel is expected
     assert MESH.layout() == Layout([], MESH)
     with jax.set_mesh(MESH.jax_mesh):
         assert Layout.replicated(rank=2) == Layout([None, None], MESH)
@@ -277,53 +204,34 @@ def test_the_mesh_is_that_of_jax_if_left_out():
 # Equality and hash by meaning.
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ([None], [UNSHARDED]),
-        ([None], [()]),
-        (["batch"], [("batch",)]),
-        (["batch"], [["batch"]]),
-        (["batch"], ("batch",)),
+def test_two_spellings_of_one_layout_are_equal():
+    for *spellings, other in (
+        ([None], [()], [UNSHARDED]),
+        (["batch"], [("batch",)], [["batch"]], ("batch",)),
         ([("batch", "model")], [["batch", "model"]]),
         (["batch", None], P("batch", None)),
-        ([..., "batch"], (..., "batch")),
-        ([MATCH], [MATCH]),
-    ],
-)
-def test_two_spellings_of_one_layout_are_equal(one, other):
-    assert Layout(one, MESH) == Layout(other, MESH)
-    assert hash(Layout(one, MESH)) == hash(Layout(other, MESH))
-    assert Layout(one, MESH) == Layout(one, MESH.jax_mesh)
-    assert len({Layout(one, MESH), Layout(other, MESH.jax_mesh)}) == 1
+        ([MATCH, ..., "batch"], (MATCH, ..., "batch")),
+    ):
+        for specs in spellings:
+            assert Layout(specs, MESH) == Layout(other, MESH.jax_mesh)
+            assert hash(Layout(specs, MESH)) == hash(Layout(other, MESH))
 
 
 def test_layouts_on_other_meshes_or_memories_differ():
     layout = Layout(["batch"], MESH)
-    turned = create_mesh({"batch": 2, "model": 4}, devices=jax.devices()[::-1])
-    explicit = create_mesh({"batch": 2, "model": 4}, axis_types="explicit")
-    assert layout != Layout(["batch"], turned)
-    assert layout != Layout(["batch"], explicit)
+    for options in ({"devices": jax.devices()[::-1]}, {"axis_types": "explicit"}):
+        mesh = create_mesh({"batch": 2, "model": 4}, **options)
+        assert layout != mesh.layout("batch")
     assert layout != Layout(["batch"], MESH, memory_kind="pinned_host")
     assert layout != layout.sharding
-    assert layout != "Layout([batch], Mesh(batch=2, model=4))"
 
 
 # Layout.of.
 
 
-@FEW
-@given(layouts_and_shapes())
-def test_of_an_abstract_array_is_the_layout_it_was_given(case):
-    layout, shape = case
-    value = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
-    assert Layout.of(value) == layout
-
-
-@pytest.mark.parametrize("specs", [["batch", "model"], [None, "batch"], [None, None]])
 @pytest.mark.parametrize("memory_kind", [None, "device", "pinned_host"])
-def test_of_an_array_is_the_layout_it_was_placed_by(specs, memory_kind):
-    layout = Layout(specs, MESH, memory_kind=memory_kind)
+def test_of_an_array_is_the_layout_it_was_placed_by(memory_kind):
+    layout = Layout([None, "batch"], MESH, memory_kind=memory_kind)
     x = jax.device_put(jnp.zeros((4, 8)), layout.sharding)
     assert Layout.of(x) == layout
     assert Layout.of(x, 2) == layout
@@ -343,7 +251,6 @@ def test_of_an_array_on_one_device_is_a_mesh_of_one():
     layout = Layout.of(x)
     assert repr(layout) == "Layout([unsharded, unsharded], Mesh(device=1))"
     assert list(layout.mesh.devices.flat) == [device]
-    assert layout.shard_shape((4, 8)) == (4, 8)
     assert Layout.of(SingleDeviceSharding(device), 2) == layout
     assert Layout.of(jnp.float32(1)).rank == 0
 
@@ -366,14 +273,6 @@ def test_of_a_traced_value_is_known_on_explicit_axes():
 # Memories.
 
 
-def test_the_default_memory_is_the_same_as_none():
-    kind = jax.devices()[0].default_memory().kind
-    layout = Layout(["batch"], MESH, memory_kind=kind)
-    assert layout == Layout(["batch"], MESH)
-    assert layout.memory_kind is None
-    assert hash(layout) == hash(Layout(["batch"], MESH))
-
-
 def test_another_memory_is_part_of_the_layout():
     layout = Layout(["batch", None], MESH, memory_kind="pinned_host")
     assert layout.sharding.memory_kind == "pinned_host"
@@ -387,125 +286,54 @@ def test_another_memory_is_part_of_the_layout():
         MESH.layout("batch", None, memory_kind="pinned_host"),
     ):
         assert twin == layout
-    assert layout.with_memory_kind(None) == Layout(["batch", None], MESH)
+    default = layout.with_memory_kind(jax.devices()[0].default_memory().kind)
+    assert default == layout.with_memory_kind(None) == Layout(["batch", None], MESH)
+    assert default.memory_kind is None
 
 
 # Bad inputs, with what is said about them.
 
-TWO = "Layout([batch, model], Mesh(batch=2, model=4))"
 ENTRY = "an entry must be a mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
-LIST = "specs must be a list, a tuple or a PartitionSpec with one entry per dim, got"
+OPEN = "Layout([batch, ..., model], Mesh(batch=2, model=4))"
+MATCHING = "Layout([MATCH], Mesh(batch=2, model=4))"
+BAD = {
+    "Layout('batch', MESH)": "specs must be a list, a tuple or a PartitionSpec with one "
+    "entry per dim, got 'batch'.",
+    "MESH.layout((1,))": f"entry 0 is (1,); {ENTRY}",
+    "MESH.layout({'a': 1})": f"entry 0 is {{'a': 1}}; {ENTRY}",
+    "MESH.layout(..., 'batch', ...)": "[..., batch, ...] has `...` twice; one stands for "
+    "all other dims.",
+    "MESH.layout('modle')": "mesh axis 'modle' of [modle] is not in Mesh(batch=2, "
+    "model=4). Did you mean 'model'?",
+    "MESH.layout('batch', ('model', 'batch'))": "mesh axis 'batch' is used twice in "
+    "[batch, (model, batch)]; an axis can shard only one dim, and only once.",
+    "Layout(['batch'])": "Layout([batch]) has no mesh. Give one as the second argument, "
+    "or set one: `with jax.set_mesh(mesh.jax_mesh):`.",
+    "MESH.layout('batch').shard_shape((3,))": "dim 0 has size 3, which does not divide "
+    "into 2 shards over mesh axis 'batch' (Layout([batch], Mesh(batch=2, model=4))). "
+    "Nearest sizes that fit: 2 and 4. To keep the size, leave dim 0 UNSHARDED.",
+    "MESH.layout('batch', ..., 'model').with_rank(1)": f"{OPEN} is for arrays of rank 2 "
+    "or more, but this one has rank 1.",
+    "MESH.layout('batch', ..., 'model').spec": f"{OPEN} has `...` before its end, which a "
+    "PartitionSpec cannot express; use layout.with_rank(n) first.",
+    "MESH.layout(MATCH).num_shards(0)": f"{MATCHING} holds MATCH, which stands for the "
+    "layout of an array; only relayout(x, layout) can fill it in.",
+    "MESH.layout('batch', memory_kind='pined_host')": "memory_kind must be 'device', "
+    "'pinned_host' or 'unpinned_host', got 'pined_host'. Did you mean 'pinned_host'?",
+    "Layout.of(np.ones(3))": "ndarray has no layout: it has no NamedSharding. Place the "
+    "array with relayout(x, layout); inside jit, layouts are only known on a mesh with "
+    "Explicit axes.",
+}
 
 
-def sharded(*specs, **options):
-    return Layout(specs, MESH, **options)
-
-
-BAD = [
-    (lambda: Layout("batch", MESH), f"{LIST} 'batch'."),
-    (lambda: Layout(3, MESH), f"{LIST} 3."),
-    (
-        lambda: Layout(sharded("batch").sharding, MESH),
-        f"{LIST} a NamedSharding.",
-    ),
-    *(
-        (lambda entry=entry: sharded(entry), f"entry 0 is {shown}; {ENTRY}")
-        for entry, shown in (
-            (3, "3"),
-            ((1,), "(1,)"),
-            ({"a": 1}, "{'a': 1}"),
-            (P.UNCONSTRAINED, "an UnconstrainedSingleton"),
-        )
-    ),
-    (
-        lambda: sharded(..., "batch", ...),
-        "[..., batch, ...] has `...` twice; one stands for all other dims.",
-    ),
-    (
-        lambda: sharded("modle"),
-        "mesh axis 'modle' of [modle] is not in Mesh(batch=2, model=4). Did you mean "
-        "'model'?",
-    ),
-    (
-        lambda: sharded("batch", ("model", "batch")),
-        "mesh axis 'batch' is used twice in [batch, (model, batch)]; an axis can shard "
-        "only one dim, and only once.",
-    ),
-    (
-        lambda: Layout(["batch"]),
-        "Layout([batch]) has no mesh. Give one as the second argument, or set one: "
-        "`with jax.set_mesh(mesh.jax_mesh):`.",
-    ),
-    (
-        lambda: sharded("batch", "model").shard_shape((3, 8)),
-        "dim 0 has size 3, which does not divide into 2 shards "
-        f"over mesh axis 'batch' ({TWO}). Nearest sizes that fit: 2 and 4. To keep the "
-        "size, leave dim 0 UNSHARDED.",
-    ),
-    (
-        lambda: sharded("batch", ..., "model").with_rank(1),
-        "Layout([batch, ..., model], Mesh(batch=2, model=4)) is for arrays of rank 2 or "
-        "more, but this one has rank 1.",
-    ),
-    (
-        lambda: sharded("batch", ..., "model").spec,
-        "Layout([batch, ..., model], Mesh(batch=2, model=4)) has `...` before its end, "
-        "which a PartitionSpec cannot express; use layout.with_rank(n) first.",
-    ),
-    (
-        lambda: sharded(...).rank,
-        "Layout([...], Mesh(batch=2, model=4)) has `...` and so no rank yet; use "
-        "layout.with_rank(n).",
-    ),
-    (
-        lambda: Layout.of(np.ones(3)),
-        "ndarray has no layout: it has no NamedSharding. Place the array with "
-        "relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit "
-        "axes.",
-    ),
-    (
-        lambda: as_layout(["batch"]),
-        "expected a Layout or a NamedSharding, got ['batch']. A spec needs a mesh: "
-        "Layout(spec, mesh).",
-    ),
-]
-
-
-@pytest.mark.parametrize("case", range(len(BAD)))
-def test_what_is_said_about_a_bad_layout(case):
-    act, said = BAD[case]
+@pytest.mark.parametrize("code", BAD)
+def test_what_is_said_about_a_bad_layout(code):
     with pytest.raises(LayoutError) as error:
-        act()
-    assert str(error.value) == said
-
-
-def test_a_memory_that_the_devices_lack_is_refused():
-    with pytest.raises(LayoutError, match="memory_kind 'pined_host' is not one of"):
-        sharded("batch", memory_kind="pined_host")
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda layout: layout.num_shards(0),
-        lambda layout: layout.misfits((4, 8)),
-        lambda layout: layout.offset_to_shard(),
-        lambda layout: layout.is_fully_replicated,
-        lambda layout: layout.sharding,
-    ],
-)
-def test_a_layout_with_match_answers_no_question_of_where(ask):
-    with pytest.raises(LayoutError, match="holds MATCH"):
-        ask(Layout([MATCH, "model"], MESH))
+        eval(code)
+    assert str(error.value) == BAD[code]
 
 
 def test_a_layout_needs_a_mesh_of_devices():
-    with pytest.raises(MeshError) as error:
-        Layout(["batch"], {"batch": 8})
-    assert str(error.value) == (
-        "expected a Mesh or a jax.sharding.Mesh with devices, got {'batch': 8}. "
-        "Make one with create_mesh({'batch': 8})."
-    )
     abstract = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     with pytest.raises(LayoutError, match="has no devices: set its mesh with"):
         Layout.of(NamedSharding(abstract, P("batch")))

@@ -103,8 +103,10 @@ def test_every_cell_is_committed_with_what_it_prints_and_without_errors(notebook
     assert errors(content) == []
     numbers = [cell.execution_count for cell in code_cells(content)]
     assert numbers == list(range(1, len(numbers) + 1))
+    first, *others = code_cells(content)
+    assert first.metadata == {"jupyter": {"source_hidden": True}}
+    assert not any(cell.metadata for cell in others)
     for cell in code_cells(content):
-        assert not cell.metadata
         assert cell.outputs or "print(" not in re.sub(r"(?m)^ .*", "", cell.source)
     assert "All " in code_cells(content)[-1].outputs[0].text
 
@@ -134,6 +136,9 @@ def test_it_is_a_valid_notebook_with_a_badge_that_opens_this_file(notebook):
 def test_the_first_cell_installs_from_the_address_of_the_repository(notebook):
     first, *others = code_cells(read(notebook))
     assert f" @ git+{repository()}'" in first.source
+    assert first.source.startswith(
+        '# @title Install the library { display-mode: "form" }'
+    )
     assert not any("%pip" in cell.source for cell in others)
     assert "tfds.load" not in notebook.read_text()
     other = "https://github.com/someone/fork"

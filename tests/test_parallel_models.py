@@ -52,24 +52,20 @@ class Model:
     hand_written: Any = None  # the file with the layout maps
     rows: int = ROWS
 
-    @property
-    def is_language_model(self) -> bool:
-        return self.inputs[1] == "int32"
-
     def batch(self) -> dict[str, np.ndarray]:
         """A batch in host memory; that of a language model are its tokens alone."""
         shape, dtype = self.inputs
         random = np.random.default_rng(0)
-        if self.is_language_model:
+        if dtype == "int32":
             return {"x": random.integers(0, 64, (self.rows, *shape)).astype(dtype)}
         labels = random.integers(0, 10, self.rows).astype("int32")
         return {"x": random.normal(size=(self.rows, *shape)).astype(dtype), "y": labels}
 
-    def loss(self, model: Any, batch: Any, **mode: Any) -> Any:
-        logits = model(batch["x"], **mode)
-        if self.is_language_model:
+    def loss(self, model: Any, batch: Any) -> Any:
+        logits = model(batch["x"])
+        if "y" not in batch:
             return transformer.next_token_losses(logits, batch["x"]).mean(axis=1)
-        if "y" not in batch or logits.ndim < 2:  # a discriminator's
+        if logits.ndim < 2:  # a discriminator's
             return optax.sigmoid_binary_cross_entropy(logits, batch["y"] > 4)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
@@ -80,14 +76,10 @@ class Model:
 
     def describe(self, layouts: ml.LayoutMap) -> Any:
         """Describes the state that a step of the model takes."""
-        if self.call is not None:
-
-            def build() -> Any:
-                params = self.build()
-                return {"params": params, "opt_state": OPTIMIZER.init(params)}
-
-            return ml.describe(build, layouts)
         build, module = self.build, self.module
+        if self.call is not None:
+            params = lambda: {"params": build(), "opt_state": OPTIMIZER.init(build())}
+            return ml.describe(params, layouts)
         if module is not None:
             sample = jnp.zeros((1, *self.inputs[0]), self.inputs[1])
             build = lambda: module.init(jax.random.key(0), sample)
@@ -96,7 +88,7 @@ class Model:
     def step(self, activations: ml.LayoutMap | None = None) -> Any:
         """Returns a compiled train step."""
         if self.call is None:
-            return ml.make_train_step(self._flax_loss(), layouts=activations)
+            return ml.make_train_step(self.loss, layouts=activations)
         call = self.call
 
         def step(state: Any, batch: Any) -> Any:
@@ -110,11 +102,6 @@ class Model:
 
         return ml.compile_step(step, layouts=activations)
 
-    def _flax_loss(self) -> Callable[..., Any]:
-        if isinstance(self.module, resnet.LinenResNet):
-            return lambda model, batch, train: self.loss(model, batch, train=train)
-        return lambda model, batch: self.loss(model, batch)
-
 
 TOKENS = ((LENGTH,), "int32")
 MODELS = {
@@ -123,16 +110,8 @@ MODELS = {
     "convnet, nnx": Model(
         lambda: convnet.ConvNet(rngs=nnx.Rngs(0)), hand_written=convnet
     ),
-    "convnet, linen": Model(module=convnet.LinenConvNet(), hand_written=convnet),
     "resnet, nnx": Model(
-        lambda: resnet.ResNet(width=8, rngs=nnx.Rngs(0)),
-        ((8, 8, 1), "float32"),
-        hand_written=resnet,
-    ),
-    "resnet, linen": Model(
-        inputs=((8, 8, 1), "float32"),
-        module=resnet.LinenResNet(width=8),
-        hand_written=resnet,
+        lambda: resnet.ResNet(width=8, rngs=nnx.Rngs(0)), ((8, 8, 1), "float32")
     ),
     "transformer, nnx": Model(
         lambda: transformer.Transformer(TRANSFORMER, rngs=nnx.Rngs(0)),
@@ -140,18 +119,14 @@ MODELS = {
         hand_written=transformer,
     ),
     "transformer, linen": Model(
-        inputs=TOKENS,
-        module=transformer.LinenTransformer(TRANSFORMER),
-        hand_written=transformer,
+        inputs=TOKENS, module=transformer.LinenTransformer(TRANSFORMER)
     ),
     "discriminator, nnx": Model(lambda: gan.Discriminator(rngs=nnx.Rngs(0))),
     "gpt, listed": Model(
         lambda: gpt.init(GPT, jax.random.key(0)), TOKENS, call=gpt.apply
     ),
     "gpt, scanned": Model(
-        lambda: gpt.init(SCANNED, jax.random.key(0)),
-        TOKENS,
-        call=gpt.apply,
+        lambda: gpt.init(SCANNED, jax.random.key(0)), TOKENS, call=gpt.apply
     ),
 }
 
@@ -161,31 +136,19 @@ AXES = {
     "tensor": {"batch": 2, "model": 4},
     "fsdp+tensor": {"batch": 4, "model": 2},
 }
-HAND_WRITTEN = {
-    "fsdp": "FSDP",
-    "tensor": "MODEL_PARALLEL",
-    "fsdp+tensor": "FSDP_MODEL_PARALLEL",
-}
 
 
-def layouts_by(rule: str, model: Model, mesh: ml.Mesh | None = None, **options: Any):
+def layouts_by(rule: str, model: Model) -> ml.LayoutMap:
     """Returns what a ready-made rule gives for a model."""
-    mesh = mesh or ml.create_mesh(AXES[rule])
+    mesh = ml.create_mesh(AXES[rule])
     if rule == "data_parallel":
         return ml.parallel.data_parallel(mesh)
     parts = [model.tensor_parallel(mesh)] if "tensor" in rule else []
-    parts += [ml.parallel.fsdp(mesh, **options)] if "fsdp" in rule else []
+    parts += [ml.parallel.fsdp(mesh, min_bytes=0)] if "fsdp" in rule else []
     return ml.parallel.compose(*parts) if len(parts) > 1 else parts[0]
 
 
-def layouts_by_hand(rule: str, model: Model, mesh: ml.Mesh) -> ml.LayoutMap:
-    return ml.LayoutMap(mesh, getattr(model.hand_written, HAND_WRITTEN[rule]))
-
-
 QUICK = [("mlp, nnx", "fsdp+tensor"), ("mlp, linen", "tensor")]
-FSDP_SOON = [
-    pytest.param(rule, marks=[pytest.mark.slow] * ("fsdp" not in rule)) for rule in AXES
-]
 EVERY = [
     pytest.param(name, rule, marks=[pytest.mark.slow] * ((name, rule) not in QUICK))
     for name in MODELS
@@ -196,7 +159,7 @@ EVERY = [
 @pytest.mark.parametrize(("name", "rule"), EVERY)
 def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
     model = MODELS[name]
-    layouts = layouts_by(rule, model, min_bytes=0)
+    layouts = layouts_by(rule, model)
     state = model.describe(layouts).create()
     batch = ml.relayout(model.batch(), layouts.mesh.layout("batch", ...))
     report = ml.testing.verify(model.step(), state, batch)
@@ -206,21 +169,11 @@ def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
 # What the rules are.
 
 
-LAYERED = ("mlp, nnx", "transformer, nnx", "gpt, scanned")
-
-
-@pytest.mark.parametrize("rule", FSDP_SOON)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in LAYERED))
-        for name in MODELS
-        if name.endswith(("nnx", "scanned"))
-    ],
-)
+@pytest.mark.parametrize("rule", ["fsdp", "fsdp+tensor"])
+@pytest.mark.parametrize("name", ["mlp, nnx", "transformer, nnx", "gpt, scanned"])
 def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
     model = MODELS[name]
-    layouts = layouts_by(rule, model, min_bytes=0)
+    layouts = layouts_by(rule, model)
     state = model.describe(layouts).abstract
     code = layouts.to_code(state)
     again = eval(code, {"ml": ml, "mesh": layouts.mesh})
@@ -256,15 +209,12 @@ def num_bytes(model: Model) -> int:
     return sum(FLOAT * x.size for x in jax.tree.leaves(params))
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mlp, nnx",
-        pytest.param("convnet, linen", marks=pytest.mark.slow),
-        pytest.param("transformer, linen", marks=pytest.mark.slow),
-        pytest.param("gpt, listed", marks=pytest.mark.slow),
-        pytest.param("gpt, scanned", marks=pytest.mark.slow),
-    ],
+    "name", ["mlp, nnx", slow("transformer, linen"), slow("gpt, scanned")]
 )
 def test_data_parallel_sends_its_gradients_once(name):
     found = sent(MODELS[name], layouts_by("data_parallel", MODELS[name]))
@@ -276,34 +226,17 @@ def test_data_parallel_sends_its_gradients_once(name):
     assert 0 < in_all - num_bytes(MODELS[name]) <= 8 * FLOAT
 
 
-def with_layers(name: str, num_layers: int, **sizes: int) -> Model:
-    """Returns a language model of the table with other sizes."""
-    config = dataclasses.replace(TRANSFORMER, num_layers=num_layers, **sizes)
-    listed = dataclasses.replace(GPT, num_layers=num_layers, **sizes)
-    scanned = dataclasses.replace(listed, is_scanned=True)
-    small = MODELS[name]
-    if small.module is not None:
-        return dataclasses.replace(small, module=transformer.LinenTransformer(config))
-    build = {
-        "transformer, nnx": lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),
-        "gpt, listed": lambda: gpt.init(listed, jax.random.key(0)),
-        "gpt, scanned": lambda: gpt.init(scanned, jax.random.key(0)),
-    }[name]
-    return dataclasses.replace(small, build=build)
-
-
-def large(name: str, num_layers: int = 2) -> Model:
-    """Returns a model with batches and matrices of which TPUs scatter the sums."""
-    model = MODELS[name]
-    if model.is_language_model:
-        sizes = {"vocab_size": 512, "features": 128, "mlp_features": 256}
-        model = with_layers(name, num_layers, **sizes)
-    return dataclasses.replace(model, rows=128)
+def large(name: str, num_layers: int) -> Model:
+    """Returns a language model with matrices of which TPUs scatter the sums."""
+    sizes = {"vocab_size": 512, "features": 128, "mlp_features": 256}
+    small = GPT if name == "gpt, listed" else SCANNED
+    config = dataclasses.replace(small, num_layers=num_layers, **sizes)
+    build = lambda: gpt.init(config, jax.random.key(0))
+    return dataclasses.replace(MODELS[name], build=build, rows=128)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt, listed", "gpt, scanned"])
-def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times(name):
+def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times():
     """XLA for CPUs adds up the gradients of query, key and value one by one."""
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)
@@ -313,79 +246,40 @@ def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times
             for one in sent(model, model.tensor_parallel(mesh)).collectives
             if "model" in one.axes
         )
-        for model in (large(name, 2), large(name, 3))
+        for model in (large("gpt, listed", 2), large("gpt, listed", 3))
     )
-    activations = FLOAT * large(name).rows // 2 * LENGTH * 128
+    activations = FLOAT * 128 // 2 * LENGTH * 128
     assert three - two == 4 * activations
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mlp, nnx",
-        pytest.param("convnet, nnx", marks=pytest.mark.slow),
-        pytest.param("resnet, nnx", marks=pytest.mark.slow),
-        pytest.param("transformer, nnx", marks=pytest.mark.slow),
-    ],
+    "name", ["mlp, nnx", slow("convnet, nnx"), slow("transformer, nnx")]
 )
 def test_tensor_parallel_sends_no_more_than_a_hand_written_map(name):
-    layouts = layouts_by("tensor", MODELS[name])
-    by_hand = layouts_by_hand("tensor", MODELS[name], layouts.mesh)
-    ready, hand_written = sent(MODELS[name], layouts), sent(MODELS[name], by_hand)
-    assert ready.wire_bytes <= hand_written.wire_bytes
-
-
-@pytest.mark.slow  # one of them soon in test_tpu_programs
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("mlp, nnx", "fsdp"),
-        ("convnet, nnx", "fsdp"),
-        ("resnet, nnx", "fsdp"),
-        ("transformer, nnx", "fsdp"),
-        ("transformer, nnx", "fsdp+tensor"),
-    ],
-)
-def test_on_a_tpu_slice_fsdp_sends_no_more_than_a_hand_written_map(name, rule):
-    pytest.importorskip("libtpu")
-    model = large(name)
-    mesh = create_slice_mesh(**AXES[rule])
-    layouts = layouts_by(rule, model, mesh)
-    by_hand = layouts_by_hand(rule, model, mesh)
+    model = MODELS[name]
+    layouts = layouts_by("tensor", model)
+    by_hand = ml.LayoutMap(layouts.mesh, model.hand_written.MODEL_PARALLEL)
     assert sent(model, layouts).wire_bytes <= sent(model, by_hand).wire_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt, listed", "transformer, linen"])
-def test_on_a_tpu_slice_fsdp_sends_each_layers_weights_three_times_at_most(name):
-    """Gathers them forward and backward, and scatters the sums of their gradients."""
-    pytest.importorskip("libtpu")
-    assert_weights_are_sent_three_times(
-        name, ml.parallel.fsdp(create_slice_mesh(batch=8))
-    )
+@pytest.mark.parametrize("name", ["gpt, listed", "gpt, scanned"])
+def test_on_a_tpu_slice_fsdp_sends_each_layers_weights_three_times(name, monkeypatch):
+    """Gathers them forward and backward, and scatters the sums of their gradients.
 
-
-@pytest.mark.slow
-def test_scanned_layers_do_so_where_what_the_loop_carries_is_constrained(monkeypatch):
-    """Else XLA shards it as the weights' features, and moves every activation."""
+    Where nothing constrains what a loop carries, XLA shards it as the weights' features.
+    """
     pytest.importorskip("libtpu")
     apply_layer = gpt.apply_layer
 
     def constrained(params, x):
-        x = apply_layer(params, ml.constrain(x, "residual"))
-        return ml.constrain(x, "residual")
+        return ml.constrain(apply_layer(params, ml.constrain(x, "carry")), "carry")
 
-    monkeypatch.setattr(gpt, "apply_layer", constrained)
     mesh = create_slice_mesh(batch=8)
-    activations = ml.LayoutMap(mesh, {"residual": ("batch", ...)})
-    assert_weights_are_sent_three_times(
-        "gpt, scanned", ml.parallel.fsdp(mesh), activations
-    )
-
-
-def assert_weights_are_sent_three_times(
-    name: str, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
-) -> None:
+    layouts, activations = ml.parallel.fsdp(mesh), None
+    if name == "gpt, scanned":
+        monkeypatch.setattr(gpt, "apply_layer", constrained)
+        activations = ml.LayoutMap(mesh, {"carry": ("batch", ...)})
     two, three = (sent(large(name, n), layouts, activations) for n in (2, 3))
     weights = num_bytes(large(name, 3)) - num_bytes(large(name, 2))
     assert three.wire_bytes - two.wire_bytes <= 3 * 7 / 8 * weights

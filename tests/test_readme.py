@@ -1,4 +1,4 @@
-"""The README's program runs as it stands, and the tour names files that exist."""
+"""The README's programs run as they stand, and the tour names files that exist."""
 
 import os
 import re
@@ -16,12 +16,12 @@ import meshlayout
 README = Path(__file__).parents[1] / "README.md"
 
 
-def run_readme_program(folder, *command, then="", **environment):
-    """Runs the program with Python and its options; returns the lines it printed."""
+def run_readme_program(folder, *command, first="", **environment):
+    """Runs the programs with Python and its options; returns the lines they printed."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    program = "\n".join(blocks)
+    program = first + "\n".join(blocks)
     script = folder / "program.py"
-    script.write_text(program + then)
+    script.write_text(program)
     run = subprocess.run(
         [sys.executable, *command, str(script)],
         capture_output=True,
@@ -43,24 +43,23 @@ def lines(tmp_path_factory):
     return run_readme_program(
         tmp_path_factory.mktemp("one"),
         *("-W", "error"),
-        then="print(train_step.communication(state, batch))\n",
-        # Source lines in a cache are those of whoever filled it.
-        JAX_ENABLE_COMPILATION_CACHE="false",
     )
 
 
-def test_the_readme_program_trains(lines):
+def test_the_readme_program_prints_what_it_shows(lines):
+    shown = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
+    shown = [re.sub(r" +\(.*", "", line) for line in shown[0].splitlines()]
+    assert len(shown) == 3
+    if jax.__version_info__[:2] == (0, 10):  # with which README was written
+        assert shown == [re.sub(r" +\(.*", "", line) for line in lines[:3]]
     assert any(line.startswith("up/kernel") for line in lines)
-    curve, last = [line.split() for line in lines if line.startswith("loss")]
-    assert float(curve[4].rstrip(",")) < float(curve[2])  # first -> last, lowest
-    assert 0 < float(last[1]) < 5
-    if jax.__version_info__[:2] == (0, 10):  # what README shows
-        reports = re.findall(r"```\n(collective .*?)```", README.read_text(), re.DOTALL)
-        [shown] = (re.sub(r"example/train.py.*", "", report) for report in reports)
-        rows = [line.split() for line in shown.splitlines()]
-        sources = re.compile(r"[\w-]+/program.py.*")
-        table = [sources.sub("", line).split() for line in lines[-len(rows) :]]
-        assert rows[2:] == table[2:]
+    loss, accuracy = (float(line.split()[-1]) for line in lines[-2:])
+    assert 0 < loss < 2
+    assert accuracy > 0.3
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
 
 
 def test_the_citation_names_this_version():
@@ -71,8 +70,11 @@ def test_the_citation_names_this_version():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_readme_program_prints_the_same_numbers_in_two_processes(lines, tmp_path):
+    # The line that a program of several processes begins with.
+    first = "import meshlayout as ml\n\nml.initialize()\n"
     options = ["-n", "2", "--devices-per-process", "4"]
-    printed = run_readme_program(tmp_path, "-m", "meshlayout.launch", *options)
+    command = ["-m", "meshlayout.launch", *options]
+    printed = run_readme_program(tmp_path, *command, first=first)
     for index in range(2):
         prefix = f"[{index}] "
         own = [x.removeprefix(prefix) for x in printed if x.startswith(prefix)]

@@ -45,20 +45,14 @@ def test_bytes_have_a_unit_that_keeps_them_short():
     assert texts == ["0 B", "1023 B", "1.0 KiB", "1.0 MiB", "5000.0 EiB"]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"),
-        *("int4", "int32", "uint8", "bool"),
-    ],
-)
-def test_arrays_are_written_with_the_short_names_of_jax(dtype):
-    aval = jax.typeof(jnp.zeros((2, 3), dtype))
-    short = aval.str_short(short_dtypes=True)
-    for form in (dtype, jnp.dtype(dtype), aval.dtype, getattr(jnp, dtype, jnp.bool_)):
-        assert _render.array_text(form, (2, 3)).replace(", ", ",") == short
-    keys = jax.random.split(jax.random.key(0), 3)
-    assert _render.array_text(keys.dtype, keys.shape) == "key<fry>[3]"
+def test_arrays_are_written_with_the_short_names_of_jax():
+    for dtype in ("bfloat16", "float8_e4m3fn", "complex64", "int4", "uint8", "bool"):
+        aval = jax.typeof(jnp.zeros((2, 3), dtype))
+        short = aval.str_short(short_dtypes=True)
+        for form in (dtype, aval.dtype, getattr(jnp, dtype, jnp.bool_)):
+            assert _render.array_text(form, (2, 3)).replace(", ", ",") == short
+    key = jax.random.key(0)
+    assert _render.array_text(key.dtype, (3,)) == "key<fry>[3]"
 
 
 def test_wide_letters_and_line_breaks_do_not_break_the_table():
@@ -86,23 +80,18 @@ def test_html_tables_escape_whatever_a_user_wrote_and_take_the_colors_of_the_pag
 
 
 def mesh_text(names, shape):
-    picture = _render.mesh_picture(names, shape, range(math.prod(shape)))
-    return _render.picture_text(picture)
+    devices = range(math.prod(shape))
+    return _render.picture_text(_render.mesh_picture(names, shape, devices))
 
 
 def mesh_html(names, shape):
-    picture = _render.mesh_picture(names, shape, range(math.prod(shape)))
-    return _render.picture_html("the mesh", picture)
+    devices = range(math.prod(shape))
+    return _render.picture_html("", _render.mesh_picture(names, shape, devices))
 
 
 @pytest.mark.parametrize(
     ("names", "shape"),
-    [
-        (("batch",), (1,)),
-        (("batch", "model"), (2, 4)),
-        (("data", "fsdp", "model"), (2, 2, 2)),
-        (("x", "y"), (16, 16)),
-    ],
+    [(("batch",), (1,)), (("a", "b", "c"), (2, 2, 2)), (("x", "y"), (16, 16))],
 )
 def test_every_device_of_a_mesh_is_in_its_picture_once_and_in_order(names, shape):
     devices = [str(n) for n in range(math.prod(shape))]
@@ -113,11 +102,7 @@ def test_every_device_of_a_mesh_is_in_its_picture_once_and_in_order(names, shape
 
 @pytest.mark.parametrize(
     ("names", "shape"),
-    [
-        (("x",), (4096,)),
-        (("a", "b", "c"), (64, 16, 16)),
-        (("long" * 9, "name" * 9), (16, 16)),
-    ],
+    [(("x",), (4096,)), (("long" * 9, "name" * 9, "c"), (64, 16, 16))],
 )
 def test_the_picture_of_a_big_mesh_stays_small(names, shape):
     text, html_text = mesh_text(names, shape), mesh_html(names, shape)
@@ -137,7 +122,7 @@ def test_the_grids_of_a_mesh_are_counted_and_names_are_escaped():
     assert [text for *_, text in blocks] == [str(n) for n in range(8)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 16, 256])
+@pytest.mark.parametrize("count", [1, 2, 16, 256])
 def test_blocks_can_be_read_and_distinguished_on_light_and_dark_pages(count):
     text = mesh_html(("x", "y"), (1, count))
     pairs = [(fill, ink) for fill, ink, _ in BLOCK.findall(text)]
@@ -148,7 +133,7 @@ def test_blocks_can_be_read_and_distinguished_on_light_and_dark_pages(count):
     assert not re.search(r"color:(?!inherit)", BLOCK.sub("", text))
 
 
-# Curves.
+# Curves and terminals.
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -202,13 +187,10 @@ def test_long_runs_stay_short_and_names_are_escaped():
     assert "<b>" not in curves._repr_svg_()
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.mark.parametrize("color", ["", "1"])
-def test_a_terminal_is_what_the_stream_says(color, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_is_what_the_stream_says(color, is_terminal, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", color)
-    assert not console_on(io.StringIO()).is_terminal
-    assert console_on(Terminal()).is_terminal
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    assert console_on(stream).is_terminal is is_terminal

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshlayout.cluster import rendezvous
+from meshlayout.cluster import startup as rendezvous
 from meshlayout.cluster.environment import find_settings
 from meshlayout.errors import ClusterError
 from tests.processes import free_port

@@ -13,7 +13,6 @@ from flax import nnx
 
 import meshlayout as ml
 from models.mlp import MLP, LinenMLP
-from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
 
 
@@ -23,18 +22,6 @@ MESH = ml.create_mesh({"batch": 2, "model": 4})
 def kernels(spec=(..., "model"), **options):
     options = {"on_uneven": "replicate", **options}
     return ml.LayoutMap(MESH, {"kernel": spec}, **options)
-
-
-class Composed(nnx.Module):
-    """Takes layers that exist, and static and keyword arguments."""
-
-    def __init__(self, layers, scale=2.0, *, name="x", activation=nnx.relu):
-        self.layers = module_list(layers)
-        self.scale = scale
-        self.name = name
-        self.activation = activation
-        self.table = {"a": (1, 2)}
-        self.kernel = nnx.Param(jnp.ones((8, 8)) * scale)
 
 
 class Head(nnx.Module):
@@ -65,20 +52,11 @@ def nested():
     )
 
 
-def composed():
-    rngs = nnx.Rngs(0)
-    layers = []
-    for _ in range(3):
-        layers.append(nnx.Linear(8, 8, rngs=rngs))
-    return Composed(layers, 3.0, name="hi")
-
-
 def mixed():
     rngs = nnx.Rngs(params=1, dropout=2)
     base = nnx.Linear(8, 8, rngs=rngs)
     model = Head(base, rngs=rngs)
-    assert model.base is base
-    assert model.rngs is rngs
+    assert (model.base, model.rngs) == (base, rngs)
     return model
 
 
@@ -86,19 +64,12 @@ def tied():
     rngs = nnx.Rngs(0)
     one, other = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
     other.kernel = one.kernel
-    model = nnx.Sequential(one, other)
-    assert one.kernel is other.kernel
-    return model
+    return nnx.Sequential(one, other)
 
 
 def configured():
-    return Configured(
-        {"in": 8, "text": "x"},
-        rngs=nnx.Rngs(0),
-        dtype=jnp.bfloat16,
-        function=nnx.relu,
-        array=np.ones(8),
-    )
+    options = {"dtype": jnp.bfloat16, "function": nnx.relu, "array": np.ones(8)}
+    return Configured({"in": 8, "text": "x"}, rngs=nnx.Rngs(0), **options)
 
 
 def vmapped():
@@ -113,7 +84,6 @@ def vmapped():
 MODELS = {
     "subclass": lambda: MLP(rngs=nnx.Rngs(0)),
     "nested": nested,
-    "composed": composed,
     "mixed": mixed,
     "tied": tied,
     "configured": configured,
@@ -144,10 +114,9 @@ def test_layers_made_first_get_the_layouts_of_their_final_paths():
     }
     with ml.scope(ml.LayoutMap(MESH, rules, unmatched="error")):
         model: Any = nested()
-    assert lies(model.layers[0].layers[0]) == "[unsharded, model]"
-    assert [lies(layer) for layer in model.layers[1].layers] == 3 * [
-        "[model, unsharded]"
-    ]
+    layers = [model.layers[0].layers[0], *model.layers[1].layers]
+    rows = "[model, unsharded]"
+    assert list(map(lies, layers)) == ["[unsharded, model]", rows, rows, rows]
 
 
 def test_metadata_of_a_layer_is_read():
@@ -156,9 +125,6 @@ def test_metadata_of_a_layer_is_read():
         layer = nnx.Linear(8, 8, bias_init=ones, rngs=nnx.Rngs(0))
     assert ml.Layout.of(layer.bias[...]) == MESH.layout("model")
     assert ml.Layout.of(layer.kernel[...]) == MESH.layout("batch", None)
-    plain_ones = nnx.initializers.ones
-    expected = nnx.Linear(8, 8, bias_init=plain_ones, rngs=nnx.Rngs(0))
-    assert_same_bits(layer, expected)
 
 
 def test_a_layer_with_no_rule_yet_is_never_whole_on_a_device():
@@ -195,42 +161,6 @@ def test_rngs_that_are_not_among_the_arguments_are_refused():
         Drawing()
 
 
-def test_a_model_trains_as_one_made_without_a_scope():
-    def loss_after_steps(model):
-        optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
-        x = np.linspace(-1, 1, 16 * 784, dtype=np.float32).reshape(16, 784)
-
-        @nnx.jit
-        def step(model, optimizer):
-            loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-            optimizer.update(model, grads)
-            return loss
-
-        return [float(step(model, optimizer)) for _ in range(3)]
-
-    with ml.scope(ml.LayoutMap(MESH, {"hidden/kernel": (None, "model")})):
-        model = MLP(rngs=nnx.Rngs(0))
-        losses = loss_after_steps(model)
-    expected = loss_after_steps(MLP(rngs=nnx.Rngs(0)))
-    # Sums of 784 float32 in another order.
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert ml.Layout.of(model.hidden.kernel[...]) == MESH.layout(None, "model")
-
-
-def test_an_optimizer_made_in_a_scope_follows_its_model():
-    rules = {"^kernel": ("batch", "model"), "v_row": (None,)}
-    with ml.scope(ml.LayoutMap(MESH, rules)):
-        model = linear()
-        adam = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
-        factored = nnx.Optimizer(model, factored, wrt=nnx.Param)
-    slots, rows = adam.opt_state[0], factored.opt_state[0]
-    for moment in (slots.mu, slots.nu):
-        assert lies(moment) == "[batch, model]"
-    assert [lies(x) for x in (rows.v_row, rows.v_col)] == ["[unsharded]", "[model]"]
-    assert str(ml.Layout.of(adam.step[...])) == "[]"
-
-
 class Normed(nnx.Module):
     """Holds more than parameters, so that its state is not shaped as they are."""
 
@@ -240,14 +170,17 @@ class Normed(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-def test_an_optimizer_that_holds_its_model_leaves_it_where_it_is():
+def test_optimizers_made_in_a_scope_follow_their_model():
     with ml.scope(kernels((None, "model"), unused="error")):
         model = Normed(rngs=nnx.Rngs(0))
-        optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    slots = optimizer.opt_state[0]
+        both = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
+        alone = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     assert lies(model.dense) == "[unsharded, model]"
-    for moment in (slots.mu, slots.nu):
-        assert lies(moment["dense"]) == "[unsharded, model]"
+    for optimizer in (both, alone):
+        slots = optimizer.opt_state[0]
+        for moment in (slots.mu, slots.nu):
+            assert lies(moment["dense"]) == "[unsharded, model]"
+        assert str(ml.Layout.of(optimizer.step[...])) == "[]"
     assert_same_bits(model, Normed(rngs=nnx.Rngs(0)))
 
 
@@ -257,15 +190,12 @@ def test_an_optimizer_that_holds_its_model_leaves_it_where_it_is():
 def test_linen_variables_are_born_sharded():
     sample = jnp.ones((1, 28, 28, 1))
     with ml.scope(kernels()):
-        variables = LinenMLP().init(
-            jax.random.key(0), images=sample, mutable=["params"]
-        )
-    assert_same_bits(variables, LinenMLP().init(jax.random.key(0), sample))
+        variables = LinenMLP().init(jax.random.key(0), images=sample)
     kernel = variables["params"]["hidden"]["kernel"]
     assert ml.Layout.of(kernel) == MESH.layout(None, "model")
-    # Outside of the scope, init is as it was.
-    kernel = LinenMLP().init(jax.random.key(0), sample)["params"]["hidden"]["kernel"]
-    assert isinstance(kernel.sharding, jax.sharding.SingleDeviceSharding)
+    expected = LinenMLP().init(jax.random.key(0), sample)  # is as it was
+    assert_same_bits(variables, expected)
+    assert isinstance(expected["params"]["hidden"]["kernel"].sharding, SINGLE)
 
 
 # Where a scope begins and ends.
@@ -288,36 +218,27 @@ def is_plain(model):
     return isinstance(model.kernel[...].sharding, SINGLE)
 
 
-def test_scopes_nest():
+def test_scopes_nest_and_are_of_their_thread():
+    models = []
+
+    def in_another_thread():
+        models.append(linear())
+        with ml.scope(kernels((None, "batch"))):
+            models.append(linear())
+
     with ml.scope(kernels()):
-        one = linear()
+        models.append(linear())
         with ml.scope(kernels(("batch", None))):
-            two = linear()
-        three = linear()
+            models.append(linear())
+            thread = threading.Thread(target=in_another_thread)
+            thread.start()
+            thread.join()
+        models.append(linear())
+    outer, inner, plain_one, other, after = models
+    assert is_plain(plain_one)
     assert is_plain(linear())
-    found = [lies(one), lies(two), lies(three)]
-    assert found == ["[unsharded, model]", "[batch, unsharded]", "[unsharded, model]"]
-
-
-def test_a_scope_is_of_its_thread():
-    found = []
-    with ml.scope(kernels()):
-        linear()
-        thread = threading.Thread(target=lambda: found.append(linear()))
-        thread.start()
-        thread.join()
-
-    def own():
-        with ml.scope(kernels(("batch", None))):
-            found.append(linear())
-
-    thread = threading.Thread(target=own)
-    with ml.scope(kernels()):
-        thread.start()
-        thread.join()
-        assert lies(linear()) == "[unsharded, model]"
-    assert is_plain(found[0])
-    assert lies(found[1]) == "[batch, unsharded]"
+    assert lies(outer) == lies(after) == "[unsharded, model]"
+    assert (lies(inner), lies(other)) == ("[batch, unsharded]", "[unsharded, batch]")
 
 
 def flax_methods():
@@ -334,14 +255,11 @@ def test_flax_is_its_own_before_a_scope_is_entered_and_after_the_last_is_left():
     outer, inner = ml.scope(kernels()), ml.scope(kernels())
     assert flax_methods() == METHODS_BEFORE
     with outer:
-        assert flax_methods() != METHODS_BEFORE
         linear()
         with inner:
             linear()
         assert flax_methods() != METHODS_BEFORE
     assert flax_methods() == METHODS_BEFORE
-    with pytest.raises(KeyError), ml.scope(kernels()):
-        raise KeyError
     with pytest.raises(ml.errors.LayoutMapError), ml.scope(kernels(unmatched="error")):
         linear()
     assert flax_methods() == METHODS_BEFORE
@@ -362,7 +280,7 @@ def test_a_scope_in_which_nothing_is_made_says_so(rules):
 
     with pytest.warns(ml.errors.LayoutWarning) as caught:
         scope("warn")
-    assert [str(one.message) for one in caught] == [EMPTY]
+    assert [str(warning.message) for warning in caught] == [EMPTY]
     assert caught[0].filename == __file__
     with pytest.raises(ml.errors.LayoutMapError) as error:
         scope("error")
@@ -381,20 +299,15 @@ def test_a_scope_for_activations_alone_is_not_empty():
         nnx.eval_shape(linear)
 
 
-def test_what_no_rule_matches_is_named_by_its_final_path():
+def test_mistakes_are_named_by_the_final_path_at_the_end():
     layouts = kernels(unmatched="error")
     with pytest.raises(ml.errors.LayoutMapError) as error, ml.scope(layouts):
         nested()
-    assert str(error.value).startswith(
-        "layers/0/layers/0/bias f32[16]: no rule matches"
-    )
-
-
-def test_rules_that_disagree_are_refused_at_the_end():
+    start = "layers/0/layers/0/bias f32[16]: no rule matches"
+    assert str(error.value).startswith(start)
     layouts = kernels()
     layouts["layers"] = (..., "batch")
-    said = (
-        "layers/0/kernel f32.8, 8.: rules 'kernel' and 'layers' both match and disagree"
-    )
-    with pytest.raises(ml.errors.LayoutMapError, match=said), ml.scope(layouts):
+    with pytest.raises(ml.errors.LayoutMapError) as error, ml.scope(layouts):
         nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
+    start = "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and"
+    assert str(error.value).startswith(start)

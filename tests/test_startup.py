@@ -10,15 +10,15 @@ import pytest
 
 import meshlayout as ml
 from meshlayout import _jax
-from meshlayout.cluster import rendezvous
+from meshlayout.cluster import startup as rendezvous
 from tests.bad_values import BAD, refusal
 from tests.processes import free_port, run_processes
 
 
 TOO_LATE = (
-    "initialize comes too late: JAX has already started its devices, or was started by "
-    "jax.distributed.initialize, whose place this takes. Call it before any other use "
-    "of JAX, virtual_devices included; in a notebook, restart the kernel first."
+    "initialize comes too late: JAX has started its devices or its own jax.distributed. "
+    "Call it before any other use of JAX, virtual_devices included; in a notebook, "
+    "restart the kernel first."
 )
 
 

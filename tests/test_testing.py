@@ -10,10 +10,9 @@ import pytest
 from flax import linen as nn, nnx
 
 import meshlayout as ml
-from meshlayout import _paths, testing
+from meshlayout import testing
 from models.mlp import MLP, MODEL_PARALLEL
 from tests.error_messages import message_of
-from tests.plain_steps import PlainTrainStep
 
 
 P = jax.sharding.PartitionSpec
@@ -411,55 +410,6 @@ def conv_batch(mesh, rows=8, real: int | None = 5, seed=0):
 def conv_loss(model, batch):
     out = model(batch["x"])
     return jnp.square(out - batch["y"]), {"out": out}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "clip_norm": 0.1,
-            "ema": 0.9,
-            "regularizers": {"l2": ml.losses.l2(0.1, where="kernel")},
-        },
-        {"on_nonfinite": "skip"},
-        {"denominator": "global_batch_size", "remat": "full"},
-        {"accumulate": 2},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
-def test_train_steps_agree_with_plain_flax(mesh, options):
-    """`verify` cannot tell what is wrong on one device, too."""
-    state, batch = conv_state(mesh), conv_batch(mesh, 16, 11)
-    others = {**options, "l2": 0.1} if "regularizers" in options else {**options}
-    for name in ("regularizers", "on_nonfinite", "remat"):
-        others.pop(name, None)
-    if "denominator" in options:
-        others["denominator"] = 16.0
-    plain = PlainTrainStep(state, conv_loss, **others)
-    step = ml.make_train_step(conv_loss, **options)
-    rows = ml.to_numpy(batch)
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        np.testing.assert_allclose(float(metrics["loss"]), plain(rows), rtol=1e-4)
-    pairs = [(state.params, plain.params), (state.model_state, plain.state)]
-    if "ema" in options:
-        pairs.append((state.extra["ema"], plain.average))
-    for ours, expected in pairs:
-        ours, expected = (
-            {leaf.path: leaf.value for leaf in _paths.flatten(tree).leaves}
-            for tree in (ours, expected)
-        )
-        assert ours.keys() == expected.keys()
-        for path, value in ours.items():
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                np.testing.assert_allclose(
-                    ml.to_numpy(value),
-                    expected[path],
-                    rtol=1e-3,
-                    atol=1e-5,
-                    err_msg=path,
-                )
 
 
 @pytest.mark.parametrize(

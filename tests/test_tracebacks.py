@@ -1,6 +1,8 @@
 """An error in a user's function shows the user's frames and the sentence, wherever run."""
 
+import functools
 import pdb
+import re
 import subprocess
 import sys
 import traceback
@@ -46,6 +48,9 @@ CALLS = {
     "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
     "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
     "predict": lambda state, loss: ml.Trainer(state, loss).predict([BATCH]),
+    "run": lambda state, loss: ml.distribute.MirroredStrategy(["CPU:0"]).run(
+        lambda: loss(state.model, BATCH)
+    ),
 }
 
 
@@ -111,52 +116,65 @@ def test_ipython_shows_the_users_frames(tmp_path):
     assert "_src" not in said
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "message"),
-    [
-        (
-            lambda **x: ml.Trainer({}).fit([BATCH], **x),
-            {"epoch": 3},
-            "fit got epoch=. Did you mean 'epochs'?",
-        ),
-        (
-            lambda **x: ml.Trainer({}).predict([BATCH], **x),
-            {"steps": 3},
-            "predict got steps=. There is no such option.",
-        ),
-        (
-            ml.make_train_step,
-            {"clipnorm": 1.0},
-            "make_train_step got clipnorm=. Did you mean 'clip_norm'?",
-        ),
-        (
-            ml.compile_step,
-            {"on_recompiles": "warn"},
-            "compile_step got on_recompiles=. Did you mean 'on_recompile'?",
-        ),
-        (
-            ml.distribute_dataset,
-            {"global_batchsize": 8},
-            "distribute_dataset got global_batchsize=. Did you mean 'global_batch_size'?",
-        ),
-        (
-            ml.LayoutMap,
-            {"on_unevn": "replicate"},
-            "LayoutMap got on_unevn=. Did you mean 'on_uneven'?",
-        ),
-        (ml.create, {"layout": None}, "create got layout=. Did you mean 'layouts'?"),
-        (
-            ml.TrainState.create,
-            {"layout": None},
-            "create got layout=. Did you mean 'layouts'?",
-        ),
-        (
-            ml.Checkpointer,
-            {"keeps": 3},
-            "Checkpointer got keeps=. Did you mean 'keep'?",
-        ),
-    ],
-    ids=lambda value: "",
-)
-def test_misspelled_options_are_named(call, options, message):
-    assert message_of(call, **options) == message
+NEAR = {
+    "fit": lambda: ml.Trainer({}).fit([BATCH], epoch=3),
+    "make_train_step": lambda: ml.make_train_step(clipnorm=1.0),
+    "compile_step": lambda: ml.compile_step(on_recompiles="warn"),
+    "distribute_dataset": lambda: ml.distribute_dataset(global_batchsize=8),
+    "from_tfds": lambda: ml.data.from_tfds("mnist", splt="train"),
+    "LayoutMap": lambda: ml.LayoutMap(on_unevn="replicate"),
+    "Rule": lambda: ml.Rule(on_unevn="replicate"),
+    "Layout": lambda: ml.Layout([], memory="device"),
+    "fsdp": lambda: ml.parallel.fsdp(None, min_byte=0),
+    "create": lambda: ml.TrainState.create(layout=None),
+    "Checkpointer": lambda: ml.Checkpointer("unused", keeps=3),
+    "save": lambda: ml.Checkpointer("unused").save(1, {}, metric={}),
+    "restore": lambda: ml.Checkpointer("unused").restore(lik={}),
+    "load_safetensors": lambda: ml.checkpoint.load_safetensors("x", lik={}),
+    "MirroredStrategy": lambda: ml.distribute.MirroredStrategy(device=["CPU:0"]),
+    "OneDeviceStrategy": lambda: ml.distribute.OneDeviceStrategy(devices="CPU:0"),
+    "run": lambda: ml.distribute.get_strategy().run(print, arg=()),
+    "Accuracy": lambda: ml.metrics.Accuracy(topk=3),
+    "EarlyStopping": lambda: ml.callbacks.EarlyStopping(patients=2),
+    "l2": lambda: ml.losses.l2(0.1, wher="kernel"),
+    "initialize": lambda: ml.initialize(num_process=2),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_misspelled_options_are_named_by_every_public_call(name):
+    said = message_of(NEAR[name])
+    assert re.fullmatch(rf"{name} got \w+=. Did you mean '\w+'\?", said), said
+
+
+def test_reflexes_of_other_libraries_are_answered(state):
+    assert message_of(ml.Trainer(state).predict, [BATCH], steps=3) == (
+        "predict got steps=. There is no such option."
+    )
+    assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
+        "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "
+        "'model': 4})."
+    )
+    assert message_of(ml.Trainer, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), bad_key) == (
+        "Trainer takes a TrainState, got a Linear. Give it "
+        "ml.TrainState.create(lambda: Linear(...), optimizer)."
+    )
+    error = functools.partial(message_of, error=AttributeError)
+    assert error(lambda: ml.MirroredStrategy) == (
+        "module 'meshlayout' has no attribute 'MirroredStrategy': write "
+        "meshlayout.distribute.MirroredStrategy"
+    )
+    assert error(lambda: state.summary()).endswith("print(state) is the summary.")
+    assert "Trainer(state, loss_fn" in error(lambda: ml.Trainer(state).compile())
+    assert error(lambda: state.parms) == "'TrainState' object has no attribute 'parms'"
+
+
+def test_a_sum_over_replicas_that_a_step_does_not_have_is_explained(state):
+    @ml.compile_step
+    def step(state, batch):
+        return state, jax.lax.pmean(batch["x"].mean(), "batch")
+
+    with pytest.raises(NameError, match="unbound axis name: batch") as caught:
+        step(state, BATCH)
+    (note,) = caught.value.__notes__
+    assert note.startswith("A step is one program over the whole batch: ")

@@ -229,9 +229,10 @@ def test_what_does_not_divide_stays_whole_with_its_reason(tmp_path):
     done = command(
         *SHORT, "--virtual-devices", "3", "--mesh", "model=3", data_dir=tmp_path
     )
-    assert done.returncode == 0, done.stderr
     assert "128 does not divide into 3 shards" in done.stdout
     assert "Nothing is sharded over mesh axis 'model'" in done.stdout
+    assert done.returncode == 1
+    assert "all 3 devices of Mesh(model=3) would compute the same" in done.stderr
 
 
 def test_a_dataset_that_cannot_be_had_ends_with_what_to_do(tmp_path, capsys):

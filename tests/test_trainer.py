@@ -182,6 +182,12 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
     for call, said in (
         (lambda trainer, data: trainer.evaluate(data, batch_size=8), "the source's"),
         (lambda trainer, data: trainer.evaluate(cut(data, 8)), "'weight' of their"),
+        (
+            lambda trainer, data: trainer.evaluate(
+                ml.distribute_dataset(data, mesh, global_batch_size=8)
+            ),
+            "the source's",
+        ),
     ):
         caplog.clear()
         found = call(ml.Trainer(state, loss_fn), {**data, "weight": weight})

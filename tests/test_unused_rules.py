@@ -41,15 +41,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_a_warning_with_the_nearest_path(way):
+def test_it_is_a_warning_or_an_error_or_nothing_as_the_map_says(way):
     with pytest.warns(ml.errors.LayoutWarning) as caught:
         WAYS[way](ml.LayoutMap(MESH, RULES))
-    assert [str(one.message) for one in caught] == [TEXT]
+    assert [str(warning.message) for warning in caught] == [TEXT]
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_or_an_error_or_nothing_where_the_map_says_so(way):
     with pytest.raises(ml.errors.LayoutMapError) as error:
         WAYS[way](ml.LayoutMap(MESH, RULES, unused="error"))
     assert str(error.value) == TEXT
@@ -62,8 +58,3 @@ def test_a_rule_that_another_one_hides_is_not_unused():
     rules = {"hidden/kernel": (None, "model"), "kernel$": (None, "batch")}
     layouts = ml.LayoutMap(MESH, rules, unused="error", conflict="first")
     ml.create(lambda: {"hidden": {"kernel": jnp.ones((8, 8))}}, layouts)
-
-
-def test_a_scope_in_which_nothing_is_made_says_nothing():
-    with ml.scope(ml.LayoutMap(MESH, RULES, unused="error")):
-        ml.constrain(jnp.ones(8), "residual")

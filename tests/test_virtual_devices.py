@@ -13,9 +13,6 @@ from meshlayout.errors import MeshError
 from meshlayout.mesh import create_mesh
 
 
-YES = True
-
-
 def run(body, **environment):
     """Runs Python in a process where JAX has not started, and returns what it says."""
     unset = {"NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
@@ -50,18 +47,9 @@ def test_importing_starts_no_backend_and_then_it_makes_that_many_devices_and_thr
     assert said == ["False False", "5 True 10", "5 5"]
 
 
-@pytest.mark.parametrize(
-    ("n", "before", "after"),
-    [
-        (8, "2", "2"),  # the user's number wins
-        # One device waits for no other.
-        pytest.param(1, "", "None", marks=pytest.mark.slow),
-    ],
-)
-def test_there_are_two_threads_for_each_of_several_devices(n, before, after):
-    body = f"virtual_devices({n}); print(jax.device_count(), os.environ.get('NPROC'))"
-    environment = {"NPROC": before} if before else {}
-    assert run(body, **environment) == [f"{n} {after}"]
+def test_the_users_number_of_threads_wins():
+    body = "virtual_devices(8); print(jax.device_count(), os.environ.get('NPROC'))"
+    assert run(body, NPROC="2") == ["8 2"]
 
 
 def test_it_comes_too_late_once_jax_runs_with_another_number():
@@ -85,15 +73,11 @@ def test_it_gives_the_devices_that_run_already():
         virtual_devices(4)
 
 
-@pytest.mark.parametrize(
-    ("n", "shown"),
-    [(0, "0"), (2.0, "2.0"), ("8", "'8'"), (YES, "True")],
-)
-def test_what_is_said_about_a_bad_number(n, shown):
+def test_what_is_said_about_a_bad_number():
     with pytest.raises(MeshError) as error:
-        virtual_devices(n)
+        virtual_devices(2.0)
     assert str(error.value) == (
-        f"virtual_devices: n must be a positive integer, got {shown}."
+        "virtual_devices: n must be a positive integer, got 2.0."
     )
 
 

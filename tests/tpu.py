@@ -4,6 +4,7 @@ libtpu compiles without a TPU, for devices that hold no arrays: what goes in is 
 """
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 
@@ -14,42 +15,24 @@ import meshlayout as ml
 
 
 def create_slice_mesh(**axes: int) -> ml.Mesh:
-    """Returns a mesh over the eight chips of a described v5e:2x4 slice.
-
-    Args:
-        **axes: The size of each mesh axis.
-    """
+    """Returns a mesh over the eight chips of a described v5e:2x4 slice."""
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     return ml.create_mesh(axes, devices=chips.devices)
 
 
 def abstract(shape: tuple[int, ...], dtype: str, layout: ml.Layout) -> object:
-    """Returns an array's description, as `lower` takes it.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        layout: Its layout.
-    """
+    """Returns an array's description, as `lower` takes it."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a TPU program.
+    """What a collective of a TPU program results in, or a reduce-scatter adds up."""
 
-    Attributes:
-        kind: What it does, as `"all_reduce"`.
-        shapes: Of the whole arrays: what an all-reduce or all-gather results in, what
-            a reduce-scatter adds up.
-        nbytes: Bytes of those.
-        in_loop: Whether all of it is inside loops.
-    """
-
-    kind: str
+    kind: str  # as "all_reduce"
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
-    in_loop: bool
+    in_loop: bool  # all of it
 
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([^\s(=]+) \(.*\{\s*$")
@@ -67,9 +50,6 @@ def read_collectives(text: str) -> list[Collective]:
 
     An asynchronous one is spread over several fusions, all with its channel; a fusion
     named `all-reduce-scatter` is a reduce-scatter, written as an all-reduce.
-
-    Args:
-        text: What `compiled.as_text()` gives.
     """
     found: dict[str, Collective] = {}
     computations = _computations(text)
@@ -91,18 +71,10 @@ def _collective(match: re.Match[str], computation: str, *, in_loop: bool) -> Col
     arrays = _ARRAY.findall(match["type"])
     if match["start"] and kind != "all_reduce":  # operand, result, and what tracks it
         arrays = arrays[1:2]
-    sizes = [
-        tuple(int(size) for size in dims.split(",") if size) for *_, dims in arrays
-    ]
-    return Collective(
-        kind,
-        tuple(sizes),
-        sum(
-            math.prod(shape) * (int(bits or 8) // 8)
-            for shape, (_, bits, _) in zip(sizes, arrays, strict=True)
-        ),
-        in_loop,
-    )
+    shapes = [tuple(int(n) for n in dims.split(",") if n) for *_, dims in arrays]
+    widths = [int(bits or 8) // 8 for _, bits, _ in arrays]
+    nbytes = sum(map(operator.mul, map(math.prod, shapes), widths))
+    return Collective(kind, tuple(shapes), nbytes, in_loop)
 
 
 def _computations(text: str) -> dict[str, list[str]]:

@@ -113,7 +113,7 @@ def _picture(
     directions: list[Direction], grids: dict[str, Grid], notes: list[str]
 ) -> Picture:
     down, across = [Direction()] * (2 - len(directions)) + directions
-    titles = [title for at, title in _shortened([*grids], _MAX_GRIDS) if at >= 0]
+    titles = [x for index, x in _shortened([*grids], _MAX_GRIDS) if index >= 0]
     if len(titles) < len(grids):
         notes = [*notes, f"{len(titles)} of {len(grids)} grids are drawn."]
     return Picture(down, across, {title: grids[title] for title in titles}, notes)

@@ -56,8 +56,11 @@ def arange(
     layout: Layout,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Creates evenly spaced values, as `jnp.arange` does; see `zeros`."""
-    return _created(functools.partial(jnp.arange, start, stop, step, dtype), layout)
+    """Creates evenly spaced values, as `jnp.arange` does inside jit; see `zeros`."""
+    # Not with `device=`, for which JAX makes the array whole on one device first.
+    create = functools.partial(jnp.arange, start, stop, step, dtype)
+    with _no_set_mesh():
+        return call_with_layout(create, layout)
 
 
 def normal(
@@ -122,8 +125,8 @@ def _random(
     sample: Callable[..., jax.Array], shape: Shape, layout: Layout, dtype: Any, *xs: Any
 ) -> jax.Array:
     # jit takes no arrays of other devices, or of another mesh that was set.
-    whole = layout.mesh.layout(...)
-    key, *bounds = [x if isinstance(x, Tracer) else relayout(x, whole) for x in xs]
+    replicated = layout.mesh.layout(...)
+    key, *bounds = [x if isinstance(x, Tracer) else relayout(x, replicated) for x in xs]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     with _no_set_mesh():
@@ -139,5 +142,4 @@ def _created(create: Callable[..., jax.Array], layout: Layout) -> jax.Array:
 
 
 def _no_set_mesh() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the layout's mesh counts, and no mesh that is set."""
     return contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh()

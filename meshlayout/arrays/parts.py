@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from meshlayout import _jax, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Leaf
 from meshlayout._host_arrays import plain_array
 from meshlayout.arrays.placement import (
@@ -28,6 +28,7 @@ from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 
 
+@_checks.user_call
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
@@ -146,6 +147,7 @@ def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     return {device: parts[device] for device in Layout.of(x).mesh.local_devices}
 
 
+@_checks.user_call
 def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 

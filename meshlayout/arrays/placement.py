@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.cluster.agreement import assert_same
@@ -32,6 +32,7 @@ LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 _NUMBERS = (bool, int, float, complex)
 
 
+@_checks.user_call
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
@@ -65,6 +66,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     return moved
 
 
+@_checks.user_call
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
     """Returns `x` in the layouts of other arrays, a tree prefix of it: `relayout`."""
     return relayout(x, fetch_layout(other), donate=donate)
@@ -129,12 +131,9 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
 def is_same_layout(actual: Layout, expected: Layout) -> bool:
     """Returns whether two layouts of a rank mean the same; MATCH allows anything."""
     # Dims that MATCH leaves open are compared as if both were unsharded.
-    is_open = [entry is MATCH for entry in expected.specs]
-    now, then = (
-        [None if skip else e for skip, e in zip(is_open, layout.specs, strict=True)]
-        for layout in (actual, expected)
-    )
-    actual, expected = actual.with_specs(now), expected.with_specs(then)
+    pairs = list(zip(actual.specs, expected.specs, strict=True))
+    actual = actual.with_specs([None if e is MATCH else a for a, e in pairs])
+    expected = expected.with_specs([None if e is MATCH else e for _, e in pairs])
     return actual.sharding.is_equivalent_to(expected.sharding, actual.rank)
 
 
@@ -164,11 +163,11 @@ def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
         return isinstance(node, (Layout, NamedSharding))
 
     try:
-        every = jax.tree.broadcast(layout, x, is_leaf=is_layout)
+        layouts = jax.tree.broadcast(layout, x, is_leaf=is_layout)
     except (ValueError, TypeError) as error:
         msg = "expected one Layout for all arrays, or a tree of layouts that is a "
         raise LayoutError(f"{msg}prefix of theirs. JAX says: {error}") from None
-    return jax.tree.leaves(every, is_leaf=is_layout)
+    return jax.tree.leaves(layouts, is_leaf=is_layout)
 
 
 def with_lists_as_arrays(x: PyTree) -> PyTree:
@@ -210,26 +209,40 @@ def _fitting(x: Leaf, layout: object) -> Layout:
     if isinstance(x, Tracer) and _jax.is_manual(x):
         msg = "inside shard_map every device works on its own shard, which relayout "
         raise LayoutError(f"{msg}cannot move. Call it outside shard_map.")
-    fitting = as_layout(layout, np.ndim(x))
-    if MATCH in fitting.specs:
-        fitting = _matched(x, fitting)
-    specs = [None if entry is MATCH else entry for entry in fitting.specs]
-    fitting.with_specs(specs).check(np.shape(x))
+    if isinstance(layout, Layout) and MATCH not in layout.specs:
+        return _fitted(layout, np.shape(x))
+    fitting = _matched(x, as_layout(layout, np.ndim(x)))
+    known = fitting.with_specs([None if e is MATCH else e for e in fitting.specs])
+    known.check(np.shape(x))
     return fitting
+
+
+@functools.lru_cache  # for the batches of a loop, which are all alike
+def _fitted(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    fitted = layout.with_rank(len(shape))
+    fitted.check(shape)
+    return fitted
+
+
+@functools.lru_cache
+def _sharding(layout: Layout) -> NamedSharding:
+    spec = (PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
+    mesh, kind = layout.mesh.jax_mesh, layout.memory_kind
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
 
 
 def _matched(x: Leaf, layout: Layout) -> Layout:
     """Fills in MATCH if the array's layout is known; host arrays are unsharded."""
-    now: tuple[Any, ...] = ()
+    current: tuple[Any, ...] = ()
     if isinstance(x, Tracer) and _jax.is_staged(x):
         sharding = _jax.sharding_of(x)
         if not isinstance(sharding, NamedSharding):
             return layout
-        now = tuple(sharding.spec)
+        current = tuple(sharding.spec)
     elif isinstance(x, jax.Array):
-        now = Layout.of(x).specs
-    pairs = itertools.zip_longest(layout.specs, now)
-    return layout.with_specs([here if e is MATCH else e for e, here in pairs])
+        current = Layout.of(x).specs
+    pairs = itertools.zip_longest(layout.specs, current)
+    return layout.with_specs([old if e is MATCH else e for e, old in pairs])
 
 
 def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
@@ -243,13 +256,11 @@ def _moved(x: PyTree, layouts: list[Layout], *, copy: bool) -> Any:
 def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
     if not isinstance(x, _NUMBERS):  # which stay weakly typed
         x = as_array(x)
-    spec = (PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
-    mesh, kind = layout.mesh.jax_mesh, layout.memory_kind
-    sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
+    sharding = _sharding(layout)
     try:
         if _jax.is_staged(x):
             x = _jax.constrain(x, sharding)
-            return x if kind is None else jax.device_put(x, sharding)
+            return x if layout.memory_kind is None else jax.device_put(x, sharding)
         if not isinstance(x, jax.Array):
             # A CPU device would use the user's own memory, whatever `may_alias` says.
             return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)

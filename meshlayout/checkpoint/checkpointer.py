@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
@@ -49,6 +48,7 @@ Step: TypeAlias = int | Literal["latest", "best"]
 _numbers = itertools.count()
 
 
+@_checks.user_call
 class Checkpointer:
     """Saves a state during training, and restores it on any mesh.
 
@@ -87,7 +87,6 @@ class Checkpointer:
         [2, 3] [3. 3. 3.]
     """
 
-    @user_call
     def __init__(
         self,
         directory: str | os.PathLike[str],

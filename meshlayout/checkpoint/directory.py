@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 
-from meshlayout._optional import require
+from meshlayout._checks import require
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
-from meshlayout._optional import require
+from meshlayout._checks import require
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.load import (
     ArraySpec,
@@ -64,6 +64,7 @@ class LoadOptions(TypedDict, total=False):
     dtype: DTypeLike | None
 
 
+@_checks.user_call
 def load_arrays(
     arrays: Mapping[str, Any], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
@@ -102,6 +103,7 @@ def load_arrays(
     return load(arrays_source("the mapping", arrays, "."), request)
 
 
+@_checks.user_call
 def load_safetensors(
     path: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
@@ -137,6 +139,7 @@ def load_safetensors(
     return load(source, Request(like, separator=".", **options))
 
 
+@_checks.user_call
 def load_msgpack(
     path: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
@@ -156,6 +159,7 @@ def load_msgpack(
     return load(source, Request(like, **options))
 
 
+@_checks.user_call
 def load_orbax(
     directory: str | os.PathLike[str], like: PyTree, **options: Unpack[LoadOptions]
 ) -> PyTree:
@@ -185,6 +189,7 @@ def load_orbax(
     return load(orbax.tree_source(files[0].parent), Request(like, **options))
 
 
+@_checks.user_call
 def save_safetensors(
     path: str | os.PathLike[str],
     state: PyTree,

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._optional import require
+from meshlayout._checks import require
 from meshlayout.checkpoint import directory as steps
 from meshlayout.checkpoint.load import ArraySpec, Request, Source, Wanted, load, nested
 from meshlayout.errors import CheckpointError, DamagedCheckpointError, MeshLayoutError

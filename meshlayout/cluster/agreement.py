@@ -7,19 +7,18 @@ order, which only the main thread has, and every message says which call it is f
 
 Every process compiles its own program, and JAX compares nothing: with another mesh,
 batch shape, seed or function on one process, all run on, and each gets other numbers.
-So before the first call of a program, its processes compare a digest of what they
-compile and of what they call it with. Later calls cost nothing.
+So before the first call of a program, its processes compare a digest of it.
 """
 
-import contextlib
 import functools
 import hashlib
+import math
 import pickle
 import re
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -36,11 +35,7 @@ from meshlayout.errors import ClusterError
 T = TypeVar("T")
 
 _HINT = "All processes must make the same calls of ml.cluster, in the same order."
-_PROGRAMS_HINT = (
-    "All processes must compile the same programs, in the same order. One that needs "
-    "no new program runs an earlier one, and waits in it for the others."
-)
-_FAILURE_WAIT_S = 5.0  # for the others to read an error, if they come at all
+_PROGRAMS_HINT = "All processes must compile the same programs, in the same order."
 _VALUE_BYTES = 2**20  # values of larger arguments are not compared
 _NUM_SHOWN = 6  # elements of an array in a message
 _NUM_LISTED = 3  # differences in a message
@@ -65,8 +60,7 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of process 0 on all processes.
 
     Use this for what only one process can know, such as a run's name or a seed: a
-    pytree of arrays, numbers and text. Dtypes stay what they are, also without
-    `jax_enable_x64`; JAX's arrays become NumPy's.
+    pytree of arrays, numbers and text. All dtypes stay; JAX's arrays become NumPy's.
 
     Example:
         >>> broadcast({"name": "run-3", "seed": 7})
@@ -88,8 +82,7 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
         {'host': array(['a'], dtype=object), 'rows': array([12])}
     """
     trees = _exchange("all_gather", timeout_s, _on_host, tree)
-    text = difference({p: _texts(x, _type_text) for p, x in trees.items()})
-    if text:
+    if text := difference({p: _texts(x, _type_text) for p, x in trees.items()}):
         msg = f"all_gather: the trees differ between processes: {text}."
         raise ClusterError(msg)
     return jax.tree.map(_stacked, *trees.values())
@@ -108,15 +101,13 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        ClusterError: With what differs, and the process that has another value than
-            most; or as for `barrier`.
+        ClusterError: With what differs from most processes; or as for `barrier`.
 
     Example:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
     """
-    call = f"assert_same {what!r}"
-    text = difference(_exchange(call, timeout_s, _texts, value, value_text))
-    if text:
+    facts = _exchange(f"assert_same {what!r}", timeout_s, _texts, value, value_text)
+    if text := difference(facts):
         msg = f"{what} must be the same on all processes: {text}."
         raise ClusterError(msg)
 
@@ -133,54 +124,48 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
             groups = sorted(processes.items(), key=lambda g: (len(g[1]), -g[1][0]))
             parts = [f"{x[:200]} on {processes_text(group)}" for x, group in groups]
             if len(parts) > _NUM_LISTED:
-                parts = [*parts[: _NUM_LISTED - 1], "other values elsewhere", parts[-1]]
+                parts[_NUM_LISTED - 1 : -1] = ["other values elsewhere"]
             texts.append(f"{name} is {', '.join(parts[:-1])}, and {parts[-1]}")
     if len(texts) > _NUM_LISTED:
-        texts = [*texts[:_NUM_LISTED], f"and {len(texts) - _NUM_LISTED} more differ"]
+        texts[_NUM_LISTED:] = [f"and {len(texts) - _NUM_LISTED} more differ"]
     return "; ".join(texts)
 
 
 def _exchange(
     call: str, timeout_s: float, value: Callable[..., Any], *args: Any
 ) -> dict[int, Any]:
-    """Returns the values of all processes that make a call; all raise its errors."""
     _checks.number("timeout_s", timeout_s, above=0, where=call, error=ClusterError)
     if startup.process_count() == 1:
         return {startup.process_index(): value(*args)}
     if threading.current_thread() is not threading.main_thread():
         msg = f"{call}: call it in the main thread, as threads have no common order."
         raise ClusterError(msg)
-    channel = shared_channel("cluster", what="a call of ml.cluster", hint=_HINT)
+    channel = shared_channel(_jax.coordination_client(), "cluster", hint=_HINT)
     with channel.failure_told():
         message = call, pickle.dumps(value(*args))
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
-    calls = difference({p: {"the call": name} for p, (name, _) in messages.items()})
-    if calls:
-        msg = f"processes are at different calls: {calls}. {_HINT}"
+    if text := difference({p: {"the call": x} for p, (x, _) in messages.items()}):
+        msg = f"processes are at different calls: {text}. {_HINT}"
         raise ClusterError(msg)
     return {process: pickle.loads(value) for process, (_, value) in messages.items()}
 
 
 def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
-    """Returns a text for each leaf of a tree by its path, and the tree's structure."""
-    pairs = jax.tree.leaves_with_path(_on_host(tree))
+    pairs, structure = jax.tree_util.tree_flatten_with_path(_on_host(tree))
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     texts = {repr(name(p)) if p else "the value": text(leaf) for p, leaf in pairs}
-    # Nodes of other libraries may show where they are in memory.
-    structure = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
-    return {**texts, "the structure": structure}
+    return {**texts, "the structure": _without_addresses(str(structure))}
 
 
 def _on_host(tree: PyTree) -> Any:
-    """Returns a tree with NumPy arrays, this process's copy of what is replicated."""
+    # As NumPy arrays; of what is replicated, this process's copy.
+    return jax.tree.map(
+        lambda x: np.asarray(_words(x)) if isinstance(x, jax.Array) else x, tree
+    )
 
-    def on_host(leaf: Leaf) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        is_key = _jax.is_extended(leaf.dtype)
-        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
-    return jax.tree.map(on_host, tree)
+def _words(x: Any) -> Any:
+    return jax.random.key_data(x) if _jax.is_extended(x.dtype) else x
 
 
 def _stacked(*leaves: Leaf) -> Any:
@@ -212,44 +197,35 @@ def digest(content: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-@contextlib.contextmanager
-def new_program(
-    name: str, devices: Iterable[_jax.Device], why: str = ""
-) -> Iterator[Callable[[Callable[[], Mapping[str, str]]], None]]:
-    """A context in which all processes of some devices make a program.
+def _without_addresses(text: str) -> str:
+    # Nodes of other libraries, and functions, may show where they are in memory.
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
-    It yields a function to call once, before the program runs, with one that returns
-    the program's facts: it raises ClusterError if another process has others. An error
-    inside is told to the others. `why` is why there is a new program.
+
+def compare_program(
+    name: str,
+    devices: Iterable[_jax.Device],
+    facts: Callable[[], Mapping[str, str]],
+    why: str = "",
+) -> None:
+    """Raises ClusterError if processes of some devices make programs of other facts.
+
+    `why` is why there is a new program, after the first one of that name.
     """
-    processes = sorted({device.process_index for device in devices})
-    is_alone = len(processes) == 1 or _jax.process_index() not in processes
-    if is_alone or _jax.coordination_client() is None:
-        yield lambda facts: None
+    processes = tuple(sorted({device.process_index for device in devices}))
+    client, here = _jax.coordination_client(), _jax.process_index()
+    if len(processes) == 1 or here not in processes or client is None:
         return
     what = f"a new program of {name} ({why})" if why else f"the first call of {name}"
     key = f"programs/{'-'.join(map(str, processes))}"
-    channel = shared_channel(key, processes, what=what, hint=_PROGRAMS_HINT)
-    failure = "process {process} cannot come to {what}: {failure}"
-    is_compared = False
-
-    def compare(facts: Callable[[], Mapping[str, str]]) -> None:
-        nonlocal is_compared
-        texts = {"the program's name": name, **facts()}
-        is_compared, own = True, digest(repr(texts).encode())
-        digests = channel.exchange(own, what=what, failure=failure)
-        if len({*digests.values()}) > 1:
-            text = difference(channel.exchange(texts, what=what))
-            msg = f"{name} is not the same program on all processes: {text}. All "
-            msg += "processes must run the same program, with the same arguments, "
-            raise ClusterError(f"{msg}made from the same seed.")
-
-    try:
-        yield compare
-    except Exception as error:
-        if not is_compared:
-            channel.fail(error, what=what, timeout_s=_FAILURE_WAIT_S)
-        raise
+    channel = shared_channel(client, key, processes, hint=_PROGRAMS_HINT)
+    texts = {"the program's name": name, **facts()}
+    digests = channel.exchange(digest(repr(texts).encode()), what=what)
+    if len({*digests.values()}) > 1:
+        text = difference(channel.exchange(texts, what=what))
+        msg = f"{name} is not the same program on all processes: {text}. All must run "
+        msg += "the same program, with the same arguments, made from the same seed."
+        raise ClusterError(msg)
 
 
 def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
@@ -264,99 +240,80 @@ def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
         if mesh := getattr(sharding, "mesh", None):
             ids = _render.ranges_text([device.id for device in mesh.devices.flat])
             meshes.add(f"{dict(mesh.shape)} of devices {ids}")
-        value = _shared_value(leaf)
-        if value is not None:
+        if (value := _shared_value(leaf)) is not None:
             facts[f"the value of {name}"] = value_text(np.asarray(value))
     facts["the mesh"] = ", ".join(sorted(meshes))
-    facts["the program"] = f"one of digest {digest(_stable(text).encode())}"
+    # Sets of names have an order of each process.
+    text = re.sub(
+        r"\{('[^{}\n]*')\}",
+        lambda match: f"{{{', '.join(sorted(match[1].split(', ')))}}}",
+        _without_addresses(text),
+    )
+    facts["the program"] = f"one of digest {digest(text.encode())}"
     return facts
 
 
 def _shared_value(leaf: Leaf) -> Any:
-    """Returns the value of a small argument, if all processes have all of it."""
+    # Of a small argument, if all processes have all of it.
     if isinstance(leaf, (bool, int, float, complex)):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape"):
         return None
-    if leaf.size * leaf.dtype.itemsize > _VALUE_BYTES:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    is_apart = is_global and not leaf.is_fully_replicated
+    if is_apart or leaf.size * leaf.dtype.itemsize > _VALUE_BYTES:
         return None
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        if not leaf.is_fully_replicated:
-            return None
-        leaf = leaf.addressable_data(0)
+    leaf = leaf.addressable_data(0) if is_global else leaf
     with jax.ensure_compile_time_eval():  # the program is being traced
-        return jax.random.key_data(leaf) if _jax.is_extended(leaf.dtype) else leaf
-
-
-def _stable(text: str) -> str:
-    """Returns a program's text without addresses, and with sets of names in order."""
-    return re.sub(
-        r"\{('[^{}\n]*')\}",
-        lambda match: f"{{{', '.join(sorted(match[1].split(', ')))}}}",
-        re.sub(r" at 0x[0-9a-f]+", "", text),
-    )
+        return _words(leaf)
 
 
 def replica_sums(
     arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
-) -> dict[tuple[int, ...], int]:
-    """Returns a sum of bits for each group of processes that hold the same shards.
+) -> dict[str, int]:
+    """Returns sums of bits of what several processes hold, by which part it is.
 
-    A program per device sums one copy of each such shard; only sums come to the host.
+    A program per device sums one copy of each shard; only sums come to the host.
     """
-    everybody = tuple(range(jax.process_count()))
-    sums, shards = defaultdict[Any, int](int), defaultdict[Any, list[Any]](list)
-    for number, array in enumerate(arrays if len(everybody) > 1 else ()):
+    sums, shards = defaultdict[str, int](int), defaultdict[Any, list[Any]](list)
+    for number, array in enumerate(arrays if jax.process_count() > 1 else ()):
         if not isinstance(array, jax.Array):
-            sums[everybody] += zlib.crc32(array.tobytes(), number)
+            sums["numbers"] += zlib.crc32(array.tobytes(), number)
             continue
-        shared = _shared_shards(array.sharding, array.shape)
-        for shard in array.addressable_shards if shared else ():
-            if shard.device in shared:
-                index, group = shared[shard.device]
-                factor = np.uint32(zlib.crc32(f"{number} {index}".encode()) | 1)
-                shards[group, shard.device].append((shard.data, factor))
-    for (group, _), parts in shards.items():
-        sums[group] += int(_sum_of_bits(*zip(*parts, strict=True)))
+        sharding, shape = array.sharding, array.sharding.shard_shape(array.shape)
+        is_single = math.prod(shape) * sharding.num_devices == array.size
+        if is_single or array.is_fully_addressable:  # no other process has it
+            continue
+        for shard in {str(x.index): x for x in array.addressable_shards}.values():
+            starts = [part.start or 0 for part in shard.index]
+            part = [x // max(1, size) for x, size in zip(starts, shape, strict=True)]
+            pair = shard.data, np.uint32(2 * number + 1)
+            shards[f"{sharding} {part}", shard.device].append(pair)
+    for (part, _), pairs in shards.items():
+        sums[part] += int(_sum_of_bits(*zip(*pairs, strict=True)))
     return dict(sums)
 
 
-def replica_difference(sums: Mapping[int, Mapping[tuple[int, ...], int]]) -> str:
+def replica_difference(sums: Mapping[int, Mapping[str, int]]) -> str:
     """Describes between which processes the sums differ; empty if nowhere."""
     name = "the sum of the arrays and numbers that processes share"
-    for group in sorted({group for groups in sums.values() for group in groups}):
-        text = difference({p: {name: f"{sums[p].get(group, 0):x}"} for p in group})
-        if text:
+    for part in sorted({part for parts in sums.values() for part in parts}):
+        texts = {p: {name: f"{x[part]:x}"} for p, x in sums.items() if part in x}
+        if text := difference(texts):
             return text
     return ""
-
-
-@functools.lru_cache(maxsize=1024)
-def _shared_shards(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> dict[Any, tuple[str, tuple[int, ...]]]:
-    """Returns each shard on several processes, by one device of each of them."""
-    devices = defaultdict[str, dict[int, Any]](dict)
-    for device, index in sharding.devices_indices_map(shape).items():
-        devices[str(index)].setdefault(device.process_index, device)
-    rows = {index: row for index, row in devices.items() if len(row) > 1}
-    groups = {index: tuple(sorted(row)) for index, row in rows.items()}
-    return {x: (i, groups[i]) for i, row in rows.items() for x in row.values()}
 
 
 @jax.jit
 def _sum_of_bits(arrays: Sequence[jax.Array], factors: Sequence[Any]) -> jax.Array:
     total = jnp.uint32(0)
     for array, factor in zip(arrays, factors, strict=True):
-        is_complex = jnp.iscomplexobj(array)
-        for x in (array.real, array.imag) if is_complex else (array,):
-            if x.dtype != bool:
-                info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
-                bits = min(32, int(info(x.dtype).bits))
-                x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
-            words = x.astype(jnp.uint32).ravel()
-            # Odd factors and a shift: a change of any one word changes the sum.
-            words += jax.lax.iota(jnp.uint32, words.size)
-            words *= jnp.uint32(2654435761)
-            total += factor * jnp.sum(words ^ (words >> 15))
+        x = array.astype("uint8") if array.dtype == bool else array
+        info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+        bits = min(32, int(info(x.dtype).bits))
+        words = x.ravel().view(f"uint{bits}").astype(jnp.uint32)
+        # Odd factors and a shift: a change of any one word changes the sum.
+        words += jax.lax.iota(jnp.uint32, words.size)
+        words *= jnp.uint32(2654435761)
+        total += factor * jnp.sum(words ^ (words >> 15))
     return total

@@ -7,12 +7,13 @@ of coming is named by those that wait for it; one that is lost or has failed end
 """
 
 import contextlib
+import functools
 import logging
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -27,17 +28,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SLICE_S = 1.0  # one wait inside the store, and so Ctrl-C
-
-
-class LEFT:
-    """What `exchange` returns, as it is, for a process that has left."""
-
-
-class _Problem(NamedTuple):
-    """What a process sends instead of a value, and which process is to blame."""
-
-    text: str
-    blamed: int
+_LONG_S = 10.0  # a wait that is logged, and looked into
 
 
 class Channel:
@@ -45,6 +36,7 @@ class Channel:
 
     `name` is the same on all processes, and used once in a run. `what` they do together
     completes "did not come to ...", and `hint` ends the message: what all must do.
+    `failure` opens the message to the others when this process fails.
     """
 
     def __init__(
@@ -52,29 +44,24 @@ class Channel:
         name: str,
         processes: Sequence[int] | None = None,
         *,
-        what: str,
+        what: str = "",
         hint: str = "",
+        failure: str = "",
         timeout_s: float = 600.0,
-        warn_after_s: float = 10.0,
         error: type[MeshLayoutError] = ClusterError,
     ) -> None:
         self.processes = list(processes or range(_jax.process_count()))
-        self._name, self._what, self._hint = name, what, hint
-        self._timeout_s, self._warn_after_s = timeout_s, warn_after_s
-        self._error, self._turn, self._lock = error, 0, threading.Lock()
+        self._name, self._what, self._hint, self._failure = name, what, hint, failure
+        self._timeout_s, self._error = timeout_s, error
+        self._turn, self._lock = 0, threading.Lock()
 
     def exchange(
-        self,
-        value: object,
-        *,
-        what: str | None = None,
-        timeout_s: float | None = None,
-        failure: str = "{failure}",
+        self, value: object, *, what: str = "", timeout_s: float | None = None
     ) -> dict[int, Any]:
-        """Sends a value, and returns those of all, by process: `LEFT` if it has left.
+        """Sends a value, and returns those of all, by process.
 
         If another process failed, has ended, or sends nothing in time, this raises the
-        channel's error: of a failure, in the words of the template `failure`.
+        channel's error.
         """
         here = _jax.process_index()
         if self.processes == [here]:
@@ -84,25 +71,24 @@ class Channel:
             turn, self._turn = self._turn, self._turn + 1
             self._send(turn, value)
             limit_s = self._timeout_s if timeout_s is None else timeout_s
-            values = self._receive(turn, what or self._what, limit_s, failure)
+            try:
+                values = self._receive(turn, what or self._what, limit_s)
+            finally:
+                watch.post_wait()
             # All have sent their value of this turn, and so have read those before it.
             if turn:
                 _jax.coordination_client().key_value_delete(self._key(turn - 1, here))
         return {process: values[process] for process in self.processes}
 
-    def _receive(
-        self, turn: int, what: str, limit_s: float, failure: str
-    ) -> dict[int, Any]:
+    def _receive(self, turn: int, what: str, limit_s: float) -> dict[int, Any]:
         client, here = _jax.coordination_client(), _jax.process_index()
         start_s, waited_s = time.monotonic(), 0.0
         while True:
             ends = {p: watch.end_of(p) for p in self.processes}  # before the last look
             values = self._sent(turn)
             for process, value in values.items():
-                if isinstance(value, _Problem) and process != here:
-                    names = {"process": process, "what": what, "failure": value.text}
-                    msg = failure.format(**names)
-                    raise self._error(msg) from watch.PeerError(value.blamed)
+                if isinstance(value, watch.PeerError) and process != here:
+                    raise self._error(value.args[0]) from value
             late = [process for process in self.processes if process not in values]
             if not late:
                 return values
@@ -112,11 +98,12 @@ class Channel:
                 msg += f"{processes_text(late)}, which did not come to {what}"
                 if ended:
                     msg = f"{ends[ended[0]]}, and process {here} waits for it in {what}"
-                problem = _Problem(f"{msg}. {self._hint}".strip(), [*ended, *late][0])
+                blamed, msg = [*ended, *late][0], f"{msg}. {self._hint}".strip()
+                problem = watch.PeerError(msg, blamed)
                 # Whoever comes later must not take this process for one that waits.
-                if not isinstance(values.get(here), _Problem):
+                if not isinstance(values.get(here), watch.PeerError):
                     self._send(turn, problem)
-                raise self._error(problem.text) from watch.PeerError(problem.blamed)
+                raise self._error(msg) from problem
             slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
             try:  # after this one, most others have come, too
                 key = self._key(turn, late[0])
@@ -125,9 +112,11 @@ class Channel:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             before_s, waited_s = waited_s, time.monotonic() - start_s
-            if before_s < self._warn_after_s <= waited_s:
+            if before_s < _LONG_S <= waited_s:
                 msg = "process %d has waited %.0f s for %s in %s."
                 _log.warning(msg, here, waited_s, processes_text(late), what)
+            if waited_s >= _LONG_S:
+                watch.post_wait(waited_s, self._key(turn), what, late)
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Calls a function on the first process, and returns its result on all."""
@@ -147,32 +136,30 @@ class Channel:
                 self.fail(error)
             raise
 
-    def fail(self, error: BaseException, **options: Any) -> None:
+    def fail(self, error: BaseException) -> None:
         """Sends an error instead of a value, and waits for the others to read it."""
         is_ours = isinstance(error, MeshLayoutError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.
         with contextlib.suppress(self._error):
-            self.exchange(_Problem(text, _jax.process_index()), **options)
+            self.exchange(watch.PeerError(self._failure + text, _jax.process_index()))
 
     def failure(self) -> str:
         """Returns why another process will not come to the next exchange, or ``."""
         values = self._sent(self._turn).values() if len(self.processes) > 1 else ()
-        texts = [value.text for value in values if isinstance(value, _Problem)]
+        texts = [x.args[0] for x in values if isinstance(x, watch.PeerError)]
         return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
-    def leave(self, turn: int) -> None:
-        """Releases processes that wait for this one in an exchange, by its number."""
-        self._send(turn, LEFT)
+    def leave(self, turn: int, text: str) -> None:
+        """Ends an exchange, by its number, with an error on those that wait in it."""
+        self._send(turn, watch.PeerError(text, _jax.process_index()))
 
     def _send(self, turn: int, value: object) -> None:
         key, client = self._key(turn, _jax.process_index()), _jax.coordination_client()
         client.key_value_set_bytes(key, pickle.dumps(value), allow_overwrite=True)
 
     def _sent(self, turn: int) -> dict[int, Any]:
-        """Returns the values that have come, by process."""
-        client, directory = _jax.coordination_client(), self._key(turn)
-        entries = client.key_value_dir_get_bytes(directory)
+        entries = _jax.coordination_client().key_value_dir_get_bytes(self._key(turn))
         return {int(k.rpartition("/")[2]): pickle.loads(value) for k, value in entries}
 
     def _key(self, turn: int, process: int | str = "") -> str:
@@ -180,14 +167,10 @@ class Channel:
         return f"meshlayout/{self._name}:{turn}/{process}"
 
 
-# The channels that `shared_channel` has opened, with the service's client of their run.
-_shared: dict[tuple[str, Any], Channel] = {}
-
-
-def shared_channel(name: str, *args: Any, **kwargs: Any) -> Channel:
-    """Returns the channel of a name, opened once in a run; arguments as for Channel."""
-    key = name, _jax.coordination_client()
-    return _shared.get(key) or _shared.setdefault(key, Channel(name, *args, **kwargs))
+@functools.cache
+def shared_channel(client: Any, name: str, *args: Any, **options: Any) -> Channel:
+    """Returns a channel that is opened once in a run of a coordination client."""
+    return Channel(name, *args, **options)
 
 
 def processes_text(processes: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ from meshlayout.errors import ClusterError
 
 ADDRESS, COUNT, INDEX = _FACTS = ("coordinator_address", "num_processes", "process_id")
 BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
-_VARIABLES = {name: f"JAX_{name.upper()}" for name in (*_FACTS, BIND, DEVICES)}
 
 _Facts: TypeAlias = dict[str, Any]  # by the argument of `initialize`
 
@@ -27,6 +26,7 @@ _OTHER_COUNTS = (
     *("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     *("DTENSOR_NUM_CLIENTS", "KERAS_DISTRIBUTION_NUM_PROCESSES"),
 )
+_POD = "JOB_COMPLETION_INDEX"  # of an indexed job of Kubernetes, which has no count
 _ADDRESS = re.compile(r"(\[[^\s\[\]]+\]|[^\s/,:\[\]]+):([0-9]{1,5})")
 
 _ALL_THREE = (
@@ -62,42 +62,42 @@ def find_settings(
 
     `detect` is `_jax.detect_cluster`, called if the rest does not say everything.
     """
-    given = {k: _checked(k, x, k) for k, x in arguments.items() if x is not None}
-    facts, told = given, dict[str, _Facts]()
+    values = {k: _checked(k, x, k) for k, x in arguments.items() if x is not None}
+    facts, sources = values, dict[str, _Facts]()
     if not _is_complete(facts):
-        told["TF_CONFIG"] = _from_tf_config(environment.get("TF_CONFIG", "").strip())
-        told["JAX's variables"] = _from_variables(_FACTS, environment)
-        facts = {**told["JAX's variables"], **told["TF_CONFIG"], **facts}
-    if not _is_complete(facts) and _may_be_a_cluster(environment):
-        found = detect(facts.get(ADDRESS), None, None)
-        if found is not None:
-            scheduler, *values, ids = found
-            detected: _Facts = dict(zip(_FACTS, values, strict=True))
-            # GPUs are one per process under SLURM and Open MPI. One process has all.
-            if ids is not None and detected[COUNT] > 1:
-                detected[DEVICES] = tuple(ids)
-            told[f"JAX's detection of {scheduler}"] = detected
-            facts = {**detected, **facts}
-    for (first, a), (second, b) in itertools.combinations(told.items(), 2):
-        for name in a.keys() & b.keys() - given.keys():
+        config = _from_tf_config(environment.get("TF_CONFIG", "").strip())
+        variables = _from_variables(_FACTS, environment)
+        sources = {"TF_CONFIG": config, "JAX's variables": variables}
+        facts = {**variables, **config, **facts}
+    may_ask = not _is_complete(facts) and _may_be_a_cluster(environment)
+    if may_ask and (detection := detect(facts.get(ADDRESS), None, None)):
+        name, *three, ids = detection
+        detected: _Facts = dict(zip(_FACTS, three, strict=True))
+        # GPUs are one per process under SLURM and Open MPI. One process has all.
+        if ids is not None and detected[COUNT] > 1:
+            detected[DEVICES] = tuple(ids)
+        sources[f"JAX's detection of {name}"] = detected
+        facts = {**detected, **facts}
+    for (first, a), (second, b) in itertools.combinations(sources.items(), 2):
+        for name in a.keys() & b.keys() - values.keys():
             if a[name] != b[name]:
-                fact = f"{name} is {a[name]!r} by {first}, and {b[name]!r} by {second}"
-                msg = f"initialize: {fact}. Unset what was not meant for this program, "
-                raise ClusterError(f"{msg}or give all of {', '.join(_FACTS)}.")
+                msg = (
+                    f"initialize: {name} is {a[name]!r} by {first}, and {b[name]!r} by "
+                )
+                msg += f"{second}. Unset what was not meant for this program, or give "
+                raise ClusterError(f"{msg}all of {', '.join(_FACTS)}.")
     facts = {**_from_variables((BIND, DEVICES), environment), **facts}
     text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
+    count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
     if not text:
         _check_not_one_of_several(environment)
-    count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
-    problem = ""
     if count != 1 and not facts.keys() >= {*_FACTS}:
-        problem = f"which is not all. {_ALL_THREE}"
-    elif index >= count:
-        problem = "but an index must be below the number."
-    if problem:
-        raise ClusterError(f"initialize: got {text}, {problem}")
-    sources = ["arguments"] * bool(given) + [name for name in told if told[name]]
-    source, devices = ", ".join(sources), facts.get(DEVICES)
+        raise ClusterError(f"initialize: got {text}, which is not all. {_ALL_THREE}")
+    if index >= count:
+        msg = f"initialize: got {text}, but an index must be below the number."
+        raise ClusterError(msg)
+    names = ["arguments"] * bool(values) + [name for name in sources if sources[name]]
+    source, devices = ", ".join(names), facts.get(DEVICES)
     if count == 1:
         return Settings(local_device_ids=devices, source=source)
     bind = facts.get(BIND, facts[ADDRESS])
@@ -116,7 +116,6 @@ def _is_complete(facts: _Facts) -> bool:
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """Returns a value as it is used, if it is one."""
     where: dict[str, Any] = {"where": "initialize", "error": ClusterError}
     if name in (COUNT, INDEX):
         return _checks.count(source, value, at_least=int(name == COUNT), **where)
@@ -131,21 +130,20 @@ def _checked(name: str, value: Any, source: str) -> Any:
 
 
 def _from_variables(names: Sequence[str], environment: Mapping[str, str]) -> _Facts:
-    """Returns what JAX's own variables say; an empty one says nothing."""
     facts: _Facts = {}
     for name in names:
-        value: Any = environment.get(_VARIABLES[name], "").strip()
+        variable = f"JAX_{name.upper()}"
+        value: Any = environment.get(variable, "").strip()
         if value and name in (COUNT, INDEX, DEVICES):
-            words = [word.strip() for word in value.split(",")]
-            value = [int(word) if word.isdecimal() else word for word in words]
-            value = value if name == DEVICES or len(value) > 1 else value[0]
-        if value != "":
-            facts[name] = _checked(name, value, _VARIABLES[name])
+            value = [int(x) if x.strip().isdecimal() else x for x in value.split(",")]
+            value = value[0] if len(value) == 1 else value
+        if value != "":  # an empty one says nothing
+            facts[name] = _checked(name, value, variable)
     return facts
 
 
 def _from_tf_config(text: str) -> _Facts:
-    """Returns what TF_CONFIG says: the chief is process 0, then come the workers."""
+    # The chief is process 0, then come the workers.
     try:
         config = json.loads(text or "{}")
         jobs, task = config.get("cluster") or {}, config.get("task") or {}
@@ -155,19 +153,18 @@ def _from_tf_config(text: str) -> _Facts:
         # Those of parameter servers and evaluators are not among the addresses.
         index = addresses.index(jobs[task["type"]][int(task["index"])])
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        msg = f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}."
-        msg += " It must list chief and workers, and one of them as the task."
+        msg = (
+            f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}. "
+        )
+        msg += "It must list chief and workers, and one of them as the task."
         raise ClusterError(msg) from None
     address = _checked(ADDRESS, addresses[0], "TF_CONFIG")
     return {ADDRESS: address, COUNT: len(addresses), INDEX: index}
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
-    """Returns whether JAX's detection may find several processes.
-
-    Else notebooks on one TPU host or in a Kubernetes pod would wait for metadata
-    servers and permissions that they do not have.
-    """
+    # Else JAX's detection, in a notebook on one TPU host or in a Kubernetes pod, waits
+    # for metadata servers and permissions that there are none of.
     names = environment.keys()
     if names & {"SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE"}:
         return True
@@ -175,13 +172,15 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
         return False
     for name in names & {"TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"}:
         return "," in environment[name] or "MEGASCALE_COORDINATOR_ADDRESS" in names
-    return "KUBERNETES_SERVICE_HOST" not in names or "JOB_COMPLETION_INDEX" in names
+    return "KUBERNETES_SERVICE_HOST" not in names or _POD in names
 
 
 def _check_not_one_of_several(environment: Mapping[str, str]) -> None:
-    for name in _OTHER_COUNTS:
-        if environment.get(name, "1") not in ("", "1"):
-            msg = f"initialize: {name}={environment[name]!r}, but the other processes "
-            msg += "were not found, and each would run alone. Under SLURM, start the "
-            msg += f"script with srun. {_ALL_THREE} To run alone, give num_processes=1."
-            raise ClusterError(msg)
+    several = [x for x in _OTHER_COUNTS if environment.get(x, "1") not in ("", "1")]
+    # A slice of TPUs knows its hosts, also as a job of Kubernetes.
+    is_pod = _POD in environment and "TPU_WORKER_HOSTNAMES" not in environment
+    for name in [*several, *[_POD] * is_pod]:
+        msg = f"initialize: {name}={environment[name]!r}, but the other processes were "
+        msg += "not found, and each would run alone. Under SLURM, start the script "
+        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them. "
+        raise ClusterError(f"{msg}{_ALL_THREE} To run alone, give num_processes=1.")

@@ -22,12 +22,9 @@ from meshlayout import _jax
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# EX_TEMPFAIL of sysexits.h, "temporary failure; try again". Neither Python (1, 2) nor
-# shells (126 to 165, including signals) use it.
-EXIT_STATUS = 75
+EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h, "temporary failure; try again"
 
-# JAX compares this count between processes, and it must never decrease.
-_turns = itertools.count(1)
+_turns = itertools.count(1)  # JAX compares it between processes; it must not decrease
 
 
 class Preempted(SystemExit):
@@ -71,16 +68,15 @@ class Preemption:
     def __enter__(self) -> Self:
         if _jax.has_preemption_service():
             return self
-        previous = signal.getsignal(signal.SIGTERM)
         is_main = threading.current_thread() is threading.main_thread()
-        if jax.process_count() > 1 or previous is None or not is_main:
+        is_known = signal.getsignal(signal.SIGTERM) is not None
+        if jax.process_count() > 1 or not (is_main and is_known):
             logger.warning(
                 "this run will not be saved on SIGTERM: Python handles it only in the "
                 "main thread; several processes need jax_enable_preemption_service."
             )
-            return self
-        self._previous = previous
-        signal.signal(signal.SIGTERM, self._on_signal)
+        else:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def is_due(self) -> bool:
@@ -91,19 +87,15 @@ class Preemption:
         return self._is_signaled
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._restore_handler()
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
         # Nobody asked after the signal: the process must not outlive it.
         if self._is_signaled and not self._is_reported and error is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _restore_handler(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_signaled:  # again: somebody does not want to wait for the save
-            self._restore_handler()
+            signal.signal(number, self._previous)
             os.kill(os.getpid(), number)
         self._is_signaled = True
 

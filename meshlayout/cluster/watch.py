@@ -4,9 +4,10 @@ JAX knows who is alive: its heartbeats come from threads of C++, so that a proce
 holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves the rest
 to us. One thread asks JAX who is alive, which is answered once all that are have asked;
 another one reads what the processes write into the key-value store: "failure" (the
-first one counts) and "ended", so that a program that has come to its end is not lost.
-The end is `os._exit` after the message, as the main thread may be inside a collective.
-Process 0 holds the store, and leaves last.
+first one counts), "ended", so that a program that has come to its end is not lost, and
+"waits" of those that have long waited in a meeting. The end is `os._exit` after the
+message, as the main thread may be inside a collective. Process 0 holds the store, and
+leaves last.
 """
 
 import atexit
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -41,6 +43,7 @@ _NO_DEVICES = -1  # instead of a number of steps
 _NOBODY = -1  # instead of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
+_LOOKS = 5  # at a wait in vain: a step may be about to come to a meeting inside it
 
 # What JAX and `Channel.failure` say because another process is gone.
 _ECHO = re.compile(
@@ -51,7 +54,7 @@ _ECHO = re.compile(
 
 
 class PeerError(Exception):
-    """The cause of an error for which another process, its argument, is to blame."""
+    """A text, and the process to blame for it: the cause of an error, or sent alone."""
 
 
 class _Failure(NamedTuple):
@@ -65,12 +68,22 @@ class _Failure(NamedTuple):
 _watch: "Watch | None" = None
 
 
+def post_wait(*wait: Any) -> None:
+    """Posts how long the main thread waits, in what, for whom; with nothing, no longer.
+
+    Only its steps and meetings have the same order on all processes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if _watch is not None and is_main and (wait or _watch.is_waiting):
+        _watch.is_waiting = bool(wait)
+        _watch.post(f"waits/{_jax.process_index()}", [counts.steps, *wait])
+
+
 def end_of(process: int) -> str:
-    """Returns that the program of a process has ended; empty if it has not."""
-    watch = _watch
-    if watch is None or process not in watch.ended:
+    """Returns a sentence if the program of a process has ended, or nothing."""
+    if _watch is None or process not in _watch.ended:
         return ""
-    return f"{watch.names[process]} has ended its program"
+    return f"{_watch.names[process]} has ended its program"
 
 
 def delay_abort() -> None:
@@ -100,23 +113,17 @@ class Watch:
         self.names, self._name, self._pid = names, names[self._index], os.getpid()
         self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
-        self._moves, self._moved_s = dict[int, int](), time.monotonic()
         self._live, self.ended = {*range(len(names))}, dict[int, int]()
+        self.is_waiting, self._looks = False, defaultdict[Any, set[float]](set)
+        self._moves, self._moved_s = dict[int, int](), time.monotonic()
         self._failure: _Failure | None = None
-        self._entries: dict[str, str] | None = None
         self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
         self._shutdown, state.shutdown = state.shutdown, self.leave
         atexit.register(self._note_devices)  # before JAX's handler, which ends them
-        targets = {"meshlayout-read": self._read, "meshlayout-ask": self._ask}
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
-            for name, target in targets.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [_started(self._read), _started(self._ask)]
 
     def leave(self) -> None:
         """Ends `jax.distributed` here; process 0 first waits for all others."""
@@ -125,18 +132,18 @@ class Watch:
             return
         error = sys.exception()  # in `finally: ml.shutdown()`, it is on its way
         if isinstance(error, Exception) and self._failure is None:
-            self._failure = self._post(self._failure_of(error))
+            self._failure = self._posted(self._failure_of(error))
         if self._failure is None:
             self._note_devices()
             # Without its devices, no other process can start its own.
             steps = counts.steps + counts.others if self._has_devices else _NO_DEVICES
-            self._set(f"ended/{self._index}", steps)
+            self.post(f"ended/{self._index}", steps)
             try:
                 if self._index == 0:  # `_read` finds one that leaves without "ended"
                     _wait_while(lambda: bool(self._others()) and self._failure is None)
                 self._linger(self._heartbeat_s)
             except KeyboardInterrupt as interrupt:
-                self._end(self._post(self._failure_of(interrupt)))
+                self._end(self._posted(self._failure_of(interrupt)))
         if self._failure is not None:
             self._linger(_LINGER_S)
         _jax.coordination_state().shutdown = self._shutdown
@@ -152,8 +159,7 @@ class Watch:
     def _note_devices(self) -> None:
         self._has_devices |= _jax.has_backend()
 
-    def _others(self) -> set[int]:
-        """Returns the other processes whose programs have not ended."""
+    def _others(self) -> set[int]:  # whose programs have not ended
         return {*range(len(self.names))} - {self._index, *self.ended}
 
     def _linger(self, limit_s: float) -> None:
@@ -164,68 +170,55 @@ class Watch:
         if self._ending.locked():  # the message is out, and this follows from it
             self._ending.acquire()
         self._hook(kind, error, trace)
-        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        if is_interactive or os.getpid() != self._pid:
+        if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
             return
-        failure = self._post(self._failure_of(error))
+        failure = self._posted(self._failure_of(error))
         if failure.process != self._index:
             self._end(failure)
         self._failed_s, self._failure = time.monotonic(), failure
 
     def _failure_of(self, error: BaseException) -> _Failure:
-        """Returns the failure that an exception means, perhaps of another process."""
         if isinstance(error, KeyboardInterrupt):
             text = f"{self._name} was interrupted (Ctrl-C)."
             return _Failure(self._index, text, 128 + signal.SIGINT)
-        chain, cause = list[BaseException](), error
-        while cause is not None:
-            chain.append(cause)
-            cause = cause.__cause__ or cause.__context__
-        for link in chain:
+        is_echo, link = False, error
+        while link is not None:
             if isinstance(link, PeerError):
-                return _Failure(link.args[0], str(error))
-        is_own = isinstance(error, OSError)  # of a socket of the program
-        if not is_own and any(_ECHO.search(str(link)) for link in chain):
+                return _Failure(link.args[1], str(error))
+            is_echo |= bool(_ECHO.search(str(link)))
+            link = link.__cause__ or link.__context__
+        if is_echo and not isinstance(error, OSError):  # which is of its own sockets
             # Another process is the cause; if it is lost, `_read` ends this one.
             _wait_while(lambda: not self.ended, self._heartbeat_s + 3)
             for process in self.ended:
                 text = f"{end_of(process)}, and {self._name} needs it: {error}"
                 return _Failure(process, text)
-        place = ""
+        text = f"{self._name} failed: {type(error).__name__}: {error}"
         for frame in traceback.extract_tb(error.__traceback__)[-1:]:
-            place = f" ({frame.filename}, line {frame.lineno})"
-        text = f"{self._name} failed: {type(error).__name__}: {error}{place}"
+            text += f" ({frame.filename}, line {frame.lineno})"
         return _Failure(self._index, text)
 
     # The threads.
 
     def _ask(self) -> None:
-        """Asks JAX who is alive; JAX answers when all that are have asked."""
         while not self._is_over.wait(self._pause_s):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
-                processes = [*range(len(self.names))]
-                self._live = {*self._client.get_live_nodes(processes)}
+                self._live = {*self._client.get_live_nodes([*range(len(self.names))])}
 
     def _read(self) -> None:
-        """Reads what the others have written, and judges."""
         answered_s = time.monotonic()
         while not self._is_over.wait(self._pause_s):
             live = self._live  # before what is read: "ended" is written before it
-            self._entries = None
             # This has no time-out, and waits forever for a process 0 that is gone.
-            _in_time(self._get_entries, 1.0)
-            if self._entries is not None:
+            entries = _in_time(lambda: self._client.key_value_dir_get(_ROOT), 1.0)
+            if entries is not None:
                 answered_s = time.monotonic()
-                self._judge(self._entries, live)
+                self._judge({k.removeprefix(_ROOT): x for k, x in entries}, live)
             elif self._index and not self._is_over.is_set():
                 self._judge_first(time.monotonic() - answered_s)
 
-    def _get_entries(self) -> None:
-        entries = self._client.key_value_dir_get(_ROOT)
-        self._entries = {k.removeprefix(_ROOT): text for k, text in entries}
-
     def _judge_first(self, silent_s: float) -> None:
-        """Judges process 0, whose store has not answered."""
+        # Process 0, whose store has not answered.
         why = f"has not answered for {silent_s:.0f} s, so it was stopped or cut off"
         host, _, port = _jax.coordination_state().coordinator_address.rpartition(":")
         try:
@@ -239,10 +232,6 @@ class Watch:
             self._end(self._failure or _Failure(0, text))
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
-        numbers: dict[str, dict[int, int]] = {"moves": {}, "ended": {}}
-        for kind, _, process in (key.partition("/") for key in entries if "/" in key):
-            numbers[kind][int(process)] = int(entries[f"{kind}/{process}"])
-        self.ended |= numbers["ended"]
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
@@ -252,9 +241,13 @@ class Watch:
             if not is_own or time.monotonic() > self._failed_s + _CLEANUP_S:
                 self._end(failure)
             return
+        facts = defaultdict[str, dict[int, Any]](dict)
+        for kind, _, process in (key.partition("/") for key in entries):
+            facts[kind][int(process)] = json.loads(entries[f"{kind}/{process}"])
+        self.ended |= facts["ended"]
         for process in sorted(self._others() - live):
             text = f"{self.names[process]} is lost: it was killed, stopped or cut off,"
-            self._end(self._post(_Failure(process, f"{text} or left by os._exit.")))
+            self._end(self._posted(_Failure(process, f"{text} or left by os._exit.")))
         own = counts.steps + counts.others
         for process, steps in self.ended.items():
             is_starting = steps == _NO_DEVICES and _jax.is_starting_devices()
@@ -262,14 +255,28 @@ class Watch:
             if (is_ahead or is_starting) and self._index not in self.ended:
                 where = f"in step or save {own}" if is_ahead else "starting devices"
                 text = f"{end_of(process)}, and {self._name} is {where}, which "
-                self._end(self._post(_Failure(process, f"{text}needs it.")))
+                self._end(self._posted(_Failure(process, f"{text}needs it.")))
+        self._judge_waits(facts["waits"])
         if self._step_timeout_s is not None:
-            self._judge_moves(numbers["moves"], self._step_timeout_s)
+            self._judge_moves(facts["moves"], self._step_timeout_s)
+
+    def _judge_waits(self, waits: dict[int, Any]) -> None:
+        """Ends all if a process waits in a meeting to which this one does not come."""
+        waits = {process: wait for process, wait in waits.items() if len(wait) > 1}
+        *_, own_meeting, own_what, own_late = waits.get(self._index, ["", "", []])
+        for process, (steps, waited_s, meeting, what, late) in waits.items():
+            is_elsewhere = process in own_late and own_meeting != meeting
+            if self._index in late and (is_elsewhere or counts.steps > steps):
+                looks = self._looks[process, meeting]
+                looks.add(waited_s)  # the same: it has not looked since
+                if len(looks) > _LOOKS:
+                    where = own_what if is_elsewhere else f"step {counts.steps}"
+                    text = f"{self.names[process]} waits in {what}, and {self._name} "
+                    self._end(self._posted(_Failure(process, f"{text}in {where}.")))
 
     def _judge_moves(self, moves: dict[int, int], limit_s: float) -> None:
-        """Ends all if none has begun a step or a meeting for too long."""
         own = counts.steps + counts.others + counts.meetings
-        self._set(f"moves/{self._index}", own)
+        self.post(f"moves/{self._index}", own)
         if moves != self._moves or self.ended:
             self._moves, self._moved_s = moves, time.monotonic()
         elif time.monotonic() > self._moved_s + limit_s:
@@ -279,16 +286,17 @@ class Watch:
                 where = f"no process is behind another, all are in number {most}."
                 last = _NOBODY
             text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
-            self._end(self._post(_Failure(last, text + where)))
+            self._end(self._posted(_Failure(last, text + where)))
 
     # What these stand on.
 
-    def _set(self, key: str, value: int) -> None:
+    def post(self, key: str, value: Any) -> None:
+        """Posts a value for all to read."""
+        key, text = f"{_ROOT}{key}", json.dumps(value)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key = f"{_ROOT}{key}"
-            self._client.key_value_set(key, str(value), allow_overwrite=True)
+            self._client.key_value_set(key, text, allow_overwrite=True)
 
-    def _post(self, failure: _Failure) -> _Failure:
+    def _posted(self, failure: _Failure) -> _Failure:
         """Posts a failure; returns the one that was posted first, for all to name."""
         key = f"{_ROOT}failure"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -300,7 +308,6 @@ class Watch:
         return failure
 
     def _end(self, failure: _Failure) -> NoReturn:
-        """Prints the message, and ends this process."""
         self._ending.acquire()  # never released: one thread does it
         path = os.environ.get(_REPORT)
         if path and failure.process != _NOBODY:
@@ -324,17 +331,23 @@ def _wait_while(is_so: Callable[[], bool], limit_s: float = math.inf) -> None:
         time.sleep(_PAUSE_S / 5)
 
 
-def _in_time(call: Callable[[], Any], limit_s: float) -> None:
-    """Calls something that may fail or not return, and waits for it for a while."""
+def _in_time(call: Callable[[], Any], limit_s: float) -> Any:
+    """Calls what may fail or not return; returns its result, or None after a while."""
+    results: list[Any] = []
 
     def run() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            call()
+            results.append(call())
 
-    thread = threading.Thread(target=run, daemon=True)
     try:
-        thread.start()
+        _started(run).join(limit_s)
     except RuntimeError:  # since 3.12, Python starts none while it ends
         run()
-    else:
-        thread.join(limit_s)
+    return results[0] if results else None
+
+
+def _started(target: Callable[[], None]) -> threading.Thread:
+    name = f"meshlayout-{target.__name__}"
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.channel import LEFT, Channel
-from meshlayout.cluster.watch import PeerError
+from meshlayout.cluster.channel import Channel
 from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.placement import processes_of
 from meshlayout.data.protocols import JSON, RandomAccessSource
@@ -63,16 +62,15 @@ class Agreement:
             what="the same dataset",
             hint="All of them make the same datasets in the same order, and iterate "
             "over them alike.",
-            warn_after_s=60,
             error=DataError,
         )
-        self.channel = self._channel_of(self._name)
+        failure = f"process {here} cannot make the dataset: "
+        self.channel = self._channel_of(self._name, failure=failure)
         self._iterations = itertools.count()
 
     def exchange(self, facts: dict[str, JSON], own: T) -> dict[int, T]:
         """Returns each process's `own`; raises DataError if facts differ."""
-        failure = "process {process} cannot make the dataset: {failure}"
-        values = self.channel.exchange((facts, own), failure=failure)
+        values = self.channel.exchange((facts, own))
         (first, (facts, _)), *others = values.items()
         for name, fact in facts.items():
             for process, (other, _) in others:
@@ -88,7 +86,9 @@ class Agreement:
         """Returns the exchanges of the next iteration; None if there are none."""
         if not self.has_others:
             return None
-        return Turns(self._channel_of(f"{self._name}/{next(self._iterations)}"))
+        failure = f"the source of process {jax.process_index()} failed: "
+        name = f"{self._name}/{next(self._iterations)}"
+        return Turns(self._channel_of(name, failure=failure, timeout_s=_STEP_S))
 
 
 class Turns:
@@ -103,16 +103,8 @@ class Turns:
 
     def take(self, answer: Any, what: str) -> dict[int, Any]:
         """Returns each process's answer about a batch, which all must name alike."""
-        failure = "the source of process {process} failed: {failure}"
         try:
-            sent = answer, what
-            values = self._channel.exchange(sent, timeout_s=_STEP_S, failure=failure)
-            left = [process for process, value in values.items() if value is LEFT]
-            if left:
-                raise DataError(
-                    f"process {left[0]} has left its loop over the data, and this one "
-                    "continues. All processes must take the same number of steps."
-                ) from PeerError(left[0])
+            values = self._channel.exchange((answer, what))
             (first, (_, expected)), *others = values.items()
             for process, (_, other) in others:
                 if other != expected:
@@ -136,7 +128,11 @@ class Turns:
         if isinstance(error, Exception):
             self._channel.fail(error)
         else:
-            self._channel.leave(self._turn)
+            text = (
+                f"process {jax.process_index()} has left its loop over the data, and "
+            )
+            text += "this one continues. All processes must take the same number of "
+            self._channel.leave(self._turn, f"{text}steps.")
 
 
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:

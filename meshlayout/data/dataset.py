@@ -12,7 +12,6 @@ import weakref
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.data.iterator import DataIterator
 from meshlayout.data.placement import LayoutOrMesh
 from meshlayout.data.plan import DataPlan
@@ -21,7 +20,7 @@ from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 
 
-@user_call
+@_checks.user_call
 def distribute_dataset(
     source: object,
     layout_or_mesh: LayoutOrMesh,

@@ -28,15 +28,13 @@ NUMBERS = (bool, int, float, complex, np.generic)
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the examples: its path, and its dtype and shape in the source.
-
-    `to` is the dtype on the devices; None for strings, which stay on the host.
-    """
+    """One leaf of the examples, with the dtype and the shape that the source has."""
 
     path: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    to: np.dtype | None
+    to: np.dtype | None  # on the devices; None for strings, which stay on the host
+    is_weight: bool = False
 
     def converted(self, values: np.ndarray) -> np.ndarray:
         """Returns rows in the dtype of the devices, if all integers fit."""
@@ -60,6 +58,9 @@ class LeafSpec:
         # NumPy's dtypes of strings differ with their lengths.
         is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
         if is_same and leaf.shape == (*rows, *self.shape):
+            if self.is_weight and not ((leaf >= 0) & np.isfinite(leaf)).all():
+                msg = f"weights must be finite and not negative; {self.path!r} has"
+                raise DataError(f"{msg} values from {leaf.min()} to {leaf.max()}.")
             return
         first = array_text(self.dtype, (*rows, *self.shape))
         msg = (
@@ -101,15 +102,15 @@ class Division:
     clock: PipelineReport
 
 
-def describe(rows: PyTree, strings: str) -> ExampleSpec:
-    """Returns the spec of the examples, given the first."""
+def describe(rows: PyTree, strings: str, key: str | int | None = None) -> ExampleSpec:
+    """Returns the spec of the examples, given the first, and where weights are."""
     named, treedef = named_leaves(rows)
     if not named:
         raise DataError("an example has no leaves: there is no array in it.")
-    specs = (
-        LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
-        for path, leaf in named
-    )
+    specs: list[LeafSpec] = []
+    for path, leaf in named:
+        to = _device_dtype(path, leaf, strings)
+        specs.append(LeafSpec(path, leaf.dtype, leaf.shape[1:], to, path == str(key)))
     return ExampleSpec(treedef, tuple(specs))
 
 

@@ -53,6 +53,7 @@ class InputContext:
         return cls(*input_pipeline(layout), num_row_shards(layout))
 
 
+@_checks.user_call
 def distribute_datasets_from_function(
     fn: Callable[[InputContext], Any],
     layout_or_mesh: LayoutOrMesh,

@@ -189,11 +189,12 @@ class DataPlan:
                 input_pipeline(layout)  # which may not be possible
                 # A source of this process alone has nothing but its own rows.
                 self.size, self.own = len(own), np.arange(len(own))
-            self._spec = spec = describe(rows, self.options.strings)
+            key = self.options.weights
+            self._spec = spec = describe(rows, self.options.strings, key)
             leaves = zip(spec.leaves, jax.tree.leaves(rows), strict=True)
             self.filler = [leaf.converted(row[:1].copy()) for leaf, row in leaves]
             facts = self._facts(rows) if agreement and agreement.has_others else {}
-            self.padding_hint, key = padding_hint(rows), self.options.weights
+            self.padding_hint = padding_hint(rows)
             if assemble is not None:
                 # Beside the source's own tree, so that any tree has a place.
                 treedef = jax.tree_util.treedef_tuple([spec.treedef])

@@ -4,10 +4,11 @@ import functools
 import importlib
 from typing import Any, Literal
 
-from meshlayout import _checks, _optional
+from meshlayout import _checks
 from meshlayout.errors import DataError
 
 
+@_checks.user_call
 def pack_sequences(
     documents: Any,
     length: int,
@@ -89,6 +90,6 @@ def pack_sequences(
     encode = tokenizer if is_text else getattr(tokenizer, "encode", tokenizer)
     if encode is not None:
         _checks.function("tokenizer", encode, "text", error=DataError)
-    _optional.require("grain", extra="data", purpose="pack_sequences")
+    _checks.require("grain", extra="data", purpose="pack_sequences")
     packed_rows = importlib.import_module("meshlayout.data.packed_rows")
     return packed_rows.PackedRows(documents, encode, recipe)

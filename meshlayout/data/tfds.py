@@ -37,6 +37,7 @@ _KEPT_BYTES = 2**30
 _CHUNK = 512
 
 
+@_checks.user_call
 def from_tfds(
     name: Any,
     split: str,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _checks, _optional
+from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.errors import DataError
 
@@ -27,7 +27,7 @@ class Workers:
     """Calls a function of rows and epoch in processes, started by the first call."""
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
-        cloudpickle: Any = _optional.require(
+        cloudpickle: Any = _checks.require(
             "cloudpickle", extra="data", purpose="num_workers="
         )
         with _checks.noted(

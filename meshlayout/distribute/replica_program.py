@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._tracebacks import show_user_frames
 from meshlayout.collectives import ReplicaContext, entered
 from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
@@ -130,7 +129,7 @@ class ReplicaProgram:
             except MarksNeeded:
                 trace(*MARKS)
         except Exception as error:
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             if has_mask or isinstance(error, NotImplementedError):
                 error.add_note(
                     "run: the first trace is under jax.vmap over the replicas, and for "

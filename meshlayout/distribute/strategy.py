@@ -46,6 +46,7 @@ _current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
 _lock = threading.RLock()
 
 
+@_checks.user_call
 class Strategy:
     """How a program is distributed: the base of all strategies.
 
@@ -56,7 +57,6 @@ class Strategy:
         mesh: A mesh with one axis, called batch; its devices are the replicas.
 
     Attributes:
-        mesh: The mesh of replicas.
         cluster_resolver: The processes, if the strategy is for several; else None.
 
     Example:
@@ -73,6 +73,9 @@ class Strategy:
     """
 
     cluster_resolver: Any = None
+
+    def __init_subclass__(cls) -> None:
+        _checks.user_call(cls)
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

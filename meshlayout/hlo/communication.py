@@ -81,9 +81,8 @@ class Communication(Mapping[str, int]):
         return _render.html_table(_HEADERS, rows, _ALIGN, notes=self._notes())
 
     def _total(self) -> str:
-        nouns = "collective" + "s" * (len(self.collectives) != 1)
-        sent = _render.bytes_text(self.wire_bytes)
-        return f"{len(self.collectives)} {nouns}, {sent}"
+        noun = f"collective{'s' * (len(self.collectives) != 1)}"
+        return f"{len(self.collectives)} {noun}, {_render.bytes_text(self.wire_bytes)}"
 
     def _notes(self) -> list[str]:
         lines = [f"each device sends: {self._total()}"]
@@ -120,6 +119,7 @@ class Communication(Mapping[str, int]):
         _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
 
 
+@_checks.user_call
 def read_communication(
     program: Any,
     mesh: Mesh | jax.sharding.Mesh | None = None,
@@ -162,9 +162,7 @@ def read_communication(
 
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
 _ALIGN = "lllrrll"
-_UNKNOWN = (
-    "? marks loops of unknown length, counted once, and branches, counted as taken"
-)
+_UNKNOWN = "? marks loops of unknown length, counted once, and branches, as if taken"
 
 
 def _rows(collectives: Iterable[Collective]) -> list[list[str]]:

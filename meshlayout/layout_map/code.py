@@ -20,29 +20,33 @@ from meshlayout.layout_map.rules import Rule, checked_rule
 
 def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
     """Returns plain rules for what a map decided about the leaves of a tree."""
-    specs: dict[str, Layout | Rule] = {}
+    specs: dict[str, Layout | Rule | None] = {}
     for leaf in leaves:
-        # What follows a parameter or is set by the leaf itself will be so again.
-        is_followed = leaf.reason.startswith("follows")
-        if not is_followed and (leaf.rule or leaf.reason in ("default", "scalar")):
+        if leaf.reason.startswith("logical axes"):
+            specs[leaf.path] = None  # the leaf sets it itself, also next time
+        elif leaf.reason in ("exact path", "pattern", "default", "fsdp", "scalar"):
             note = None if leaf.layout.is_fully_replicated else leaf.note
             specs[leaf.path] = Rule(leaf.layout, note=note)
     return rules_for(specs)
 
 
-def rules_for(specs: Mapping[str, Layout | Rule]) -> dict[str, Rule]:
+def rules_for(specs: Mapping[str, Layout | Rule | None]) -> dict[str, Rule]:
     """Returns rules that give every leaf of a tree the layout it is listed with.
 
-    Leaves with different notes have different rules; replicated ones without, none.
+    Leaves with different notes have different rules; replicated ones without, none. No
+    rule matches a leaf that is listed with None.
     """
-    rules = {path: checked_rule(value, path) for path, value in specs.items()}
-    kinds: dict[str, Rule | None] = {}
+    rules = {
+        path: checked_rule(value, path)
+        for path, value in specs.items()
+        if value is not None
+    }
+    kinds: dict[str, Rule | None] = dict.fromkeys(specs)
     for path, rule in rules.items():
         layout: Any = rule.layout
         is_plain = layout.is_fully_replicated and layout.memory_kind is None
-        needs_rule = rule.note or not is_plain
-        kind = Rule(layout, note=rule.note, is_generated=True)
-        kinds[path] = kind if needs_rule else None
+        if rule.note or not is_plain:
+            kinds[path] = Rule(layout, note=rule.note, is_generated=True)
     generated: dict[str, Rule] = {}
     for kind, whole in _joined(kinds):
         pattern = f"(^|/){whole}$"

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -49,6 +48,7 @@ from meshlayout.layout_map.rules import (
 from meshlayout.mesh import Mesh, as_mesh
 
 
+@_checks.user_call
 class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
@@ -87,7 +87,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
 
-    @user_call
     def __init__(
         self,
         mesh: Mesh | jax.sharding.Mesh,
@@ -212,11 +211,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         params = [leaf for i, leaf in enumerate(flat.leaves) if i not in inside]
         state = [flat.leaves[i] for i in sorted(inside)]
         owners = [resolver.leaf(leaf) for leaf in params]
-        slots = resolver.slots(state, find_slots(state, params), owners)
-        decided, followers = iter(owners), iter(slots)
+        slots = iter(resolver.slots(state, find_slots(state, params), owners))
+        owner = iter(owners)
         indices = range(len(flat.leaves))
-        every = [next(followers if i in inside else decided) for i in indices]
-        return _resolved(flat, every)
+        return _resolved(flat, [next(slots if i in inside else owner) for i in indices])
 
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
@@ -249,15 +247,13 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
                 },
             )
         """
-        options = self._changed_options()
-        parsed = [*self._rules.values(), self._options.default]
-        if tree is None or not any(rule and rule.function for rule in parsed):
-            # Written out, no rule is generated: those that win come first.
-            is_made = {p: rule.rule.is_generated for p, rule in self._rules.items()}
-            if len({*is_made.values()}) == 2:
+        options, default = self._changed_options(), self._options.default
+        # Written out, no rule is generated: those that win come first.
+        parsed = sorted(self._rules.values(), key=lambda x: x.rule.is_generated)
+        if tree is None or not any(x and x.function for x in (*parsed, default)):
+            if len({x.rule.is_generated for x in parsed}) == 2:
                 options["conflict"] = "first"
-            ordered = sorted(self, key=is_made.__getitem__)
-            return map_text({pattern: self[pattern] for pattern in ordered}, options)
+            return map_text({x.pattern: x.value() for x in parsed}, options)
         for name in ("default", "unmatched"):
             options.pop(name, None)
         leaves = self.resolve(tree).resolutions
@@ -267,9 +263,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         for before, after in zip(leaves, again.resolutions, strict=True):
             if before.layout != after.layout:
                 rules[f"^{re.escape(before.path)}$"] = before.layout
-        for pattern, rule in self._rules.items():  # such as those for activations
+        for rule in self._rules.values():  # such as those for activations
             if not rule.function and not any(rule.regex.search(x.path) for x in leaves):
-                rules[pattern] = rule.value()
+                rules[rule.pattern] = rule.value()
         return map_text(rules, options)
 
     def _resolve_slots(
@@ -280,15 +276,13 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(self, resolved: Resolved) -> Explanation:
-        leaves = resolved.resolutions
-        resolver = self._resolver()
+        leaves, matching = resolved.resolutions, self._resolver().matching
         # A slot has the rule of its parameter, whose path the pattern need not match.
         used = {leaf.rule for leaf in leaves}
         winners = {pattern: set[str]() for pattern in self if pattern not in used}
         for leaf in leaves if winners else ():
-            for rule in resolver.matching(leaf.path):
-                if rule.pattern in winners:
-                    winners[rule.pattern].add(leaf.rule or f"({leaf.reason})")
+            for pattern in winners.keys() & {x.pattern for x in matching(leaf.path)}:
+                winners[pattern].add(leaf.rule or f"({leaf.reason})")
         one_of_each = {folded(leaf.path): leaf.path for leaf in reversed(leaves)}
         dead = [pattern for pattern, others in winners.items() if not others]
         return Explanation(
@@ -316,7 +310,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             warnings.warn(text, LayoutWarning, stacklevel=stack_level())
 
     def _take_snapshot(self) -> FrozenMap:
-        """Returns an immutable snapshot of this map."""
         if self._snapshot is None:
             self._snapshot = FrozenMap(self | {})
         return self._snapshot
@@ -330,7 +323,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return {**vars(self._options), "rules": [*self.items()], "default": default}
 
     def _changed_options(self) -> dict[str, Any]:
-        """Returns the options that are not the defaults, as arguments."""
         defaults, arguments = vars(Options(self.mesh)), self._arguments()
         return {k: arguments[k] for k in defaults if arguments[k] != defaults[k]}
 

@@ -52,7 +52,7 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
 
 
 def logical_layout(
-    box: Box, own: Sequence[AxisRule], mesh: Mesh
+    box: Box, map_rules: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, str | None, bool]:
     """Returns the layout that axis names mean, a note, and whether any name is known.
 
@@ -65,7 +65,7 @@ def logical_layout(
         local = box.get_metadata().get("sharding_rules")
     else:
         local = getattr(box, "rules", None)
-    rules: list[Any] = [*own, *(local or ()), *nn.get_logical_axis_rules()]
+    rules: list[Any] = [*map_rules, *(local or ()), *nn.get_logical_axis_rules()]
     if not isinstance(box, nn.LogicallyPartitioned):
         rules += [(axis, axis) for axis in mesh.axis_names]
     rules = [(name, tuple(x) if isinstance(x, list) else x) for name, x in rules]
@@ -85,10 +85,8 @@ def logical_layout(
             near = did_you_mean(name, [*mesh.axis_names, *first])
             notes.append(f"{name!r} has no rule.{near}".removesuffix("."))
         elif name is not None and axes != first[name]:
-            now = axes_text(axes) if axes else "no axis"
-            notes.append(f"{name!r} is on {now}, not on {axes_text(first[name])}")
-    axes_left = iter(map(axes_of, spec))
-    entries = [
-        tuple(itertools.chain(*itertools.islice(axes_left, len(dim)))) for dim in dims
-    ]
+            text = axes_text(axes) if axes else "no axis"
+            notes.append(f"{name!r} is on {text}, not on {axes_text(first[name])}")
+    axes = iter(map(axes_of, spec))
+    entries = [tuple(itertools.chain(*itertools.islice(axes, len(x)))) for x in dims]
     return Layout(entries, mesh), "; ".join(notes) or None, is_known

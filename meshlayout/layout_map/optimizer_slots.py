@@ -112,6 +112,5 @@ def state_indices(tree: PyTree) -> set[int]:
 
 
 def _is_optax(node: PyTree) -> bool:
-    """Returns whether a node is the state of one of Optax's transformations."""
     kind = type(node)
     return hasattr(kind, "_fields") and kind.__module__.partition(".")[0] == "optax"

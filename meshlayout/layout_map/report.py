@@ -201,17 +201,18 @@ class Explanation(Resolved):
         return headers, "llllrr", [row[:-1] for row in rows]
 
     def _total(self) -> str:
-        here, saving = _sizes(self.resolutions)
-        text = f"{len(self.resolutions)} arrays, {here} on each of {self.mesh.size} "
-        whole = _render.bytes_text(self.nbytes)
-        return f"{text}devices; replicated it would be {whole} (saving {saving})."
+        per_device, saving = _sizes(self.resolutions)
+        text = f"{len(self.resolutions)} arrays, {per_device} on each of "
+        text += f"{self.mesh.size} devices; replicated it would be "
+        return f"{text}{_render.bytes_text(self.nbytes)} (saving {saving})."
 
 
 def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
     """Returns bytes per device, and the share that sharding saves, as text."""
-    pairs = [(leaf.bytes_per_device, leaf.nbytes) for leaf in leaves]
-    here, whole = map(sum, zip(*pairs, strict=True)) if pairs else (0, 0)
-    return _render.bytes_text(here), f"{100 * (1 - here / whole) if whole else 0:.0f}%"
+    pairs = [(0, 0), *((leaf.bytes_per_device, leaf.nbytes) for leaf in leaves)]
+    used, whole = map(sum, zip(*pairs, strict=True))
+    saving = 1 - used / whole if whole else 0
+    return _render.bytes_text(used), f"{100 * saving:.0f}%"
 
 
 def _placed_text(x: Resolution) -> str | None:

@@ -65,14 +65,13 @@ class Resolver:
 
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
-        self._by_pattern = {rule.pattern: rule for rule in rules}
+        self._rules = rules
         self._default = [] if options.default is None else [options.default]
 
     def matching(self, path: str) -> list[ParsedRule]:
         """Returns all rules that match a path: the exact one, then the others."""
-        exact = self._by_pattern.get(path)
-        rules = [rule for rule in self._by_pattern.values() if rule.regex.search(path)]
-        return rules if exact is None else [exact, *(r for r in rules if r != exact)]
+        rules = [x for x in self._rules if x.pattern == path or x.regex.search(path)]
+        return sorted(rules, key=lambda rule: rule.pattern != path)
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Resolves an array or number by the first source that has an answer."""
@@ -94,25 +93,25 @@ class Resolver:
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
         paths = [owner.path for owner in owners if owner is not None]
-        taken = {rule for path in paths for rule in self.matching(path)}
-        resolutions: list[Resolution | None] = []
-        for leaf, slot in zip(leaves, slots, strict=True):
+        for_params = {rule for path in paths for rule in self.matching(path)}
+
+        def resolve(leaf: _paths.Leaf, slot: OptimizerSlot | None) -> Resolution | None:
             array = _array_of(leaf)
             if array is None:
-                resolutions.append(None)
-                continue
+                return None
             owner = None if slot is None else owners[slot.param]
             if owner is None or slot is None:
                 resolution = self._replicated(array, "belongs to no parameter")
             else:
                 layout = slot.layout(owner.layout)
-                layout, lost = self._fitting(array, layout, "replicate", "")
+                layout, fallback = self._fitting(array, layout, "replicate", "")
                 reason = f"follows parameter {owner.path!r}"
-                resolution = Resolution(*array, layout, owner.rule, reason, lost)
-            rules = [r for r in self._deciding(leaf.path) if r not in taken]
-            own = self._by_rules(array, rules, resolution.layout)
-            resolutions.append(self._of_leaf(own or resolution, leaf))
-        return resolutions
+                resolution = Resolution(*array, layout, owner.rule, reason, fallback)
+            rules = [x for x in self._deciding(leaf.path) if x not in for_params]
+            by_rules = self._by_rules(array, rules, resolution.layout)
+            return self._of_leaf(by_rules or resolution, leaf)
+
+        return list(map(resolve, leaves, slots))
 
     def opinion(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
@@ -139,42 +138,43 @@ class Resolver:
         """Returns a resolution for a leaf, with its path, and where it is now."""
         x, placed = leaf.value, None
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            here, there = x.sharding, resolution.layout.sharding
-            is_on_mesh = isinstance(here, NamedSharding) and here.mesh == there.mesh
-            if is_on_mesh and not here.is_equivalent_to(there, x.ndim):
+            actual, planned = x.sharding, resolution.layout.sharding
+            is_named = isinstance(actual, NamedSharding) and actual.mesh == planned.mesh
+            if is_named and not actual.is_equivalent_to(planned, x.ndim):
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
-                    placed = Layout.of(here, x.ndim)
+                    placed = Layout.of(actual, x.ndim)
         return replace(resolution, path=leaf.path, placed=placed)
 
     def _by_rules(
         self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None
     ) -> Resolution | None:
         """Asks rules; some extend the layout that the array has without them."""
-        answers: list[tuple[ParsedRule, Layout, OnUneven, str | None]] = []
+        decisions: list[tuple[ParsedRule, Layout, OnUneven, str | None]] = []
         for rule in rules:
-            answer = self._answer(rule, array, layout)
-            answers += [] if answer is None else [(rule, *answer)]
-            if answers and self._options.conflict == "first":
+            decision = self._decide(rule, array, layout)
+            decisions += [] if decision is None else [(rule, *decision)]
+            if decisions and self._options.conflict == "first":
                 break
-        if not answers:
+        if not decisions:
             return None
-        rule, found, policy, note = answers[0]
-        for other, differing, *_ in answers:
-            if differing != found:
+        rule, layout, policy, note = decisions[0]
+        for other, other_layout, *_ in decisions:
+            if other_layout != layout:
                 msg = (
                     f"{array}: rules {rule.pattern!r} and {other.pattern!r} both match "
-                    f"and disagree: {found} against {differing}. Make the patterns "
+                    f"and disagree: {layout} against {other_layout}. Make the patterns "
                     "exclusive, add a rule for the exact path, or use "
                     "conflict='first', for which the order counts."
                 )
                 raise LayoutMapError(msg)
         if rule is self._options.default:
-            pattern, source, reason = None, "default, ", "default"
+            pattern, source = None, "default, "
+            reason = getattr(rule.function, "name", "default")
         else:
             pattern, source = rule.pattern, f"rule {rule.pattern!r}, "
             reason = "exact path" if pattern == array.path else "pattern"
-        found, lost = self._fitting(array, found, policy, source)
-        return Resolution(*array, found, pattern, reason, lost, note)
+        layout, fallback = self._fitting(array, layout, policy, source)
+        return Resolution(*array, layout, pattern, reason, fallback, note)
 
     def _by_names(
         self, array: _Array, box: Box, by_rules: Resolution | None
@@ -183,8 +183,8 @@ class Resolver:
         options = self._options
         source = f"logical axes {logical_axes(box)}"
         try:
-            own = options.logical_axes or ()
-            layout, note, is_known = logical_layout(box, own, options.mesh)
+            rules = options.logical_axes or ()
+            layout, note, is_known = logical_layout(box, rules, options.mesh)
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
             if by_rules is None:
@@ -197,8 +197,9 @@ class Resolver:
             return replace(by_rules, note=note)
         if self._default and not is_known:
             return None
-        layout, lost = self._fitting(array, layout, options.on_uneven, f"{source}, ")
-        return Resolution(*array, layout, None, source, lost, note)
+        policy = options.on_uneven
+        layout, fallback = self._fitting(array, layout, policy, f"{source}, ")
+        return Resolution(*array, layout, None, source, fallback, note)
 
     def _by_default(self, array: _Array) -> Resolution:
         if not array.shape:
@@ -214,7 +215,7 @@ class Resolver:
         layout = Layout.replicated(self._options.mesh, len(array.shape))
         return Resolution(*array, layout, None, reason)
 
-    def _answer(
+    def _decide(
         self, parsed: ParsedRule, array: _Array, layout: Layout | None
     ) -> tuple[Layout, OnUneven, str | None] | None:
         """Returns a rule's layout, policy and note; None if it has no opinion."""
@@ -230,36 +231,36 @@ class Resolver:
             if rule.layout is None:
                 return None
         try:
-            found = parse_spec(rule.layout, self._options.mesh)
+            layout = parse_spec(rule.layout, self._options.mesh)
             # A pattern for arrays may also match a scalar, such as a step number,
             # which it does not mean.
             is_pattern = function is None and parsed.pattern != array.path
-            if is_pattern and not array.shape and {*found.specs} - {...}:
+            if is_pattern and not array.shape and {*layout.specs} - {...}:
                 return None
-            found = found.with_rank(len(array.shape))
+            layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
             msg = f"{array}: rule {parsed.pattern!r}: {error}"
             raise LayoutMapError(msg) from None
         policy = rule.on_uneven or parsed.rule.on_uneven or self._options.on_uneven
-        return found, policy, rule.note or parsed.rule.note
+        return layout, policy, rule.note or parsed.rule.note
 
     def _fitting(
         self, array: _Array, layout: Layout, policy: OnUneven, source: str
     ) -> tuple[Layout, str | None]:
-        """Returns the layout that fits the shape, and what was lost for it."""
+        """Returns the layout that fits the shape, and the dims that it gave up."""
         misfits = layout.misfits(array.shape)
         if misfits and policy == "error":
             fact, fix = misfits[0].fact, misfits[0].fix.removesuffix(".")
             msg = f"{array}: {fact} ({source}{layout!r}). {fix}"
             raise LayoutMapError(f"{msg}, or give the rule on_uneven='replicate'.")
-        specs, lost = list(layout.specs), list[str]()
+        specs, fallbacks = list(layout.specs), list[str]()
         for misfit in misfits:
             specs[misfit.dim] = None
-            lost.append(
+            fallbacks.append(
                 f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
                 f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
             )
-        return (layout.with_specs(specs), "; ".join(lost)) if lost else (layout, None)
+        return layout.with_specs(specs), "; ".join(fallbacks) or None
 
 
 def _array_of(leaf: _paths.Leaf) -> _Array | None:

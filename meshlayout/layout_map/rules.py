@@ -31,6 +31,7 @@ layout that the leaf has without it, such as that of an optimizer slot's paramet
 RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
 
+@_checks.user_call
 @dataclass(frozen=True)
 class Rule:
     """The layout for a pattern, with its own options.

@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax
+from meshlayout.arrays.placement import array_text
 from meshlayout.errors import MetricError
-from meshlayout.metrics.metric import Arrays, MeanMetric, Metric, text
+from meshlayout.metrics.metric import Arrays, MeanMetric, Metric
 
 
 class _PairMetric(Metric):
@@ -76,7 +77,8 @@ class _PairMetric(Metric):
         return one_hot(classes, num_classes), one_hot(labels, num_classes)
 
     def _misfit(self, scores: jax.Array, labels: jax.Array, fact: str) -> MetricError:
-        both = f"{text('predictions', scores)} and {text('labels', labels)}"
+        arrays = {"predictions": scores, "labels": labels}
+        both = " and ".join(array_text(name, x) for name, x in arrays.items())
         return MetricError(f"{type(self).__name__}: {both} do not fit. {fact}")
 
 

@@ -26,6 +26,7 @@ from meshlayout.metrics.metric import Mean, Metric, find
 _PROTOCOL = ("empty", "from_model_output", "merge", "compute")
 
 
+@_checks.user_call
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Metrics(Mapping[str, Any]):
@@ -40,18 +41,12 @@ class Metrics(Mapping[str, Any]):
             nnx's Average and Accuracy.
 
     Example:
-        >>> from meshlayout.metrics import Accuracy, Mean
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
         ...     outputs={"logits": jnp.eye(2)},
         ...     batch={"label": jnp.array([0, 0])},
         ...     losses=jnp.array([0.5, 1.0]),
         ... )
-        >>> metrics
-        metric    value
-        ────────  ─────
-        loss       0.75
-        accuracy    0.5
         >>> metrics.to_host()
         {'loss': 0.75, 'accuracy': 0.5}
     """

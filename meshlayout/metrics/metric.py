@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _render
+from meshlayout import _checks
+from meshlayout.arrays.placement import array_text
 from meshlayout.collectives import current_context
 from meshlayout.errors import MetricError, did_you_mean
 
@@ -61,6 +62,7 @@ class Metric:
         dataclass(frozen=True, eq=False)(cls)
         settings = [x.name for x in dataclasses.fields(cls) if x.name != "sums"]
         jax.tree_util.register_dataclass(cls, ["sums"], settings)
+        _checks.user_call(cls)
 
     def __post_init__(self) -> None:
         if self.sums is None:
@@ -135,8 +137,8 @@ class Metric:
             return jnp.any(factors != 0).astype(jnp.float32)
         if factors.shape != elements.shape[: factors.ndim]:
             msg = (
-                f"{type(self).__name__}: {text(name, factors)} does not fit "
-                f"{text('elements', elements)}. Give weights of the shape of the "
+                f"{type(self).__name__}: {array_text(name, factors)} does not fit "
+                f"{array_text('elements', elements)}. Give weights of the shape of the "
                 f"elements or of their first dims, such as {elements.shape[:1]}."
             )
             raise MetricError(msg)
@@ -237,11 +239,6 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
         f"{way_out}"
     )
     raise MetricError(msg)
-
-
-def text(name: str, x: jax.Array) -> str:
-    """Returns an array's name and type, for a message."""
-    return f"{name} {_render.array_text(x.dtype, x.shape)}"
 
 
 def _spread(x: jax.Array, ndim: int) -> jax.Array:

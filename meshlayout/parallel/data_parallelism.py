@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -24,6 +24,7 @@ from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.parallel.factors import leaves_of, union
 from meshlayout.parallel.program import Call, Model, follow
 
 
@@ -53,6 +54,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     return LayoutMap(mesh)
 
 
+@_checks.user_call
 def zero_rule(
     mesh: Mesh | jax.sharding.Mesh,
     axes: str | Sequence[str] | None = None,
@@ -101,9 +103,10 @@ def zero_rule(
         if is_old or sharding.memory_kind != memory_kind:
             move = f"move arrays to {memory_kind!r} in programs for {mesh!r}"
             raise LayoutMapError(f"zero_rule: JAX cannot {move}.")
-    return FsdpRule(names, mesh, 0, min_size, memory_kind, by_size=True)
+    return FsdpRule(names, mesh, 0, min_size, memory_kind)
 
 
+@_checks.user_call
 def fsdp(
     mesh: Mesh | jax.sharding.Mesh,
     model_or_build: "Model | Callable[[], Model] | None" = None,
@@ -161,14 +164,11 @@ def fsdp(
     if model_or_build is None and example_inputs is None and call is None:
         return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes))
     params, flow = follow(model_or_build, example_inputs, call, "fsdp", mesh)
-    read_in_loops = [
-        (shape, param.path)
-        for shape, read in flow.loops
-        for index, param in enumerate(params)
-        if read >> index & 1 and param.nbytes >= min_bytes
-    ]
-    if read_in_loops:
-        shape, path = read_in_loops[0]
+    large = union((x.nbytes >= min_bytes) << i for i, x in enumerate(params))
+    loops = [(shape, read & large) for shape, read in flow.loops if read & large]
+    if loops:
+        shape, read = loops[0]
+        path = next(x.path for i, x in enumerate(params) if read >> i & 1)
         rows = batch_axes(mesh) or names
         line = (
             f"fsdp: a loop reads {path!r}, which is sharded, and carries an activation "
@@ -178,41 +178,47 @@ def fsdp(
             f"mesh, {{'carry': ({rows[0] if len(rows) == 1 else rows!r}, ...)}})."
         )
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-    tables = tuple(x.path for i, x in enumerate(params) if flow.looked_up >> i & 1)
-    return LayoutMap(mesh, default=FsdpRule(names, mesh, min_bytes, tables=tables))
+    tables = {
+        param.path: tuple({*leaves_of(dim)} <= rows for dim in param.array.dims)
+        for each in flow.contractions
+        for rows in [{*leaves_of(each.factors)}]
+        for index, param in enumerate(params)
+        if each.bit & flow.lookups and each.weights >> index & 1
+    }
+    rule = FsdpRule(names, mesh, min_bytes, tables=tuple(tables.items()))
+    return LayoutMap(mesh, default=rule)
 
 
-def _axes(
-    mesh: Mesh, where: str, axes: Any, natural: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Returns the axes that a user gave, or the natural ones of the mesh."""
-    if axes is None and not natural:
+def _axes(mesh: Mesh, where: str, axes: Any, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that a user gave, or the usual ones of the mesh."""
+    if axes is None and not usual:
         fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
         fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
         raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
-    names = natural if axes is None else (axes,) if isinstance(axes, str) else axes
-    is_names = isinstance(names, (tuple, list)) and {str} == {*map(type, names)}
-    if not is_names or len({*names}) < len(names):
-        what = "a mesh axis name or several different ones"
-        msg = f"{where}: axes must be {what}, got {_checks.shown(axes)}."
-        raise LayoutMapError(msg)
+    names = usual if axes is None else axes
     mesh.axis_size(names)
-    return tuple(names)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if len({*names}) < max(1, len(names)):
+        msg = f"{where}: axes must be different mesh axes, one at least, got {axes!r}."
+        raise LayoutMapError(msg)
+    return names
 
 
 @dataclass(frozen=True)
 class FsdpRule:
     """The rule of `fsdp` and `zero_rule`: shards arrays over more axes, on one dim."""
 
+    name: ClassVar = "fsdp"  # as reports show it
     axes: tuple[str, ...]  # major first; those that shard an array already do not count
     mesh: Mesh = field(repr=False)
     min_bytes: int = 0  # on a device
-    min_size: int = field(default=0, repr=False)
+    # Of `zero_rule`, by which the largest dim comes first; else what moves the least.
+    min_size: int | None = field(default=None, repr=False)
     memory_kind: str | None = field(default=None, repr=False)
-    # The largest dim comes first; else that which moves the least.
-    by_size: bool = field(default=False, repr=False)
-    # The paths of what rows are looked up in; None if no program was traced.
-    tables: tuple[str, ...] | None = field(default=None, repr=False)
+    # The paths of lookup tables, and which dims are looked up; None without a program.
+    tables: tuple[tuple[str, tuple[bool, ...]], ...] | None = field(
+        default=None, repr=False
+    )
 
     def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
         """Returns the layout of an array that nothing else shards."""
@@ -235,7 +241,7 @@ class FsdpRule:
         if len(dims) < len(shape):
             reason = f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide {over}"
             reason += "; sharded by another, a lookup table shards every activation"
-        if size < self.min_size:
+        if size < (self.min_size or 0):
             reason = f"{size} elements, fewer than min_size={self.min_size}"
         elif size * _jax.itemsize(dtype) < self.min_bytes * shards:
             reason = f"smaller than min_bytes={self.min_bytes}"
@@ -252,18 +258,17 @@ class FsdpRule:
     def _dims(self, path: str, shape: tuple[int, ...], layout: Layout) -> Sequence[int]:
         """Returns the dims that may be sharded, in order of preference."""
         dims: Sequence[int] = sorted(range(len(shape)), key=lambda dim: -shape[dim])
-        if self.by_size:
+        if self.min_size is not None:
             return dims
+        for name, by_dim in self.tables or ():
+            if f"/{path}".endswith(f"/{name}") and len(by_dim) == len(shape):
+                return [dim for dim in dims if by_dim[dim]] or (0,)
         if len(shape) == 2:
             rows, columns = shape
-            is_kernel = _KERNEL.search(path) is not None
-            is_table = not is_kernel and _TABLE.search(path) is not None
-            if self.tables is not None:
-                is_table = any(f"/{path}".endswith(f"/{x}") for x in self.tables)
-                is_kernel = not is_table
+            is_kernel = self.tables is not None or _KERNEL.search(path) is not None
             is_tall = is_kernel and rows >= columns
             dims = (1, 0) if columns >= _VOCABULARY * rows or is_tall else (0, 1)
-            if is_table or (rows > columns and not is_kernel):
+            if not is_kernel and (rows > columns or _TABLE.search(path)):
                 dims = (0,)
         # A dim that is sharded already is the last choice: it gets smaller still.
         return sorted(dims, key=lambda dim: layout.specs[dim] is not None)

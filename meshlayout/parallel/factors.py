@@ -60,8 +60,7 @@ class Factor:
     def put_below(self, size: int) -> None:
         """Records that it lies below a factor of some size in one dim."""
         for leaf in self.leaves:
-            reason = f"{leaf.size} lies below a factor of {size} in one dim"
-            leaf._below = leaf._below or reason
+            leaf._below = leaf._below or f"it lies below a factor of {size} in one dim"
 
     def split(self, major: int) -> "tuple[Factor, Factor]":
         """Splits a leaf in two, everywhere."""
@@ -241,9 +240,10 @@ class Flow:
     added_lookups: set[int] = field(default_factory=set)
     # Factors of stacked weights that a product batches over.
     experts: list[Factor] = field(default_factory=list)
-    # Parameters, as bits: something is multiplied with them, or looked up in them.
+    # Parameters with which something is multiplied, as bits.
     multiplied: int = 0
-    looked_up: int = 0
+    # The contractions that are look-ups in parameters, as bits.
+    lookups: int = 0
     # Kernels of grouped convolutions, as bits, with the dim of groups.
     grouped: list[tuple[int, Dim]] = field(default_factory=list)
     # The shapes of activations that loops carry and nothing constrains, with the
@@ -255,7 +255,6 @@ class Flow:
     itemsize: int = 1
     depth: int = 0
     runs: int = 1
-    _lookups: int = 0
 
     def _nbytes(self, size: int) -> int:
         return size * self.runs * self.itemsize
@@ -289,20 +288,19 @@ class Flow:
 
     def reduce(self, dims: Iterable[Dim], size: int) -> None:
         """Notes that a reduction to an array of some size ends dims."""
-        factors = itertools.chain.from_iterable(dims)
-        self.reductions += [(factor, self._nbytes(size)) for factor in factors]
+        nbytes = self._nbytes(size)
+        self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
 
     def look_up(self, table: Value, dims: Iterable[Dim], size: int) -> None:
         """Notes that an array of some size is looked up along dims of a table."""
         if table.weights:
             self.contract(dims, (table,), size)
-            self._lookups |= self.new_bits
-            self.looked_up |= table.params
+            self.lookups |= self.new_bits
         else:
             self.reduce(dims, size)
 
     def add_lookups(self, args: Iterable[Value]) -> None:
         """Notes that arrays are combined, if all of them were only looked up."""
         bits = [arg.history for arg in args if arg.history]
-        if len(bits) > 1 and not union(bits) & ~self._lookups:
+        if len(bits) > 1 and not union(bits) & ~self.lookups:
             self.added_lookups.add(union(bits))

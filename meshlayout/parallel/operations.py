@@ -175,8 +175,8 @@ def _placewise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
 
 
 _TAKES = "takes parts of it"
-_ORDER = f"{_TAKES}; with its columns in the order of heads it could be sharded"
-_VERBS = {"dynamic_slice": _TAKES, "slice": _TAKES, "split": _ORDER}
+_FUSED = f"{_TAKES}; of matrices side by side, interleaved columns could be sharded"
+_VERBS = {"dynamic_slice": _TAKES, "slice": _FUSED, "split": _FUSED}
 
 
 # Products and look-ups: where parameters meet activations.
@@ -240,6 +240,7 @@ def _convolution(flow: Flow, eqn: Equation, lhs: Value, rhs: Value) -> list[Dims
         group, channel = regroup((channel,), (groups, rhs.shape[inputs]))
         first, *feature = regroup(feature, (groups, rhs.shape[features] // groups))
         link(group, first)
+        block((channel, *feature), "XLA cannot divide a group of a convolution")
         flow.grouped.append((rhs.weights, group))
     link(channel, rhs.dims[inputs])
     free = [lhs.dims[rows]], feature

@@ -91,7 +91,7 @@ def follow(
     paths = [leaf.path for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
     for index, (path, x) in enumerate(zip(paths, shapes, strict=False)):
         # Keys and counts are not learned: what is made of them alone is not a weight.
-        is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
+        is_quantized = jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) > 1
         is_weight = is_quantized or jnp.issubdtype(x.dtype, jnp.inexact)
         array = Value(x.shape, fresh_dims(x.shape), params=is_weight << index)
         params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
@@ -188,8 +188,10 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     flow.new_bits = 0
     flow.itemsize = max([1, *(_jax.itemsize(v.aval.dtype) for v in eqn.outvars[:1])])
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
-    # A slice of a weight is a weight, whatever says where it begins.
-    sources = args[:1] if name == "dynamic_slice" else args
+    # A slice of a weight is a weight, whatever says where it begins; but not a row that
+    # the inputs choose.
+    is_row = sum(map(bool, dims[0])) < 2 and any(arg.of_inputs for arg in args[1:])
+    sources = args[:1] if name == "dynamic_slice" and not is_row else args
     results = [
         made_of(sources, shape, each, flow.new_bits)
         for shape, each in zip(out_shapes(eqn), dims, strict=True)

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import jax
 
+from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import BATCH_AXES
 from meshlayout.errors import LayoutMapError
@@ -39,6 +40,7 @@ from meshlayout.parallel.operations import STACKED, WINDOW
 from meshlayout.parallel.program import Call, Model, Parameter, follow
 
 
+@_checks.user_call
 def tensor_parallel(
     mesh: Mesh | jax.sharding.Mesh,
     model_or_build: Model | Callable[[], Model],
@@ -101,6 +103,7 @@ def tensor_parallel(
     return LayoutMap(mesh, rules_for(rules))
 
 
+@_checks.user_call
 def expert_parallel(
     mesh: Mesh | jax.sharding.Mesh,
     axis: str,

@@ -21,8 +21,7 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._host_arrays import host_array
-from meshlayout._tracebacks import user_call
-from meshlayout.cluster.agreement import new_program, program_facts
+from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
@@ -102,8 +101,8 @@ class StateDescription(Generic[T]):
                 "has the shapes alone."
             )
             raise StateError(msg)
-        with new_program("create", self._mesh.devices.flat) as compare:
-            compare(lambda: self._facts(inputs))
+        devices = self._mesh.devices.flat
+        compare_program("create", devices, lambda: self._facts(inputs))
         is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
         targets = [*map(Layout.of, itertools.compress(self._leaves, is_array))]
         results = iter(run_on_shards(self._traced.jaxpr, inputs, targets, self._mesh))
@@ -122,6 +121,7 @@ class StateDescription(Generic[T]):
         return program_facts(facts, str(jaxpr.jaxpr))
 
 
+@_checks.user_call
 def describe(
     build: Callable[[], T], layouts: LayoutMap | None = None
 ) -> StateDescription[T]:
@@ -133,7 +133,7 @@ def describe(
     return describe_state(build, layouts, "describe")
 
 
-@user_call
+@_checks.user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
@@ -177,11 +177,8 @@ def describe_state(
     if layouts is None:
         layouts = LayoutMap(current_mesh() or create_mesh())
     if not isinstance(layouts, LayoutMap):
-        msg = (
-            f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate "
-            "everything, give LayoutMap(mesh)."
-        )
-        raise StateError(msg)
+        msg = f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate"
+        raise StateError(f"{msg} everything, give LayoutMap(mesh).")
     return place(trace(build), layouts)
 
 

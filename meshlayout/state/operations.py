@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _jax
-from meshlayout._annotations import DType, Equation
+from meshlayout._annotations import Equation
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -51,17 +51,13 @@ def run_on_shards(
 
     # Copies: results must not share memory with the caller's arrays.
     variables = (*inner.invars, *inner.constvars)
-    given = dict(zip(variables, (*inputs, *jaxpr.consts), strict=True))
-    used = {var for eqn, _ in schedule for var in _variables(eqn)}
-    for var in [var for var in given if var in used]:
-        layout = Layout.of(plan[var], len(var.aval.shape))
-        values[var] = copy_to_mesh(_array(given.pop(var)), layout)
+    for var, x in zip(variables, (*inputs, *jaxpr.consts), strict=True):
+        if var in plan:
+            layout = Layout.of(plan[var], len(var.aval.shape))
+            values[var] = copy_to_mesh(_array(x), layout)
     for index, (out, target) in enumerate(zip(inner.outvars, targets, strict=True)):
         if isinstance(out, Literal):
-            aval: Any = out.aval
-            results[index] = copy_to_mesh(_array(out.val, aval.dtype), target)
-        elif out in given:
-            results[index] = copy_to_mesh(_array(given[out]), target)
+            results[index] = copy_to_mesh(_array(out.val, out.aval), target)
     # Neither the user's `disable_jit` nor a mesh that is set may change the programs.
     with jax.disable_jit(disable=False), _jax.no_mesh():
         for eqn, last_used in schedule:
@@ -71,15 +67,15 @@ def run_on_shards(
             operands: list[Any] = []
             for var in eqn.invars:
                 is_literal = isinstance(var, Literal)
-                x = _array(var.val, var.aval.dtype) if is_literal else values[var]
+                x = _array(var.val, var.aval) if is_literal else values[var]
                 operands.append(x if is_safe and not is_literal else _jax.put(x, whole))
             shardings = tuple(plan[out] for out in eqn.outvars)
             params = tuple(sorted(eqn.params.items()))
-            key = (eqn.primitive, params, eqn.ctx, shardings)
-            made = _program(*key, is_safe=is_safe)(*operands)
-            values.update(zip(eqn.outvars, made, strict=True))
-            del operands, made
+            program = _program(eqn.primitive, params, eqn.ctx, shardings, is_safe)
+            values.update(zip(eqn.outvars, program(*operands), strict=True))
+            del operands
             finish(last_used)
+        finish([*values])  # inputs that are results as they are
     return results
 
 
@@ -110,7 +106,7 @@ def _plan(
 
     def choose(var: Any, specs: Any) -> None:
         # JAX does not shard empty arrays, or fails.
-        spec = PartitionSpec(*specs) if math.prod(var.aval.shape) else PartitionSpec()
+        spec = PartitionSpec(*(specs if math.prod(var.aval.shape) else ()))
         plan[var] = NamedSharding(mesh.jax_mesh, spec)
 
     def finest(shape: Sequence[int]) -> list[Any]:
@@ -125,7 +121,7 @@ def _plan(
     for eqn in reversed(jaxpr.eqns):
         if plan.keys().isdisjoint(eqn.outvars):
             continue
-        operands = _variables(eqn)
+        operands = [var for var in eqn.invars if not isinstance(var, Literal)]
         # In an order that is the same on all processes.
         variables = dict.fromkeys((*eqn.outvars, *operands))
         schedule.append((eqn, [var for var in variables if var not in used]))
@@ -187,8 +183,7 @@ def _program(
     params: tuple[tuple[str, Any], ...],
     context: Any,
     shardings: tuple[NamedSharding, ...],
-    *,
-    is_safe: bool,
+    is_safe: bool,  # noqa: FBT001
 ) -> Any:
     def apply(*operands: jax.Array) -> list[jax.Array]:
         if primitive.name == "sharding_constraint":  # the layout map decides
@@ -203,12 +198,9 @@ def _program(
     return jax.jit(apply, out_shardings=list(shardings))
 
 
-def _variables(eqn: Equation) -> list[Any]:
-    return [var for var in eqn.invars if not isinstance(var, Literal)]
-
-
-def _array(value: ArrayLike, dtype: DType | None = None) -> ArrayLike:
+def _array(value: Any, aval: Any = None) -> ArrayLike:
     # Also of a class that JAX 0.7 has for constants.
+    dtype = None if aval is None else aval.dtype
     return value if isinstance(value, jax.Array) else np.asarray(value, dtype)
 
 
@@ -227,16 +219,15 @@ reduce_precision rem reshape rev round rsqrt select_n sharding_constraint shift_
 shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
 squeeze stack stop_gradient sub tan tanh threefry2x32 tile transpose unstack xor
 """
-_CONTAINER_NAMES = """
-jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint
-scan while cond
-"""
 _SAFE = frozenset(_SAFE_NAMES.split())
-_CONTAINERS = frozenset(_CONTAINER_NAMES.split())
+_CONTAINERS = {
+    *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    *("remat2", "checkpoint", "scan", "while", "cond"),
+}
 
 
 def _keeps_bits_on_shards(eqn: Equation) -> bool:
-    if eqn.primitive.name in _CONTAINERS:
-        inner = (e for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
-        return all(map(_keeps_bits_on_shards, inner))
-    return eqn.primitive.name in _SAFE
+    if eqn.primitive.name not in _CONTAINERS:
+        return eqn.primitive.name in _SAFE
+    inner = (e for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return all(map(_keeps_bits_on_shards, inner))

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import StateError, did_you_mean
 
 
+@_checks.user_call
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """Dtypes of a step, for a combination that `precision=` has no name for.
@@ -25,9 +26,6 @@ class PrecisionPolicy:
             layer that was given a dtype keeps it. Statistics of normalization, losses
             and norms stay in float32.
         output: The dtype of what the model returns; None leaves it unchanged.
-
-    Raises:
-        StateError: If one of them is not a floating-point dtype.
     """
 
     compute: Any = None

@@ -18,7 +18,6 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
@@ -54,9 +53,10 @@ class ModelCode:
         return hash((type(self.module), type(self.tx)))
 
 
+@_checks.user_call
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class TrainState(Generic[T]):
+class TrainState(_checks.WithReflexes, Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
     Make one with `TrainState.create`. Its array fields are plain nested dicts (an Optax
@@ -83,7 +83,6 @@ class TrainState(Generic[T]):
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    @user_call
     def create(
         cls,
         build: Callable[[], Model | Mapping[str, Any]],
@@ -158,19 +157,11 @@ class TrainState(Generic[T]):
     def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
-        Each access makes a new one around the same arrays. A Linen module is bound with
-        its other collections mutable; read them back with `model_state_of`.
-
-        Raises:
-            StateError: If a step has donated this state's memory.
+        Each access makes a new one: what you set in it is not set in the state, whose
+        arrays are in `params` and `model_state`. A Linen module is bound with its other
+        collections mutable; read them back with `model_state_of`.
         """
-        if self._num_steps() is None:
-            msg = (
-                "a step has used up this state: it reused its memory. Continue with "
-                "the state that the step returned, or pass the step a copy: "
-                "jax.tree.map(jnp.copy, state)."
-            )
-            raise StateError(msg)
+        self._num_steps()
         code = self.program
         if code.graphdef is None:
             variables = {"params": self.params, **self.model_state}
@@ -178,14 +169,20 @@ class TrainState(Generic[T]):
         with eager_sharding_off():
             return nnx.merge(code.graphdef, self.params, self.model_state)
 
-    def _num_steps(self) -> int | str | None:
-        """Returns the step; `"?"` without a value, None if a step has donated it."""
+    def _num_steps(self) -> int | str:
+        """Returns the step, `"?"` if it has no value; refuses a used-up state."""
         step = self.step
         if isinstance(step, (Tracer, jax.ShapeDtypeStruct, Layout)):
             return "?"
         # A step donates all arrays or none.
-        is_deleted = isinstance(step, jax.Array) and step.is_deleted()
-        return None if is_deleted else int(step)
+        if isinstance(step, jax.Array) and step.is_deleted():
+            msg = (
+                "a step has used up this state: it reused its memory. Continue with "
+                "the state that the step returned, or pass the step a copy: "
+                "jax.tree.map(jnp.copy, state)."
+            )
+            raise StateError(msg)
+        return int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays that are not parameters, for `model_state`.
@@ -273,7 +270,11 @@ class TrainState(Generic[T]):
             rows.append([path, text, str(Layout.of(x)) if is_placed else "?"])
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
         size = f"{num_params:,}" if num_params else "?"  # of layouts
-        head = f"TrainState(step={self._num_steps()}, {size} parameters)"
+        try:
+            step = f"step={self._num_steps()}"
+        except StateError:
+            step = "used up by a step"
+        head = f"TrainState({step}, {size} parameters)"
         return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
 
 
@@ -283,11 +284,8 @@ def optimizer_by_path(
     """Returns `optax.multi_transform` with patterns of paths instead of labels.
 
     Use this to freeze a part of the model, or for learning rates of their own. Patterns
-    are searched for in the paths, and the first match wins; None freezes its parameters
-    and keeps no state for them.
-
-    Raises:
-        StateError: If an entry is wrong; at initialization, if no pattern matches.
+    are searched for in the paths, and the first match wins; every path needs one. None
+    freezes its parameters and keeps no state for them.
 
     Example:
         >>> import jax.numpy as jnp

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
@@ -21,8 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
-from meshlayout._tracebacks import show_user_frames, user_call
-from meshlayout.cluster.agreement import new_program, program_facts
+from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
@@ -63,7 +62,7 @@ def compile_step(
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
 ) -> "CompiledStep[P, R]": ...
-@user_call
+@_checks.user_call
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -185,7 +184,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
         self._last: _Jitted | None = None
-        self.called: Any = None  # the arguments of the last new program, abstract
+        self.called: Any = None  # types and layouts of the last call that was traced
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -223,7 +222,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
@@ -305,8 +304,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        why, now = "", None
-        agreement = contextlib.nullcontext(lambda facts: None)
+        why, now, is_compared = "", None, False
         if program is None:
             program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
@@ -314,16 +312,24 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
             if program.arguments is not None:  # else, it is only looked at
-                self.called = treedef.unflatten(map(_abstract, leaves, program.layouts))
+                types = [getattr(leaf, "aval", leaf) for leaf in leaves]
+                self.called = treedef, types, program.layouts
                 why = self._explain(now) if self._was_called else ""
-                agreement = self._agreement(program, why)
+                is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
         scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
         with _jax.ambient_mesh(program.mesh), scope:
-            with agreement as compare:
+            # Until all agree, it is behind those that run this call already.
+            num_steps = int(is_compared and program.is_shared)
+            counts.steps -= num_steps
+            try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
-                compare(functools.partial(self._facts, program.arguments, jaxpr))
+                if is_compared:
+                    facts = functools.partial(self._facts, program.arguments, jaxpr)
+                    compare_program(self.__name__, program.devices, facts, why)
+            finally:
+                counts.steps += num_steps
             result = self._inner(*args, **kwargs)
         if self._donates:
             result = self._kept(args[0], result, program.layouts)
@@ -331,16 +337,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
             self._seen = [*self._seen[-15:], now]
             self._last = None  # what the next call is given may be on a mesh now
         return result
-
-    @contextlib.contextmanager
-    def _agreement(self, program: _Jitted, why: str) -> Iterator[Any]:
-        # While it waits for the others, it is behind those that run this call already.
-        counts.steps -= program.is_shared
-        try:
-            with new_program(self.__name__, program.devices, why) as compare:
-                yield compare
-        finally:
-            counts.steps += program.is_shared
 
     def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
         constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
@@ -441,14 +437,6 @@ def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-
-def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
-    """Returns the type of a traced array, with its layout if it has one."""
-    if not isinstance(leaf, Tracer):
-        return leaf
-    options: Any = {"sharding": layout, "weak_type": jax.typeof(leaf).weak_type}
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
 
 
 def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:

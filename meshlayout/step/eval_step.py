@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from meshlayout import losses
+from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
-from meshlayout._tracebacks import user_call
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -28,7 +27,7 @@ from meshlayout.step.objective import (
 from meshlayout.step.state_step import StateStep
 
 
-@user_call
+@_checks.user_call
 def make_eval_step(
     loss_fn: Callable[..., Any],
     *,
@@ -49,11 +48,8 @@ def make_eval_step(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> def loss_fn(model, batch):
         ...     return jnp.square(model(batch["x"]) - batch["y"])
         >>> eval_step = make_eval_step(loss_fn)
@@ -109,7 +105,7 @@ class EvalStep(StateStep):
         return CompiledStep(eval_step, donate=False, **self._options)
 
 
-@user_call
+@_checks.user_call
 def make_predict_step(
     predict_fn: Callable[[Any, Any], Any],
     *,
@@ -128,10 +124,8 @@ def make_predict_step(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}))
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> state = ml.TrainState.create(build, optax.sgd(0.1), layouts)
+        >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> predict_step = make_predict_step(lambda model, x: model(x))
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)

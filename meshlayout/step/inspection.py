@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +19,7 @@ from meshlayout.state import TrainState
 if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
     from meshlayout.mesh import Mesh
-    from meshlayout.planning.executables import CompiledProgram
+    from meshlayout.planning import CompiledProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class StepInspection:
     """
 
     _state_name = "state"  # the step's first parameter
-    executable: Any = None  # from a file, for its first program
+    executable: Any = None  # from a file
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
@@ -107,86 +106,62 @@ class StepInspection:
 
         Use this to see what layouts cost, and with `to_lock` to hold it in a test.
         """
-        compiled = self.lower(*args, **kwargs).compile()
-        return communication_of(compiled, self._state_name)
+        compiled: Any = self.lower(*args, **kwargs).compile()
+        state = compiled.args_info[0][0]
+        leaves = _paths.flatten(state).leaves
+        paths = [leaf.path.removeprefix("params/") for leaf in leaves]
+        entries = jax.tree_util.tree_flatten_with_path(state)[0]
+        names = [self._state_name + jax.tree_util.keystr(keys) for keys, _ in entries]
+        names = map(meshlayout.hlo.leaf_name, names)  # of arguments, in JAX's words
+        return meshlayout.hlo.read_communication(
+            compiled,
+            arguments=dict(zip(names, paths, strict=True)),
+            results=paths if any(leaf.value.donated for leaf in leaves) else (),
+        )
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
 
         Use this to see whether a step fits, and what of it takes the memory.
         """
-        return memory_of(self.lower(*args, **kwargs).compile())
+        compiled: Any = self.lower(*args, **kwargs).compile()
+        infos, treedef = jax.tree.flatten(compiled.args_info)
+        # None for what the program does not use.
+        shardings = treedef.flatten_up_to(compiled.input_shardings)
+        pairs = list(zip(infos, shardings, strict=True))
+        # A program takes a state's arrays in the order of its fields.
+        state = compiled.args_info[0][0]
+        is_state = isinstance(state, TrainState)
+        fields = [state.params, state.opt_state] if is_state else [(), ()]
+        params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
+        parts = itertools.pairwise([0, params, params + slots, whole, None])
+        by_part = [_shard_bytes(pairs[slice(*part)], on_host=False) for part in parts]
+        names = ["parameter", "optimizer", "other_state", "batch"]
+        analysis = compiled.memory_analysis()
+        return StepMemory(
+            **{f"{x}_bytes": size for x, size in zip(names, by_part, strict=True)},
+            host_bytes=_shard_bytes(pairs, on_host=True),
+            gradient_bytes=by_part[0] if is_state and infos[0].donated else 0,
+            argument_bytes=analysis.argument_size_in_bytes,
+            output_bytes=analysis.output_size_in_bytes,
+            donated_bytes=analysis.alias_size_in_bytes,
+            temporary_bytes=analysis.temp_size_in_bytes,
+            code_bytes=analysis.generated_code_size_in_bytes,
+        )
 
     def compile_for(
         self, target: "str | Mesh | jax.sharding.Mesh", *args: Any, **kwargs: Any
     ) -> "CompiledProgram":
-        """Compiles the step for devices that need not be here, with its reports.
-
-        Args:
-            target: A topology, as `"v5e:4x4"`, for the axes of the state's mesh, of
-                which the first takes what is left; or a mesh with these axes.
-            *args: As for `memory`: their specs are taken over to the target.
-            **kwargs: The same by name.
-        """
+        """Compiles the step for a slice that is not here; `planning.compile_for`."""
         return meshlayout.planning.compile_for(self, target, *args, **kwargs)
 
-    def save_compiled(self, path: str | PathLike[str], *args: Any) -> None:
-        """Saves the executable of the last call, or for arguments, in a file.
-
-        Each of several processes writes one. `load_compiled` reads it.
-        """
+    def save_compiled(self, path: str, *args: Any) -> None:
+        """Saves the executable of the last call; see `planning.save_compiled`."""
         meshlayout.planning.save_compiled(self, path, *args)
 
-    def load_compiled(self, path: str | PathLike[str]) -> None:
-        """Takes the first program from a file: the first call compiles nothing.
-
-        The file is for the same versions of JAX, devices and program; anything else is
-        a StepError, here or at the first call, that says what differs. Loading runs
-        what is in the file: load none that you do not trust.
-        """
+    def load_compiled(self, path: str) -> None:
+        """Takes the first program from a file; see `planning.load_compiled`."""
         meshlayout.planning.load_compiled(self, path)
-
-
-def communication_of(compiled: Any, state_name: str) -> "Communication":
-    """Returns the collectives of a compiled step, with the paths of its state."""
-    state = compiled.args_info[0][0]
-    leaves = _paths.flatten(state).leaves
-    paths = [leaf.path.removeprefix("params/") for leaf in leaves]
-    entries = jax.tree_util.tree_flatten_with_path(state)[0]
-    names = [state_name + jax.tree_util.keystr(keys) for keys, _ in entries]
-    names = map(meshlayout.hlo.leaf_name, names)  # of arguments, in JAX's words
-    return meshlayout.hlo.read_communication(
-        compiled,
-        arguments=dict(zip(names, paths, strict=True)),
-        results=paths if any(leaf.value.donated for leaf in leaves) else (),
-    )
-
-
-def memory_of(compiled: Any) -> StepMemory:
-    """Returns the bytes that a compiled step takes on each device."""
-    infos, treedef = jax.tree.flatten(compiled.args_info)
-    # None for what the program does not use.
-    shardings = treedef.flatten_up_to(compiled.input_shardings)
-    pairs = list(zip(infos, shardings, strict=True))
-    # A program takes a state's arrays in the order of its fields.
-    state = compiled.args_info[0][0]
-    is_state = isinstance(state, TrainState)
-    fields = [state.params, state.opt_state] if is_state else [(), ()]
-    params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
-    parts = itertools.pairwise([0, params, params + slots, whole, None])
-    by_part = [_shard_bytes(pairs[slice(*part)], on_host=False) for part in parts]
-    names = ["parameter", "optimizer", "other_state", "batch"]
-    analysis = compiled.memory_analysis()
-    return StepMemory(
-        **{f"{x}_bytes": size for x, size in zip(names, by_part, strict=True)},
-        host_bytes=_shard_bytes(pairs, on_host=True),
-        gradient_bytes=by_part[0] if is_state and infos[0].donated else 0,
-        argument_bytes=analysis.argument_size_in_bytes,
-        output_bytes=analysis.output_size_in_bytes,
-        donated_bytes=analysis.alias_size_in_bytes,
-        temporary_bytes=analysis.temp_size_in_bytes,
-        code_bytes=analysis.generated_code_size_in_bytes,
-    )
 
 
 def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:

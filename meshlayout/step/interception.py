@@ -123,9 +123,6 @@ def _handled(
     return proceed
 
 
-# Padding.
-
-
 def weight_mask(weights: jax.Array) -> Interceptor:
     """Returns an interceptor that leaves weight 0 out of batch statistics."""
 
@@ -160,8 +157,6 @@ def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
     is_real = (weights != 0).any(axis=tuple(range(dims, weights.ndim)))
     return is_real.reshape(is_real.shape + (1,) * (x.ndim - dims))
 
-
-# Recomputation in the backward pass.
 
 # "none", "blocks", "full", or what is saved of blocks: one of jax.checkpoint_policies.
 Remat: TypeAlias = str | Callable[..., Any]

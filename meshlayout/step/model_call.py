@@ -103,9 +103,6 @@ def _with_pmap_axes(call: Callable[[], _T]) -> _T:
     return _with_pmap_axes(lambda: mapped(0))
 
 
-# Precision.
-
-
 def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str]:
     """Returns the paths of the layers that have a field `dtype`."""
     if isinstance(model, nnx.Module):
@@ -144,9 +141,6 @@ def _casting(policy: PrecisionPolicy, model: Module) -> Interceptor:
         return cast(call.proceed(*args, **kwargs), policy.output)
 
     return intercept
-
-
-# What a model keeps and records.
 
 
 def _collected(model: Any, before: PyTree) -> tuple[dict[str, Any], PyTree]:

@@ -183,9 +183,6 @@ def _weighted_rows(
         raise LossError(f"{what} losses that do not fit: {error}") from None
 
 
-# Metrics.
-
-
 def metrics_of_batch(
     parts: Mapping[str, jax.Array],
     notes: Mapping[str, jax.Array],
@@ -222,9 +219,6 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
         return leaf if mesh.empty else _jax.constrain(leaf, whole)
 
     return jax.tree.map(settled, metrics)
-
-
-# Options.
 
 
 def check_function(name: str, where: str, function: Callable[..., Any]) -> None:

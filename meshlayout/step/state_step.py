@@ -28,7 +28,6 @@ from meshlayout._batches import (
     get_weights,
     marked_weights,
 )
-from meshlayout._tracebacks import show_user_frames
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -72,8 +71,8 @@ class StateStep(StepInspection):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
-        fresh = {"_compiled": {}, "_empty": {}, "_last": None, "executable": None}
-        return {**vars(self), **fresh}
+        fresh: dict[str, Any] = {"_compiled": {}, "_empty": {}, "_last": None}
+        return {**vars(self), **fresh, "executable": None}
 
     def without_layouts(self) -> Self:
         """Returns the same step for states on any mesh, which follows no layout map."""
@@ -105,13 +104,14 @@ class StateStep(StepInspection):
                 result = compiled(*args)
                 is_as_given = args[0] is state and args[1] is batch
                 last = self._last = None
-                if self._repeats and is_as_given and not _jax.is_tracing():
+                is_placed = is_as_given and all(map(layout_of, jax.tree.leaves(batch)))
+                if self._repeats and is_placed and not _jax.is_tracing():
                     last = self._last = _LastCall(compiled, empty, result[0], batch)
             if last is not None:
                 last.results = [*map(weakref.ref, result)]
             return result
         except Exception as error:
-            show_user_frames(error)
+            _checks.show_user_frames(error)
             raise
 
     def _call_of(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -38,7 +37,7 @@ from meshlayout.step.update import (
 )
 
 
-@user_call
+@_checks.user_call
 def make_train_step(
     loss_fn: Callable[..., Any],
     *,

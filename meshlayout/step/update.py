@@ -42,9 +42,6 @@ OnNonfinite: TypeAlias = Literal["skip", "ignore"]
 EMA, SKIPPED, LOSS_SCALE = "ema", "skipped", "loss_scale"
 
 
-# Gradients.
-
-
 class Gradients(NamedTuple):
     """The gradients of one global batch, and what else was computed with them."""
 
@@ -232,9 +229,6 @@ def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
     return jax.tree.map(
         lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
     )
-
-
-# What they change.
 
 
 @dataclass(frozen=True)

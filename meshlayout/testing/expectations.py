@@ -5,9 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, _paths, _render
-from meshlayout._annotations import Leaf, PyTree
-from meshlayout.arrays.placement import is_same_layout
+from meshlayout import _checks, _paths
+from meshlayout._annotations import PyTree
+from meshlayout.arrays.placement import array_text, is_same_layout
 from meshlayout.errors import LayoutError, MeshLayoutError, did_you_mean
 from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.layout import Layout, as_layout
@@ -16,14 +16,11 @@ from meshlayout.step import compile_step
 from meshlayout.step.inspection import StepInspection
 
 
+_OPTIONS = "only", "max_wire_bytes"
+
+
 class VerificationError(MeshLayoutError, AssertionError):
     """A step, a layout or a program differs from what a test expects."""
-
-
-def leaf_text(x: Leaf) -> str:
-    """Returns the type of an array, such as `f32[512, 10]`, or what else it is."""
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    return _render.array_text(x.dtype, x.shape) if is_array else _checks.shown(x)
 
 
 def assert_layout(x: PyTree, expected: Any) -> None:
@@ -67,7 +64,7 @@ def assert_layout(x: PyTree, expected: Any) -> None:
 
 
 def _problem(leaf: _paths.Leaf, expected: Any) -> str:
-    where = f"{leaf.path} {leaf_text(leaf.value)}".strip()
+    where = array_text(leaf.path, leaf.value) or _checks.shown(leaf.value)
     if not isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return f"{where} is on no mesh, but {expected!r} was expected."
     try:
@@ -84,6 +81,7 @@ def _problem(leaf: _paths.Leaf, expected: Any) -> str:
     return f"{where}: the layout is {actual!r}, but {layout!r} was expected."
 
 
+@_checks.user_call
 def expect_communication(
     program: Any,
     *args: Any,
@@ -129,7 +127,7 @@ def expect_communication(
         if kind not in KINDS:
             msg = (
                 f"{kind!r} is not a kind of collective; the kinds are "
-                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
+                f"{', '.join(KINDS)}.{did_you_mean(kind, (*KINDS, *_OPTIONS))}"
             )
             raise VerificationError(msg)
         _checks.count(kind, count, at_least=0, error=VerificationError)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh, to_numpy
+from meshlayout.arrays.placement import array_text
 from meshlayout.errors import MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
@@ -22,7 +23,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep, PredictStep
 from meshlayout.step.state_step import StateStep
-from meshlayout.testing.expectations import VerificationError, leaf_text
+from meshlayout.testing.expectations import VerificationError
 
 
 # A difference may be this many times the effect of one rounding error per input. One
@@ -50,14 +51,12 @@ class Difference:
 
     Attributes:
         path: The path of the leaf, which begins with `state` or `aux`.
-        array: Its dtype and shape, such as `f32[512, 10]`.
         largest: The largest difference; infinite if only one value is NaN.
         allowed: The largest difference that passes.
         text: What differs and by how much; empty if it passes.
     """
 
     path: str
-    array: str
     largest: float
     allowed: float
     text: str = ""
@@ -85,6 +84,7 @@ class Verification:
         )
 
 
+@_checks.user_call
 def verify(
     step: Any,
     state: PyTree,
@@ -203,9 +203,9 @@ def verify(
             # The loss is nearest to the cause: parameters differ because it does.
             first = min(wrong, key=lambda leaf: leaf.path != "aux/loss")
             msg = (
-                f"step {number}: {first.path} {first.array} differs between {mesh!r} "
-                f"and one device{first.text}\nLeaves that differ: {len(wrong)} of "
-                f"{len(differences)}.\n{_CAUSES}"
+                f"step {number}: {array_text(first.path, leaves[first.path])} differs "
+                f"between {mesh!r} and one device{first.text}\nLeaves that differ: "
+                f"{len(wrong)} of {len(differences)}.\n{_CAUSES}"
             )
             raise VerificationError(msg)
     return Verification(mesh, num_steps, tuple(differences))
@@ -262,11 +262,11 @@ def _allowed(
 def _compared(
     path: str, leaf: Leaf, expected: np.ndarray, allowed: float
 ) -> Difference:
-    array, values = leaf_text(leaf), np.asarray(to_numpy(leaf))
+    values = np.asarray(to_numpy(leaf))
     kinds = [_render.array_text(x.dtype, x.shape) for x in (values, expected)]
     if kinds[0] != kinds[1]:
         text = f": it is {kinds[0]} on the mesh and {kinds[1]} on one device."
-        return Difference(path, array, np.inf, 0.0, text)
+        return Difference(path, np.inf, 0.0, text)
     distances = np.abs(_wide(values) - _wide(expected))
     both_nan = (values != values) & (expected != expected)
     # NaN on one side alone, and integers so large that floats do not tell them apart.
@@ -274,7 +274,7 @@ def _compared(
     distances = np.where((values == expected) | both_nan, 0.0, distances)
     largest, num_wrong = float(distances.max(initial=0.0)), np.sum(distances > allowed)
     if not num_wrong:
-        return Difference(path, array, largest, allowed)
+        return Difference(path, largest, allowed)
     index = tuple(map(int, np.unravel_index(distances.argmax(), distances.shape)))
     text = (
         f". The largest difference is {largest:.3g}"
@@ -282,7 +282,7 @@ def _compared(
         f"{expected[index]} on one device, where {allowed:.2g} is allowed. Elements "
         f"that differ: {num_wrong:,} of {values.size:,}."
     )
-    return Difference(path, array, largest, allowed, text)
+    return Difference(path, largest, allowed, text)
 
 
 def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:

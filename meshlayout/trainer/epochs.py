@@ -190,13 +190,12 @@ class TrainerInput:
         self._pass = iter(data if isinstance(data, Iterable) else data())
         return self._pass
 
-    # Batches on the mesh.
-
     def _placed(self, batch: Batch | PlacedBatch) -> PlacedBatch | None:
         """Returns a batch on the mesh; None if it holds no examples."""
         if isinstance(batch, PlacedBatch):  # of arrays
-            rows, self.size = batch.num_examples, num_examples(batch.batch)
-            if rows == self.size or not self._marks:
+            rows, size = batch.num_examples, num_examples(batch.batch)
+            self.size = self.size or size
+            if rows == size or not self._marks:
                 return batch
             batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)
@@ -273,20 +272,10 @@ class TrainerInput:
         plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
 
-    # Positions.
-
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
         iterator = self._pass if isinstance(self._pass, Continues) else None
         return {"given": self._num_given, "number": self._number}, iterator
-
-    def first_batch(self) -> Batch:
-        """Returns a batch of a pass; `resume` goes to a position next."""
-        for batch in self._begin():
-            self._num_given, placed = self._num_given + 1, self._placed(batch)
-            if placed is not None:
-                return placed.batch
-        raise CheckpointError(f"{self._name} yielded no batch to resume with.")
 
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool

@@ -1,7 +1,7 @@
 """`History`: the metrics of a trainer's epochs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,6 @@ class History(Mapping[str, list[Any]]):
         self.epochs.append(epoch)
         for name, values in self._values.items():
             values.append(logs.get(name, math.nan))
-
-    def _restore(self, epochs: Sequence[int], values: Mapping[str, Any]) -> None:
-        """Replaces all epochs by those of a checkpoint."""
-        self.epochs = list(epochs)
-        self._values = {name: list(column) for name, column in values.items()}
 
     def plot(self, *names: str) -> Curves:
         """Returns the curves of metrics, or of all, to print or as a notebook's result.

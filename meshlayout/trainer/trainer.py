@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout._tracebacks import user_call
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
@@ -45,7 +45,8 @@ from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 _log = logging.getLogger("meshlayout")
 
 
-class Trainer:
+@_checks.user_call
+class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
@@ -80,17 +81,10 @@ class Trainer:
         stopped: Why training ends before its last epoch; empty if it does not.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import meshlayout as ml
         >>> import optax
-        >>> from flax import nnx
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
-        >>> def loss_fn(model, batch):
-        ...     x, y = batch
-        ...     return jnp.square(model(x) - y)
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
+        >>> loss_fn = lambda model, batch: (model(batch[0]) - batch[1]) ** 2
         >>> x = np.random.default_rng(0).normal(size=(20, 2)).astype("float32")
         >>> y = x @ np.array([[2.0], [3.0]], "float32")
         >>> trainer = Trainer(state, loss_fn)
@@ -99,7 +93,6 @@ class Trainer:
         (True, (20, 1))
     """
 
-    @user_call
     def __init__(
         self,
         state: PyTree,
@@ -111,6 +104,10 @@ class Trainer:
         pad: bool = True,
         **options: Any,
     ) -> None:
+        if loss_fn is not None and isinstance(state, (nnx.Module, nn.Module)):
+            msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
+            build = f"lambda: {type(state).__name__}(...)"
+            raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
@@ -121,8 +118,6 @@ class Trainer:
         self._callbacks: list[Callback] = []
         self._metrics: Metrics | None = None
         self._told: set[str] = set()
-
-    # The steps, which may be overridden.
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
@@ -144,9 +139,6 @@ class Trainer:
         """Returns the model's predictions for one batch; the state is not used up."""
         return self._steps.predict(state, batch)
 
-    # The loops.
-
-    @user_call
     def fit(
         self,
         train: Data | PyTree,
@@ -239,11 +231,7 @@ class Trainer:
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            array = self.state.step
-            if isinstance(array, jax.Array) and array.is_deleted():
-                msg = "fit: the trainer's state is used up: a step reused its memory."
-                raise MeshLayoutError(f"{msg} Give it the state that came of the step.")
-            step = int(array)  # waits, but nothing is running yet
+            step = int(self.state._num_steps())  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
@@ -263,7 +251,6 @@ class Trainer:
             self._notify("on_fit_end")
         return self.history
 
-    @user_call
     def evaluate(
         self,
         data: Data | PyTree,
@@ -278,7 +265,6 @@ class Trainer:
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
         return self._evaluate(source)
 
-    @user_call
     def predict(
         self,
         data: Data | PyTree,
@@ -318,8 +304,6 @@ class Trainer:
         stopped = f", stopped: {self.stopped}" if self.stopped else ""
         epochs, step = len(self.history.epochs), self.position.step
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
-
-    # The parts of the loops.
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
         """Trains for an epoch, or for the rest of a resumed one."""

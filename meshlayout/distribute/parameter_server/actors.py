@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from meshlayout import _optional
+from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._paths import box_value, is_nnx_object
 from meshlayout.data import InputContext
@@ -34,7 +34,7 @@ MOST_KEPT = 64
 
 def ray_module() -> Any:
     """Returns Ray, if it is installed."""
-    return _optional.require("ray", extra="ray", purpose="ParameterServerStrategy")
+    return _checks.require("ray", extra="ray", purpose="ParameterServerStrategy")
 
 
 class ParameterServer:

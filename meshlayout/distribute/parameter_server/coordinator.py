@@ -92,6 +92,7 @@ class PerWorkerDataset:
         return actors.iterator, (self._number,)
 
 
+@_checks.user_call
 class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 

@@ -13,7 +13,6 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import Leaf
-from meshlayout._tracebacks import user_call
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.load import Request
 from meshlayout.checkpoint.orbax import SavedStep
@@ -27,6 +26,7 @@ from meshlayout.trainer.epochs import TrainerInput
 _METRICS = "epoch_metrics"
 
 
+@_checks.user_call
 class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and at preemption.
 
@@ -43,7 +43,6 @@ class Checkpoint(Callback):
         every: `"epoch"`, or a number of steps.
     """
 
-    @user_call
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
@@ -58,7 +57,6 @@ class Checkpoint(Callback):
         self._saved_at: tuple[int, bool] | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Raises CheckpointError if a new run would mix its steps with another's."""
         self._saved_at, first = None, trainer.position.step
         if trainer.input is not None and trainer.input.is_resumed:
             return
@@ -73,19 +71,16 @@ class Checkpoint(Callback):
             raise CheckpointError(msg)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        """Saves if a multiple of `every` steps was reached."""
         every = 0 if self._every == "epoch" else int(self._every)
         # With `steps_per_call`, the multiple need not be the call's last step.
         if every and step // every > (step - trainer.steps_in_call) // every:
             self._save(trainer, metrics)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
         if self._best is not None or self._every == "epoch":
             self._save(trainer, None, force=self._best is not None)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Saves the end and waits for it, so that a failure is raised here."""
         position = trainer.position
         if position.step_in_fit and (self._saved_at or (None,))[0] != position.step:
             self._save(trainer, None, force=True)
@@ -147,8 +142,8 @@ class Checkpoint(Callback):
             if not abstract:  # else an older checkpoint is tried
                 # Padded as before, so that the same program computes the same bits.
                 source.size = saved.facts["metadata"]["resume"]["batch_rows"]
-                batch, count = source.first_batch(), trainer._steps.group_size
-                batches = batch if count == 1 else [batch] * count
+                (first,), count = next(source.groups()), trainer._steps.group_size
+                batches = first.batch if count == 1 else [first.batch] * count
                 result = trainer.train_step(trainer.state, batches, None)
                 abstract.extend(jax.tree.map(_abstract, result))
             state, metrics = abstract
@@ -165,7 +160,8 @@ class Checkpoint(Callback):
         notes = saved.facts["metadata"]["resume"]
         history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
-        history._restore(**notes["history"])
+        past = notes["history"]
+        history.epochs, history._values = past["epochs"], past["values"]
         trainer.position = replace(
             position,
             epoch=len(history.epochs),

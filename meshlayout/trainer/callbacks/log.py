@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _checks, _optional
-from meshlayout._tracebacks import user_call
+from meshlayout import _checks
 from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scalars
 
 
+@_checks.user_call
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
@@ -28,17 +28,15 @@ class Log(Callback):
         path: The file or directory; it is overwritten, and created.
     """
 
-    @user_call
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path, self._mode = Path(path), "w+"
         self._kind, self._tensorboard = self._path.suffix, None
         if self._kind not in (".csv", ".jsonl"):
             options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
-            self._tensorboard = _optional.require("tensorboardX", **options)
+            self._tensorboard = _checks.require("tensorboardX", **options)
         self._file: Any = None  # while it is open
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Opens the file."""
         if jax.process_index() != 0:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +49,6 @@ class Log(Callback):
         self._mode = "a+"
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's values."""
         if self._file is None:
             return
         step, values = trainer.position.step, scalars(logs)
@@ -75,7 +72,6 @@ class Log(Callback):
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
         self._file = None

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
+from meshlayout import _checks
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
-from meshlayout._tracebacks import user_call
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import (
     AsyncMetrics,
@@ -85,6 +85,7 @@ class _Notebook:
         self._handle.update(self._html(html_block(*lines, *bar)))
 
 
+@_checks.user_call
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
@@ -97,13 +98,11 @@ class Progress(Callback):
         console: A `rich` console; by default standard output, or a notebook's cell.
     """
 
-    @user_call
     def __init__(self, console: Console | None = None) -> None:
         self._console, self._pending = console, AsyncMetrics()
         self._display: _Terminal | _Notebook | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._shown_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
         if jax.process_index() == 0:
@@ -112,7 +111,6 @@ class Progress(Callback):
             self._display = _Notebook() if in_cell else _Terminal(console)
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        """Starts a bar."""
         self._pending.pending.clear()
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
@@ -120,7 +118,6 @@ class Progress(Callback):
         self._show(trainer.position)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
         now_s = time.perf_counter()
@@ -134,12 +131,10 @@ class Progress(Callback):
             self._show(position, "".join([*texts, f"  {rate}"]))
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
         self._show(trainer.position, "  validating")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Writes the epoch's line."""
         if self._display is None:
             return
         position, width = trainer.position, self._display.width
@@ -163,7 +158,6 @@ class Progress(Callback):
             self._display.add_line(f"stopped: {trainer.stopped}")
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._display is not None:
             self._display.close()
         self._display = None

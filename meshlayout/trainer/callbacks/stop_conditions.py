@@ -7,7 +7,6 @@ from typing import Any, Literal
 import jax
 
 from meshlayout import _checks
-from meshlayout._tracebacks import user_call
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -17,6 +16,7 @@ from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, 
 _log = logging.getLogger("meshlayout")
 
 
+@_checks.user_call
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
@@ -33,7 +33,6 @@ class EarlyStopping(Callback):
             on the devices at each better epoch. The state must be a `TrainState`.
     """
 
-    @user_call
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -52,7 +51,6 @@ class EarlyStopping(Callback):
         self._weights: dict[str, Any] = {}  # copies of the best ones
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Forgets other runs."""
         is_resumed = trainer.input is not None and trainer.input.is_resumed
         self._first = 0 if is_resumed else len(trainer.history.epochs)
         self._best_epoch, self._weights = 0, {}
@@ -61,7 +59,6 @@ class EarlyStopping(Callback):
             raise MeshLayoutError(f"{msg} The state is {_checks.shown(trainer.state)}.")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
         best, self._best_epoch = math.inf, 0
@@ -83,7 +80,6 @@ class EarlyStopping(Callback):
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Restores the best parameters."""
         if self._weights:
             ema, extra = self._weights.pop("ema"), trainer.state.extra
             extra = {**extra, "ema": ema} if "ema" in extra else extra
@@ -97,6 +93,7 @@ class EarlyStopping(Callback):
         self._weights = {}
 
 
+@_checks.user_call
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
@@ -108,16 +105,13 @@ class StopOnNaN(Callback):
         monitor: The name of the value.
     """
 
-    @user_call
     def __init__(self, monitor: str = "loss") -> None:
         self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        """Drops the values of an earlier epoch."""
         self._pending.pending.clear()
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        """Checks the values that are ready."""
         names = {self._monitor} & {*metrics}
         watched = Metrics({name: metrics.metric(name) for name in names})
         self._pending.add(trainer.position, watched)
@@ -126,7 +120,6 @@ class StopOnNaN(Callback):
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        """Checks the epoch's value."""
         if not trainer.stopped:
             value = trainer.history[self._monitor][-1]
             self._check(trainer, trainer.position.step, value)
