@@ -4,6 +4,7 @@
 `doctor` looks at this machine.
 """
 
+from meshlayout.planning.candidates import bfloat16_state as bfloat16_state
 from meshlayout.planning.checkup import (
     Checkup as Checkup,
     Finding as Finding,
@@ -22,4 +23,4 @@ from meshlayout.planning.executables import (
 )
 from meshlayout.planning.ranking import Ranking as Ranking, Row as Row
 from meshlayout.planning.schedule import Replay as Replay, replay as replay
-from meshlayout.planning.search import bfloat16_state as bfloat16_state, plan as plan
+from meshlayout.planning.search import plan as plan

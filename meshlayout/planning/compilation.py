@@ -24,7 +24,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jaxlib
 from jax._src import compiler  # noqa: TID251
 from jax._src.interpreters import mlir  # noqa: TID251
 from jax._src.lib import xla_client  # noqa: TID251
@@ -41,32 +40,27 @@ class Job:
     options: bytes
     topology: str  # or a number of CPU devices
     ids: tuple[int, ...]
-    key: str  # the name of its result in a cache
+    key: str  # the name of its outcome in a cache
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a compiler said about a program.
 
-    Attributes:
-        text: The compiled program, or empty.
-        peak_bytes: Arguments, new results, temporaries and code, by the compiler; what
-            the program would need, if it was refused.
-        memory_bytes: What there is, if it was refused for memory.
-        error: The compiler's first line, if it failed.
-        seconds: That it took.
-        host_bytes: Of memory that the process took at the most.
+    `peak_bytes` are arguments, new results, temporaries and code; of a program that was
+    refused for memory, what it needs, and `memory_bytes` what there is.
     """
 
     text: str = ""
     peak_bytes: float = 0.0
     memory_bytes: float = 0.0
-    error: str = ""
+    error: str = ""  # the compiler's first line
     seconds: float = 0.0
-    host_bytes: int = 0
+    host_bytes: int = 0  # that the process took at the most
 
 
 _PROGRAM = "from meshlayout.planning import compilation; compilation.main()"
+_ENDED = "the compiler ended with status"
 
 
 class _CaughtError(Exception):
@@ -78,8 +72,7 @@ def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Job:
     caught: list[Any] = []
 
     def catch(backend: Any, module: Any, devices: Any, options: Any, *_: Any) -> Any:
-        data = mlir.module_to_bytecode(module), options.SerializeAsString()
-        caught.extend(data)
+        caught.extend([mlir.module_to_bytecode(module), options.SerializeAsString()])
         raise _CaughtError
 
     caught_here = contextlib.suppress(_CaughtError)
@@ -87,140 +80,115 @@ def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Job:
         lowered.compile()
     module, options = caught
     ids = tuple(int(device.id) for device in mesh.devices.flat)
-    # The text has no lines of code, which would change with every edit.
-    version = (jaxlib.__version__, _libtpu_version(), topology, ids)
-    parts = lowered.as_text().encode(), options, repr(version).encode()
-    return Job(
-        module, options, topology, ids, hashlib.sha256(b"".join(parts)).hexdigest()
-    )
-
-
-def _libtpu_version() -> str:
+    versions = [jax.__version__, topology, ids]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("libtpu")
-    return ""
+        versions.append(importlib.metadata.version("libtpu"))
+    # The text has no lines of code, which would change with every edit.
+    parts = lowered.as_text().encode(), options, repr(versions).encode()
+    key = hashlib.sha256(b"".join(parts)).hexdigest()
+    return Job(module, options, topology, ids, key)
 
 
 def compile_all(
-    jobs: Iterator[tuple[Any, Job]], cache: Path | None, workers: int
-) -> Iterator[tuple[Any, Outcome]]:
+    jobs: Iterator[tuple[int, Job]], cache: Path, workers: int
+) -> Iterator[tuple[int, Outcome]]:
     """Compiles jobs as they come, and yields what came of each, in any order.
 
-    Nothing is taken from the jobs until there is room for it. If the caller stops, the
-    processes are ended.
+    A job is taken when there is room for it. If the caller stops, processes are ended.
     """
-    numbers = itertools.count()
-    running: dict[Any, tuple[Any, Job, Path, subprocess.Popen[bytes], float]] = {}
+    running: dict[int, tuple[Job, Path, subprocess.Popen[bytes]]] = {}
+    numbers, is_more = itertools.count(), True
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="meshlayout-plan-") as folder:
         try:
-            is_more = True
             while is_more or running:
                 while is_more and len(running) < workers:
-                    name, job = next(jobs, (None, None))
+                    index, job = next(jobs, (-1, None))
                     is_more = job is not None
                     if job is None:
                         break
-                    saved = cache and cache / f"{job.key}.pickle"
-                    if saved and saved.exists():
-                        yield name, pickle.loads(saved.read_bytes())
+                    if (cache / job.key).exists():
+                        yield index, pickle.loads((cache / job.key).read_bytes())
                         continue
                     path = Path(folder) / str(next(numbers))
-                    path.write_bytes(pickle.dumps(job))
-                    process = _started(job, path)
-                    running[process.pid] = name, job, path, process, time.monotonic()
-                for pid, (name, job, path, process, start) in [*running.items()]:
-                    if process.poll() is None:
-                        continue
-                    del running[pid]
-                    outcome = _outcome(path, process, time.monotonic() - start)
-                    if cache and not outcome.error.startswith("the compiler ended"):
-                        _save(cache / f"{job.key}.pickle", outcome)
-                    yield name, outcome
+                    running[index] = job, path, _started(job, path)
+                for index, (job, path, process) in [*running.items()]:
+                    if process.poll() is not None:
+                        del running[index]
+                        outcome = _outcome(path, process.returncode)
+                        if not outcome.error.startswith(_ENDED):
+                            _write(cache / job.key, outcome)
+                        yield index, outcome
                 time.sleep(0.05)
         finally:
-            for *_, process, _ in running.values():
+            for *_, process in running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
 def _started(job: Job, path: Path) -> "subprocess.Popen[bytes]":
+    path.write_bytes(pickle.dumps(job))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     if job.topology.isdecimal():
         environment["JAX_NUM_CPU_DEVICES"] = job.topology
-    return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(path)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=path.with_suffix(".log").open("wb"),
-        start_new_session=True,  # Ctrl-C ends the plan, which then ends these
-    )
+    with path.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(path)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C ends the plan, which then ends these
+        )
 
 
-def _outcome(path: Path, process: Any, seconds: float) -> Outcome:
-    result = path.with_suffix(".result")
-    if result.exists():
-        return pickle.loads(result.read_bytes())
+def _outcome(path: Path, status: int) -> Outcome:
+    if path.with_suffix(".outcome").exists():
+        return pickle.loads(path.with_suffix(".outcome").read_bytes())
     lines = path.with_suffix(".log").read_text(errors="replace").splitlines()
-    last = lines[-1] if lines else ""
-    error = f"the compiler ended with status {process.returncode}: {last}"
-    return Outcome(error=error, seconds=seconds)
+    return Outcome(error=f"{_ENDED} {status}: {''.join(lines[-1:])}")
 
 
-def _save(path: Path, outcome: Outcome) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
+def _write(path: Path, outcome: Outcome) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_bytes(pickle.dumps(outcome))
     partial.replace(path)
 
 
-def compiled(lower: Callable[[], jax.stages.Compiled]) -> Outcome:
-    """Returns what came of a compilation in this process."""
+def outcome_of(compile_program: Callable[[], tuple[str, Any]]) -> Outcome:
+    """Returns what comes of a compilation in this process: a text, and the memory."""
     start = time.monotonic()
     try:
-        program = lower()
-        return _read(program.as_text() or "", program.memory_analysis(), start)
+        text, memory = compile_program()
     except jax.errors.JaxRuntimeError as error:
-        return _refused(error, start)
-
-
-def _read(text: str, memory: Any, start: float) -> Outcome:
+        line = str(error).splitlines()[0]
+        refusal = memory_refusal(error) or (0.0, 0.0)
+        return Outcome("", *refusal, line, time.monotonic() - start)
     names = ("argument", "output", "temp", "generated_code", "alias")
-    sizes = [getattr(memory, f"{name}_size_in_bytes") for name in names]
-    peak = sum(sizes[:-1]) - sizes[-1]
+    *sizes, alias = (getattr(memory, f"{name}_size_in_bytes") for name in names)
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.monotonic() - start
-    return Outcome(text, peak, seconds=seconds, host_bytes=host)
-
-
-def _refused(error: BaseException, start: float) -> Outcome:
-    line = str(error).splitlines()[0]
-    needed, available = memory_refusal(error) or (0.0, 0.0)
-    seconds = time.monotonic() - start
-    return Outcome("", needed, available, line, seconds)
+    return Outcome(text, sum(sizes) - alias, seconds=seconds, host_bytes=host)
 
 
 def main() -> None:
-    """Compiles the job in a file, and writes what came of it beside."""
+    """Compiles the job in a file, in a process of its own; writes what came of it."""
     path = Path(sys.argv[1])
     job: Job = pickle.loads(path.read_bytes())
-    start = time.monotonic()
     is_here = job.topology.isdecimal()
     known = jax.devices() if is_here else describe_devices(job.topology)
     by_id = {device.id: device for device in known}
     devices = tuple(by_id[number] for number in job.ids)
     options = xla_client.CompileOptions.ParseFromString(job.options)
-    with mlir.make_ir_context():
-        module = mlir.ir.Module.parse(job.module)
-        try:
-            program = compiler.backend_compile_and_load(
-                devices[0].client, module, xla_client.DeviceList(devices), options, []
-            )
-            text = "\n\n".join(part.to_string() for part in program.hlo_modules())
-            outcome = _read(text, program.get_compiled_memory_stats(), start)
-        except jax.errors.JaxRuntimeError as error:
-            outcome = _refused(error, start)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.replace(path.with_suffix(".result"))
+
+    def compile_program() -> tuple[str, Any]:
+        with mlir.make_ir_context():
+            module = mlir.ir.Module.parse(job.module)
+            client, those = devices[0].client, xla_client.DeviceList(devices)
+            arguments = client, module, those, options, []
+            program = compiler.backend_compile_and_load(*arguments)
+        text = "\n\n".join(part.to_string() for part in program.hlo_modules())
+        return text, program.get_compiled_memory_stats()
+
+    _write(path.with_suffix(".outcome"), outcome_of(compile_program))

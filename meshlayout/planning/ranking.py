@@ -1,9 +1,9 @@
 """The result of `plan`: rows by what they cost, and what their time consists of."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from meshlayout import _render
 from meshlayout.errors import MeshLayoutError
@@ -13,43 +13,38 @@ from meshlayout.planning.candidates import Variant
 from meshlayout.planning.estimate import Estimate
 
 
-Source: TypeAlias = Literal["estimated", "compiled", "roofline"]
-
-
 @dataclass(frozen=True, repr=False)
 class Row:
     """A candidate and what it costs.
 
     Attributes:
         variant: Its mesh, layouts and options.
-        source: `"compiled"` for the compiler's schedule and memory, `"roofline"` for
+        rows, tokens: Of a global batch; no tokens are 0.
+        memory_bytes: What each device has.
+        source: `"compiled"` for the compiler's memory and schedule, `"roofline"` for
             its memory and the program's FLOPs and bytes, or `"estimated"`.
-        step_s: Seconds of a step.
+        step_s: Seconds of a step; 0 if they are not known.
         bound: What takes most of them: `"compute"`, `"memory"` or `"network"`.
         peak_bytes: What each device holds at the most; NaN if it is not known.
-        memory_bytes: What it has.
-        rows: The examples of a global batch.
-        tokens: Its tokens; 0 if it has none.
         utilization: The model's FLOPs as a share of what the devices could do.
         sent: Bytes that each device sends, by axes.
         parts: Seconds, by what they are for.
-        error: Why it was not compiled: the compiler's first line; or empty.
-        compile_s: Seconds of its compilation; 0 if it was not compiled.
-        host_bytes: Memory of the compilation.
-        estimate: What was estimated before.
+        error: Why there is no program: the compiler's first line; or empty.
+        compile_s, host_bytes: Seconds and memory of the compilation.
+        estimate: What was estimated before it.
     """
 
     variant: Variant
-    source: Source
-    step_s: float
-    bound: str
-    peak_bytes: float
-    memory_bytes: float
     rows: int
     tokens: int
-    utilization: float
-    sent: Mapping[str, float]
-    parts: Mapping[str, float]
+    memory_bytes: float
+    source: Literal["estimated", "compiled", "roofline"] = "estimated"
+    step_s: float = 0.0
+    bound: str = ""
+    peak_bytes: float = math.nan
+    utilization: float = 0.0
+    sent: Mapping[str, float] | None = None
+    parts: Mapping[str, float] | None = None
     error: str = ""
     compile_s: float = 0.0
     host_bytes: int = 0
@@ -72,7 +67,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be compiled, and fits each device's memory."""
+        """Whether there is a program, and it fits each device's memory."""
         return not self.error and not self.peak_bytes > self.memory_bytes
 
     @property
@@ -80,59 +75,47 @@ class Row:
         """Examples per second on all devices."""
         return self.rows / self.step_s if self.step_s else math.nan
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices."""
+        return self.tokens / self.step_s if self.step_s else math.nan
+
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the map, the state and the step."""
         return self.variant.to_code()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values that JSON can hold."""
-        return {
-            "name": str(self.variant),
-            "topology": self.variant.topology,
-            "mesh": dict(self.mesh.shape),
-            "step_options": self.step_options,
-            "fits": self.fits,
-            "source": self.source,
-            "step_s": self.step_s,
-            "bound": self.bound,
-            "peak_bytes": self.peak_bytes,
-            "memory_bytes": self.memory_bytes,
-            "examples_per_s": self.examples_per_s,
-            "tokens_per_s": self.tokens / self.step_s if self.step_s else math.nan,
-            "utilization": self.utilization,
-            "sent": dict(self.sent),
-            "error": self.error,
-            "compile_s": self.compile_s,
-            "host_bytes": self.host_bytes,
-            "code": self.to_code(),
-        }
+        """Returns values by name, for JSON."""
+        names = "source step_s bound peak_bytes memory_bytes utilization sent error"
+        names += " compile_s host_bytes fits examples_per_s tokens_per_s step_options"
+        facts = {name: getattr(self, name) for name in names.split()}
+        facts |= {"name": str(self.variant), "topology": self.variant.topology}
+        return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
 
     def __repr__(self) -> str:
-        return f"{self.variant} on {self.mesh!r}: {', '.join(self._cells()[3:6])}"
+        cells = [x for x in (*self._cells()[3:6], self.source) if x]
+        return f"{self.variant} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
 
     def _cells(self) -> list[str]:
-        room = self.memory_bytes - self.peak_bytes
-        words = "fits" if self.fits else "too large"
+        room, fits = self.memory_bytes - self.peak_bytes, "too large"
+        if self.fits:
+            fits = "fits"
+        elif math.isnan(room) or (self.error and room >= 0):
+            fits, room = self.error[:72], math.nan
         if math.isfinite(room):
-            words += (
-                f", {_render.bytes_text(abs(room))} {'left' if room > 0 else 'over'}"
-            )
-        rate = f"{self.examples_per_s:,.0f}" if self.step_s else ""
-        if self.tokens and self.step_s:
-            rate += f" ({self.tokens / self.step_s:,.0f} tok/s)"
-        sent = "; ".join(f"{k} {_render.bytes_text(v)}" for k, v in self.sent.items())
-        return [
-            self.variant.topology,
-            sizes_text(self.mesh.shape),
-            str(self.variant),
-            self.error[:80] if self.error and not self.peak_bytes else words,
-            f"{self.step_s * 1e3:.3g} ms" if self.step_s else "",
-            self.bound,
-            rate,
-            f"{self.utilization:.0%}" if self.step_s else "",
-            sent,
-            self.source,
-        ]
+            side = "left" if room > 0 else "over"
+            fits += f", {_render.bytes_text(abs(room))} {side}"
+        speed = ["", "", ""]
+        if self.step_s:
+            rate = f"{self.examples_per_s:,.0f}"
+            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
+            speed = [f"{self.step_s * 1e3:.4g} ms", f"{rate}{tokens}"]
+            speed.append(f"{self.utilization:.0%}")
+        sent = (self.sent or {}).items()
+        texts = (f"{axes} {_render.bytes_text(nbytes)}" for axes, nbytes in sent)
+        place = [self.variant.topology, sizes_text(self.mesh.shape), str(self.variant)]
+        step, *rates = speed
+        return [*place, fits, step, self.bound, *rates, "; ".join(texts), self.source]
 
 
 _HEADERS = ["topology", "mesh", "layouts", "memory", "step", "bound"]
@@ -147,13 +130,13 @@ class Ranking:
     Attributes:
         rows: Every candidate, the best first: those that fit, by examples per second
             and device, what was compiled before what was not.
-        changes: Where nothing fits, the smallest changes that would, compiled.
+        changes: Where nothing fits, the smallest change with which something does.
         notes: What else is to be said, such as that the budget was used up.
     """
 
     rows: tuple[Row, ...]
     changes: tuple[Row, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -162,52 +145,36 @@ class Ranking:
 
     @property
     def best(self) -> Row:
-        """The best candidate; the best change where nothing fits.
-
-        Raises:
-            MeshLayoutError: If nothing fits, and no change would.
-        """
+        """The best candidate, or change; MeshLayoutError if nothing fits."""
         for row in (*self.rows, *self.changes):
             if row.fits:
                 return row
         msg = "no candidate fits, and no change of one: take a larger slice."
         raise MeshLayoutError(msg)
 
-    def explain(self, row: "Row | int" = 0) -> str:
-        """Returns what a row's time consists of, as text.
-
-        Args:
-            row: A row, or its place in `rows`.
-        """
+    def explain(self, row: Row | int = 0) -> str:
+        """Returns what the time of a row, or of its place in `rows`, consists of."""
         chosen = self.rows[row] if isinstance(row, int) else row
-        total = sum(chosen.parts.values()) or 1.0
-        parts = list(chosen.parts.items())
-        lines = [
-            [name, f"{seconds * 1e3:.4f} ms", f"{seconds / total:.1%}"]
-            for name, seconds in parts[:30]
-        ]
-        if rest := sum(seconds for _, seconds in parts[30:]):
-            lines.append([f"{len(parts) - 30} more", f"{rest * 1e3:.4f} ms", ""])
-            lines[-1][-1] = f"{rest / total:.1%}"
-        return _render.text_table(
-            ["what", "time", "share"], lines, "lrr", [repr(chosen)]
-        )
+        parts = [*(chosen.parts or {}).items()]
+        total, rest = sum(x for _, x in parts), sum(x for _, x in parts[30:])
+        parts = parts[:30] + [("everything else", rest)] * (rest > 0)
+        lines = [[name, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for name, x in parts]
+        headers = ["what", "time", "share"]
+        return _render.text_table(headers, lines, "lrr", [repr(chosen)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values that JSON can hold."""
+        """Returns values by name, for JSON."""
         rows, changes = ([x.to_dict() for x in y] for y in (self.rows, self.changes))
         return {"rows": rows, "changes": changes, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
-        return _render.text_table(_HEADERS, self._table(), _ALIGN, self._notes())
+        return _render.text_table(_HEADERS, *self._table())
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._table(), _ALIGN, notes=self._notes())
+        rows, align, notes = self._table()
+        return _render.html_table(_HEADERS, rows, align, notes=notes)
 
-    def _table(self) -> list[list[str]]:
-        return [row._cells() for row in self.rows]
-
-    def _notes(self) -> Sequence[str]:
-        changes = [f"would fit: {row}" for row in self.changes]
-        nothing = ["Nothing fits."] * (not self.fits)
-        return [*nothing, *changes, *self.notes]
+    def _table(self) -> tuple[list[list[str]], str, list[str]]:
+        notes = [*["Nothing fits."] * (not self.fits), *self.notes]
+        notes += [f"would fit: {row}" for row in self.changes]
+        return [row._cells() for row in self.rows], _ALIGN, notes

@@ -12,20 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from meshlayout import _checks
-from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._batches import batch_axes, num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
 from meshlayout.planning.candidates import (
+    BFLOAT16,
     OFFLOAD,
     Candidates,
     Proposals,
     Variant,
+    bfloat16_state,
     given,
     meshes,
 )
@@ -33,10 +34,16 @@ from meshlayout.planning.chips import (
     Chip,
     chip_of,
     describe_devices,
-    grid_of,
     larger_topology,
+    parse_topology,
 )
-from meshlayout.planning.compilation import Job, Outcome, compile_all, compiled, job_of
+from meshlayout.planning.compilation import (
+    Job,
+    Outcome,
+    compile_all,
+    job_of,
+    outcome_of,
+)
 from meshlayout.planning.estimate import StepTrace, estimate
 from meshlayout.planning.ranking import Ranking, Row
 from meshlayout.planning.schedule import replay
@@ -94,18 +101,16 @@ def plan(
 
     Raises:
         MeshError: If a topology does not exist, or its compiler is not installed.
-        MeshLayoutError: If the model cannot be traced, or an option is wrong.
+        MeshLayoutError: If an option is wrong. A model that cannot be traced raises its
+            own error.
 
     Example:
         >>> import jax, optax, meshlayout as ml
         >>> from flax import nnx
-        >>> def build():
-        ...     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        >>> batch = jax.ShapeDtypeStruct((16, 8), "float32")
         >>> ranking = ml.plan(
-        ...     build,
+        ...     lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
         ...     lambda model, x: model(x) ** 2,
-        ...     batch,
+        ...     jax.ShapeDtypeStruct((16, 8), "float32"),
         ...     optimizer=optax.sgd(0.1),
         ...     topology=ml.create_mesh(),
         ...     budget_s=0,
@@ -114,26 +119,58 @@ def plan(
         >>> ranking.fits, ranking.best.source
         (True, 'estimated')
     """
-    targets = [topology] if isinstance(topology, (str, Mesh)) else list(topology)
     where: dict[str, Any] = {"where": "plan", "error": MeshLayoutError}
+    deadline = math.inf
     if budget_s is not None:
         budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
+        deadline = time.monotonic() + budget_s
     if workers is not None:
         workers = _checks.count("workers", workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
-    step = make_train_step(loss_fn, **step_options)  # checks them
-    del step
-    problem = _Problem(build, loss_fn, batch, optimizer, module, step_options)
-    folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
-    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
-    limits = _Limits(deadline, workers or _workers(), folder, hop_s)
-    say = _say if progress else lambda line: None
-    return _Search(problem, limits, say).run(targets, candidates)
+    make_train_step(loss_fn, **step_options)  # checks them
+    targets = [topology] if isinstance(topology, (str, Mesh)) else list(topology)
+    search = _Search(
+        build=build,
+        loss_fn=loss_fn,
+        batch=jax.tree.map(_abstract, batch),
+        optimizer=optimizer,
+        module=module,
+        options=step_options,
+        targets={x.name: x for x in map(_Target.of, targets)},
+        deadline=deadline,
+        workers=workers or _num_workers(),
+        cache=Path(cache or Path.home() / ".cache" / "meshlayout" / "plan"),
+        hop_s=hop_s,
+        progress=progress,
+    )
+    return search.run(candidates)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """What is to be trained."""
+@dataclass
+class _Target:
+    """A topology: its devices, their figures, and the grid that they are in."""
+
+    name: str
+    devices: list[Any]
+    chip: Chip
+    grid: tuple[int, ...]
+    job_topology: str  # empty if the compiler needs the devices that are here
+
+    @classmethod
+    def of(cls, topology: "str | Mesh") -> "_Target":
+        if isinstance(topology, str):
+            devices, (_, grid) = describe_devices(topology), parse_topology(topology)
+            return cls(topology, devices, chip_of(devices[0]), grid, topology)
+        devices = [*topology.devices.flat]
+        kind, count = devices[0].platform, len(devices)
+        last = str(max(int(device.id) for device in devices) + 1)
+        name, job = f"{count} {kind.upper()} devices", last if kind == "cpu" else ""
+        return cls(name, devices, chip_of(devices[0]), (count,), job)
+
+
+@dataclass
+class _Search:
+    """A plan under way."""
 
     build: Callable[[], Any]
     loss_fn: Callable[..., Any]
@@ -141,308 +178,227 @@ class _Problem:
     optimizer: Any
     module: Any
     options: Mapping[str, Any]
-
-    def call(self, model: Any, batch: Batch) -> Any:
-        """Calls the loss function as a step does, for rules that trace the model."""
-        return self.loss_fn(model, batch)
-
-
-@dataclass(frozen=True)
-class _Limits:
+    targets: dict[str, _Target]
     deadline: float
     workers: int
     cache: Path
     hop_s: float
-
-
-@dataclass
-class _Target:
-    """A topology: its devices, and their figures."""
-
-    name: str
-    devices: list[Any]
-    chip: Chip
-    grid: tuple[int, ...]
-    is_here: bool  # its devices are here, and are no CPUs
-
-    @classmethod
-    def of(cls, topology: "str | Mesh") -> "_Target":
-        if isinstance(topology, str):
-            devices, name = describe_devices(topology), topology
-        else:
-            devices = [*topology.devices.flat]
-            name = f"{len(devices)} {devices[0].platform.upper()} devices"
-        is_here = not isinstance(topology, str) and devices[0].platform != "cpu"
-        return cls(name, devices, chip_of(devices[0]), grid_of(topology), is_here)
-
-    @property
-    def job_topology(self) -> str:
-        ids = [int(device.id) for device in self.devices]
-        return self.name if ":" in self.name else str(max(ids) + 1)
-
-
-@dataclass
-class _Search:
-    """A plan under way."""
-
-    problem: _Problem
-    limits: _Limits
-    say: Callable[[str], None]
+    progress: bool
     notes: list[str] = field(default_factory=list)
-    targets: dict[str, _Target] = field(default_factory=dict)
     traces: dict[Any, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
-    descriptions: dict[bool, Any] = field(default_factory=dict)
-    batch: Any = None
     model_flops: float = 0.0
 
-    def run(self, topologies: list[Any], candidates: Candidates | None) -> Ranking:
-        start, problem = time.monotonic(), self.problem
-        rows: list[Row] = []
-        changes: list[Row] = []
+    def run(self, candidates: Candidates | None) -> Ranking:
+        start, rows, changes = time.monotonic(), list[Row](), list[Row]()
         try:
-            for topology in topologies:
-                target = _Target.of(topology)
-                self.targets[target.name] = target
-            self.batch = jax.tree.map(_abstract, problem.batch)
-            proposals = Proposals(
-                problem.module or problem.build, problem.call, self.batch
-            )
-            for target in self.targets.values():
-                grids = [*meshes(target.devices, target.grid)]
-                variants = (
-                    given(candidates, grids, target.name)
-                    if candidates is not None
-                    else (x for mesh in grids for x in proposals.of(mesh, target.name))
-                )
-                for variant in variants:
-                    rows += self._estimated(variant)
+            for target in [*self.targets.values()]:
+                for variant in self._variants(target, candidates):
+                    rows += self._estimates(variant)
             rows.sort(key=_order)
             seconds = time.monotonic() - start
-            self.say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
+            self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
             self._compile(rows, self._chosen(rows))
-            if rows and not any(row.fits for row in rows):
+            if not any(row.fits for row in rows):
                 changes = self._changes(rows)
         except KeyboardInterrupt:
             self.notes.append("Interrupted: what is ranked so far.")
         rows.sort(key=_order)
         return Ranking(tuple(rows), tuple(changes), tuple(self.notes))
 
+    def _say(self, line: str) -> None:
+        if self.progress:
+            sys.stderr.write(f"plan: {line}\n")
+            sys.stderr.flush()
+
     # Estimates.
 
-    def _estimated(self, variant: Variant) -> Iterator[Row]:
+    def _variants(
+        self, target: _Target, candidates: Candidates | None = None
+    ) -> Iterator[Variant]:
+        known = meshes(target.devices, target.grid)
+        if candidates is not None:
+            yield from given(candidates, known, target.name)
+            return
+        proposals = Proposals(self.module or self.build, self.loss_fn, self.batch)
+        for mesh in known:
+            yield from proposals.of(mesh, target.name)
+
+    def _estimates(self, variant: Variant) -> Iterator[Row]:
         """Yields a candidate as it is, and with what memory needs."""
-        options = self.problem.options
-        row = self._row(variant)
+        row = best = self._row(variant)
         yield row
         if row.error:
             return
-        best = row
-        if "remat" not in options and self._trace("blocks") is not None:
+        if "remat" not in self.options and self._trace("blocks") is not None:
             best = self._row(variant.with_options(remat="blocks"))
             yield best
-        for count in () if "accumulate" in options else _ACCUMULATE:
-            if row.fits or best.fits or not self._divides(variant, count):
-                break
+        if row.fits or best.fits:
+            return
+        counts = () if "accumulate" in self.options else _ACCUMULATE
+        for count in [n for n in counts if self._divides(variant, n)]:
             best = self._row(best.variant.with_options(accumulate=count))
-            if best.fits or count == _ACCUMULATE[-1]:
-                yield best
-        if not row.fits and not best.fits and variant.mesh.platform != "cpu":
+            if best.fits:
+                break
+        yield best
+        if not best.fits and variant.mesh.platform != "cpu":
             yield self._row(best.variant.offloaded())
 
     def _divides(self, variant: Variant, accumulate: int) -> bool:
-        axes = batch_axes(variant.mesh)
-        shards = variant.mesh.axis_size(axes) if axes else 1
+        shards = variant.mesh.axis_size(batch_axes(variant.mesh))
         return num_examples(self.batch) % (shards * accumulate) == 0
 
     def _row(self, variant: Variant) -> Row:
         """Returns the row of an estimate, or of what cannot be estimated."""
-        target = self.targets[variant.topology]
-        rows, tokens = num_examples(self.batch), _num_tokens(self.batch)
-        memory = target.chip.memory_bytes
-        empty = Row(
-            *(variant, "estimated", 0.0, "", math.nan, memory, rows, tokens, 0.0, {}),
-            {},
-            variant.error,
-        )
-        if variant.error:
-            return empty
-        if not self._divides(variant, variant.options.get("accumulate", 1)):
-            axes = batch_axes(variant.mesh)
-            fact = f"{rows} examples do not divide over {', '.join(axes)}"
-            return replace(empty, error=f"{fact} and the microbatches.")
-        remat = variant.options.get("remat", self.problem.options.get("remat", "none"))
-        count = self.problem.options.get("accumulate", 1)
-        trace = self._trace(remat)
-        assert trace is not None
+        chip, rows = self.targets[variant.topology].chip, num_examples(self.batch)
+        sizes = [
+            math.prod(leaf.shape)
+            for leaf in jax.tree.leaves(self.batch)
+            if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+        ]
+        row = Row(variant, rows, max(sizes, default=0), chip.memory_bytes)
+        options = {"remat": "none", "accumulate": 1, **self.options, **variant.options}
+        trace = self._trace(options["remat"])
+        if variant.error or trace is None:
+            return replace(row, error=variant.error)
+        if not self._divides(variant, options["accumulate"]):
+            axes = ", ".join(batch_axes(variant.mesh))
+            line = f"{rows} examples do not divide over {axes} and the microbatches."
+            return replace(row, error=line)
         try:
             state = self._state(variant)
         except MeshLayoutError as error:
-            return replace(empty, error=str(error).splitlines()[0])
-        count = variant.options.get("accumulate", count)
-        options: Any = {"accumulate": count, "hop_s": self.limits.hop_s}
-        cost = estimate(trace, state, variant.mesh, target.chip, **options)
-        parts = {
-            "compute": cost.compute_s,
-            "memory": cost.memory_s,
-            "network": cost.network_s,
-        }
-        return replace(
-            empty,
-            step_s=cost.total_s,
-            bound=max(parts, key=lambda name: parts[name]),
-            peak_bytes=cost.peak_bytes,
-            utilization=self._utilization(target, cost.total_s),
-            sent=cost.sent,
-            parts=parts,
-            estimate=cost,
-        )
+            return replace(row, error=str(error).splitlines()[0])
+        settings: Any = {"accumulate": options["accumulate"], "hop_s": self.hop_s}
+        settings["is_remat"] = options["remat"] != "none"
+        cost = estimate(trace, state, variant.mesh, chip, **settings)
+        names = ("compute", "memory", "network")
+        parts = {name: getattr(cost, f"{name}_s") for name in names}
+        row = replace(row, sent=cost.sent, parts=parts, estimate=cost)
+        row = replace(row, peak_bytes=cost.peak_bytes, bound=_largest(parts))
+        return self._timed(row, cost.total_s)
 
-    def _utilization(self, target: _Target, seconds: float) -> float:
-        peak = len(target.devices) * target.chip.flops_per_s
-        return self.model_flops / (seconds * peak) if seconds else 0.0
+    def _timed(self, row: Row, seconds: float) -> Row:
+        chip = self.targets[row.variant.topology].chip
+        peak = seconds * row.mesh.size * chip.flops_per_s
+        return replace(row, step_s=seconds, utilization=self.model_flops / peak)
 
-    def _description(self, *, is_bfloat16: bool = False) -> Any:
-        if is_bfloat16 not in self.descriptions:
+    def _described(self, *, is_bfloat16: bool = False) -> Any:
+        """Returns the state on one device, described once."""
+        if is_bfloat16 not in self.states:
             device = next(iter(self.targets.values())).devices[0]
-            one = jax.sharding.Mesh(np.array([device]), ("batch",))
-            tx = self.problem.optimizer
-            self.descriptions[is_bfloat16] = TrainState.describe(
-                self.problem.build,
-                bfloat16_state(tx) if is_bfloat16 else tx,
-                LayoutMap(one),
-                module=self.problem.module,
-            )
-        return self.descriptions[is_bfloat16]
+            one = LayoutMap(jax.sharding.Mesh(np.array([device]), ("batch",)))
+            tx = bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
+            described = TrainState.describe(self.build, tx, one, module=self.module)
+            self.states[is_bfloat16] = described
+        return self.states[is_bfloat16]
 
     def _trace(self, remat: Any) -> StepTrace | None:
-        """Returns the traced step; None if recomputing blocks changes nothing."""
-        key = remat if isinstance(remat, str) else id(remat)
-        if key in self.traces:
-            return self.traces[key]
-        params = self._description().abstract.params
-        is_ours = remat == "blocks" and remat != self.problem.options.get("remat")
-        if is_ours and not _block_paths(params):
-            self.traces[key] = None
-            return None
-        options = {**self.problem.options, "remat": remat, "accumulate": 1}
-        step = make_train_step(self.problem.loss_fn, **options)
-        with _checks.noted(f"while plan traces the step with remat={remat!r}"):
-            state = step._plan.update.prepared(self._description().abstract)
-            traced = step.trace(state, self.batch)
-        trace = self.traces[key] = StepTrace(traced, state, self.batch)
-        self.model_flops = self.model_flops or trace.flops
-        return trace
+        """Returns the traced step; None if there are no blocks to recompute."""
+        if remat not in self.traces:
+            state, trace = self._described().abstract, None
+            options = {**self.options, "remat": remat, "accumulate": 1}
+            is_ours = remat == "blocks" and "remat" not in self.options
+            if not is_ours or _block_paths(state.params):
+                step = make_train_step(self.loss_fn, **options)
+                with _checks.noted(f"while plan traces the step with remat={remat!r}"):
+                    state = step._plan.update.prepared(state)
+                    traced = step.trace(state, self.batch)
+                trace = StepTrace(traced, state, self.batch)
+                self.model_flops = self.model_flops or trace.flops
+            self.traces[remat] = trace
+        return self.traces[remat]
 
     def _state(self, variant: Variant) -> TrainState[Any]:
         """Returns the abstract state in the layouts of a candidate."""
-        key = id(variant.layouts), variant.has_bfloat16_state
+        layouts, is_bfloat16 = variant.layouts, BFLOAT16 in variant.code
+        key = id(layouts), is_bfloat16
         if key not in self.states:
-            description = self._description(is_bfloat16=variant.has_bfloat16_state)
-            layouts = variant.layouts
-            placed = place(description._traced, layouts, layouts.resolve)
-            # The map is kept, and so its id.
-            self.states[key] = placed.abstract, layouts
+            traced = self._described(is_bfloat16=is_bfloat16)._traced
+            placed = place(traced, layouts, layouts.resolve)
+            self.states[key] = placed.abstract, layouts  # kept, and so its id
         return self.states[key][0]
 
     # Compilations.
 
     def _chosen(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yields which rows are to be compiled, the best first, by the budget."""
-        is_limited = math.isinf(self.limits.deadline)
-        for index, row in enumerate(rows):
-            if is_limited and index >= _NUM_COMPILED:
+        indices = [index for index, row in enumerate(rows) if not row.error]
+        is_limited = math.isinf(self.deadline)
+        for number, index in enumerate(
+            indices[: _NUM_COMPILED if is_limited else None]
+        ):
+            if time.monotonic() >= self.deadline:
+                text = f"The budget ended after {number} of {len(indices)} candidates."
+                self.notes.append(text)
                 return
-            if time.monotonic() >= self.limits.deadline:
-                if index < len(rows):
-                    text = f"The budget ended after {index} of {len(rows)} candidates."
-                    self.notes.append(text)
-                return
-            if not row.error:
-                yield index
+            yield index
 
     def _compile(self, rows: list[Row], chosen: Iterator[int]) -> None:
         """Compiles rows, and puts what came of it in their place."""
+
+        def put(index: int, row: Row) -> None:
+            rows[index] = row
+            self._say(repr(row))
 
         def jobs() -> Iterator[tuple[int, Job]]:
             for index in chosen:
                 variant = rows[index].variant
                 target = self.targets[variant.topology]
+                step = make_train_step(
+                    self.loss_fn, **{**self.options, **variant.options}
+                )
                 try:
-                    lowered = self._lower(variant)
-                    job = job_of(lowered, variant.mesh, target.job_topology)
+                    lowered = step.lower(self._state(variant), self.batch)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
-                    rows[index] = replace(rows[index], error=line)
+                    put(index, replace(rows[index], error=line))
                     continue
-                if target.is_here:
-                    self._told(rows, index, compiled(lowered.compile))
-                    continue
-                yield index, job
+                if target.job_topology:
+                    yield index, job_of(lowered, variant.mesh, target.job_topology)
+                else:
+                    outcome = outcome_of(lambda lowered=lowered: _here(lowered))
+                    put(index, self._measured(rows[index], outcome))
 
-        limits = self.limits
-        for index, outcome in compile_all(jobs(), limits.cache, limits.workers):
-            self._told(rows, index, outcome)
-
-    def _told(self, rows: list[Row], index: int, outcome: Outcome) -> None:
-        rows[index] = self._measured(rows[index], outcome)
-        self.say(f"{rows[index]!r}")
-
-    def _lower(self, variant: Variant) -> jax.stages.Lowered:
-        options = {**self.problem.options, **variant.options}
-        step = make_train_step(self.problem.loss_fn, **options)
-        return step.lower(self._state(variant), self.batch)
+        for index, outcome in compile_all(jobs(), self.cache, self.workers):
+            put(index, self._measured(rows[index], outcome))
 
     def _measured(self, row: Row, outcome: Outcome) -> Row:
         """Returns a row with what the compiler said."""
-        target = self.targets[row.variant.topology]
-        costs: Any = {"compile_s": outcome.seconds, "host_bytes": outcome.host_bytes}
+        chip, parts = self.targets[row.variant.topology].chip, {**(row.parts or {})}
+        row = replace(row, source="compiled", compile_s=outcome.seconds)
+        row = replace(row, host_bytes=outcome.host_bytes, error=outcome.error)
+        peak = outcome.peak_bytes or row.peak_bytes
+        memory = outcome.memory_bytes or row.memory_bytes
+        row = replace(row, peak_bytes=peak, memory_bytes=memory)
         if outcome.error:
-            peak = outcome.peak_bytes or row.peak_bytes
-            memory = outcome.memory_bytes or row.memory_bytes
-            costs |= {"peak_bytes": peak, "memory_bytes": memory, "step_s": 0.0}
-            source = "compiled"
-            return replace(row, error=outcome.error, source=source, parts={}, **costs)
+            return replace(row, step_s=0.0, bound="", sent=None, parts=None)
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
-        parts, source, bound = dict(row.parts), "roofline", row.bound
-        if target.chip.clock_hz is not None:
-            schedule = replay(outcome.text, target.chip, hop_s=self.limits.hop_s)
-            seconds, parts, source = schedule.total_s, schedule.parts, "compiled"
-            computing = row.estimate.compute_s if row.estimate else 0.0
-            bound = "compute" if 2 * computing > schedule.compute_s else "memory"
-            if schedule.total_s > 2 * schedule.compute_s:
-                bound = "network"
-        else:
-            network = sum(sent.values()) / target.chip.ring_bytes_per_s
-            network += self.limits.hop_s * sum(
-                x.times for x in communication.collectives
-            )
-            parts["network"] = network
-            seconds = max(parts["compute"], parts["memory"]) + network
-            bound = max(parts, key=lambda name: parts[name])
-        return replace(
-            row,
-            source=source,
-            step_s=seconds,
-            bound=bound,
-            peak_bytes=outcome.peak_bytes,
-            utilization=self._utilization(target, seconds),
-            sent=sent,
-            parts=parts,
-            **costs,
-        )
+        row = replace(row, sent=sent)
+        if chip.clock_hz is None:
+            runs = sum(x.times for x in communication.collectives)
+            wire = communication.wire_bytes / chip.ring_bytes_per_s
+            parts["network"] = wire + self.hop_s * runs
+            seconds = max(parts["compute"], parts["memory"]) + parts["network"]
+            row = replace(row, source="roofline", bound=_largest(parts), parts=parts)
+            return self._timed(row, seconds)
+        schedule = replay(outcome.text, chip, hop_s=self.hop_s)
+        network = schedule.total_s - schedule.compute_s
+        compute = 2 * parts.get("compute", 0.0)  # half of the peak is as much as can be
+        spent = {"network": network, "compute": compute}
+        spent["memory"] = schedule.compute_s - compute
+        row = replace(row, parts=schedule.parts, bound=_largest(spent))
+        return self._timed(row, schedule.total_s)
 
     # What would fit.
 
     def _changes(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the smallest change with which something fits, compiled."""
         sized = [row for row in rows if not math.isnan(row.peak_bytes)]
-        if not sized:
-            return []
-        base = min(sized, key=lambda row: row.peak_bytes).variant
-        for variant in self._changed(base):
-            if time.monotonic() >= self.limits.deadline:
+        base = min(sized, key=lambda row: row.peak_bytes, default=None)
+        for variant in self._changed(base.variant) if base else ():
+            if time.monotonic() >= self.deadline:
                 self.notes.append("The budget ended while looking for what would fit.")
                 break
             row = [self._row(variant)]
@@ -453,61 +409,38 @@ class _Search:
         return []
 
     def _changed(self, base: Variant) -> Iterator[Variant]:
-        options = self.problem.options
-        if "remat" not in (*options, *base.options) and self._trace("blocks"):
+        """Yields larger and larger changes of a candidate."""
+        if "remat" not in (*self.options, *base.options) and self._trace("blocks"):
             base = base.with_options(remat="blocks")
             yield base
-        counts = [n for n in (2, 4, 8, 16, 32) if self._divides(base, n)]
-        done = base.options.get("accumulate", 1)
-        for count in [n for n in counts if n > done and "accumulate" not in options]:
+        counts = () if "accumulate" in self.options else (2, 4, 8, 16, 32)
+        least = base.options.get("accumulate", 1)
+        for count in [n for n in counts if n > least and self._divides(base, n)]:
             base = base.with_options(accumulate=count)
             yield base
-        base = replace(base, has_bfloat16_state=True)
+        if "fsdp" not in base.name:
+            for variant in self._variants(self.targets[base.topology]):
+                if "fsdp" in variant.name:
+                    yield variant.with_options(**base.options)
+                    break
+        base = replace(base, code=(*base.code, BFLOAT16))
         yield base
         if OFFLOAD not in base.code and base.mesh.platform != "cpu":
-            base = base.offloaded()
-            yield base
-        name = larger_topology(base.topology)
-        while name:
-            target = self.targets[name] = _Target.of(name)
-            mesh = next(meshes(target.devices, target.grid))
-            variants = Proposals(None, self.problem.call, self.batch).of(mesh, name)
+            yield base.offloaded()
+        name = base.topology
+        while name := larger_topology(name):
+            self.targets[name] = _Target.of(name)
+            variants = self._variants(self.targets[name])
             yield next(variants).with_options(**base.options)
-            name = larger_topology(name)
 
 
-def bfloat16_state(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that keeps its state in bfloat16, in half the memory.
+def _largest(parts: Mapping[str, float]) -> str:
+    return max(parts, key=lambda name: parts[name])
 
-    The update is computed in float32 of what was kept. Small changes of a moving
-    average are lost in bfloat16: compare losses before you rely on it.
 
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> tx = bfloat16_state(optax.adam(1e-3))
-        >>> str(tx.init({"w": jnp.zeros(2)})[0].mu["w"].dtype)
-        'bfloat16'
-    """
-    tx = optax.with_extra_args_support(optimizer)
-
-    def cast(tree: PyTree, source: str, dtype: str) -> PyTree:
-        def leaf(x: Leaf) -> Any:
-            is_it = hasattr(x, "dtype") and x.dtype == jnp.dtype(source)
-            return x.astype(dtype) if is_it and x.ndim else x
-
-        return jax.tree.map(leaf, tree)
-
-    def init(params: PyTree) -> PyTree:
-        return cast(tx.init(params), "float32", "bfloat16")
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        whole = cast(state, "bfloat16", "float32")
-        updates, state = tx.update(updates, whole, params, **extra)
-        return updates, cast(state, "float32", "bfloat16")
-
-    return optax.GradientTransformationExtraArgs(init, update)
+def _here(lowered: jax.stages.Lowered) -> tuple[str, Any]:
+    program = lowered.compile()
+    return program.as_text() or "", program.memory_analysis()
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -521,24 +454,10 @@ def _abstract(leaf: Leaf) -> Any:
     return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def _num_tokens(batch: Batch) -> int:
-    sizes = [
-        math.prod(leaf.shape)
-        for leaf in jax.tree.leaves(batch)
-        if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
-    ]
-    return max(sizes, default=0)
-
-
-def _workers() -> int:
+def _num_workers() -> int:
     """Returns how many compilations memory and cores allow at once."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on this system
         return 1
     return max(1, min((os.cpu_count() or 1) // 2, free // _HOST_BYTES))
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"plan: {line}\n")
-    sys.stderr.flush()
