@@ -330,7 +330,7 @@ def test_a_slice_is_planned_by_the_tpu_compiler(tmp_path):
 def test_bad_input_is_refused_before_any_work():
     with pytest.raises(ml.errors.MeshError, match="there is no topology 'v5e:5x5'"):
         planned(topology="v5e:5x5")
-    with pytest.raises(ml.MeshLayoutError, match="Did you mean .accumulate"):
+    with pytest.raises(ml.MeshLayoutError, match="Did you mean 'accumulate'"):
         planned(acumulate=2)
     with pytest.raises(ml.MeshLayoutError, match="budget_s must be a finite number"):
         planned(budget_s=-1)

@@ -110,9 +110,9 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path):
     ("fact", "value", "sentence"),
     [
         ("jax", "0.1.0", "was compiled for jax 0.1.0, and here it is "),
-        ("kinds", "TPU v9", "was compiled for devices of the kind TPU v9, and here it"),
+        ("devices of the kind", "TPU v9", "was compiled for devices of the kind TPU v9, and here it"),
         (
-            "processes",
+            "a number of processes of",
             2,
             "was compiled for a number of processes of 2, and here it is 1",
         ),
@@ -135,7 +135,7 @@ def test_an_executable_of_other_versions_or_devices_is_refused(
 def test_files_that_are_none_are_refused(tmp_path):
     path = tmp_path / "step.bin"
     step = ml.make_train_step(squares)
-    with pytest.raises(ml.errors.StepError, match="there is no file"):
+    with pytest.raises(ml.errors.StepError, match="No such file"):
         step.load_compiled(path)
     path.write_bytes(b"meshlayout executable 1\n{}\n" + zlib.compress(b""))
     with pytest.raises(ml.errors.StepError, match="or it is damaged"):
@@ -168,7 +168,7 @@ def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
     with pytest.raises(ml.errors.MeshError) as caught:
         ml.planning.describe_devices("v5e:2x4")
     line = f"pip install 'jax[tpu]=={jax.__version__}'"
-    assert str(caught.value).endswith(f"the TPU compiler is needed: {line}.")
+    assert str(caught.value).endswith(f"its compiler is needed: {line}.")
 
 
 def test_refusals_for_memory_say_by_how_much():

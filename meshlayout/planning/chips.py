@@ -134,7 +134,8 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         Mesh(batch=2, model=4; batch across 2 processes)
     """
     kind, sizes = parse_topology(topology)
-    platform, name, options = "tpu", topology.strip(), dict[str, Any]()
+    platform, name = "tpu", topology.strip()
+    options: dict[str, Any] = {}
     compiler, extra = "libtpu", "tpu"
     if kind == "h100":
         platform, name = "cuda", kind

@@ -5,6 +5,8 @@ JAX would hand to the compiler is caught on its way there: the module and its op
 which say all there is to know; a process gets no code of the user's.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import contextlib
 import hashlib
 import importlib.metadata

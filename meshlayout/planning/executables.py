@@ -97,8 +97,8 @@ def compile_for(
         fix = "Shard the state further, or take remat= or accumulate=."
         raise StepError(f"{fact} on each device. {fix}") from error
     # JAX keeps the program, and compiles it once.
-    reports = (step.cost, step.memory, step.communication)
-    return CompiledProgram(compiled, mesh, *(x(*args, **kwargs) for x in reports))
+    reports = step.memory(*args, **kwargs), step.communication(*args, **kwargs)
+    return CompiledProgram(compiled, mesh, step.cost(*args, **kwargs), *reports)
 
 
 def _is_placed(leaf: Leaf) -> bool:

@@ -1,0 +1,233 @@
+"""How good the choices of `ml.plan` are: every candidate compiled, or measured.
+
+`python -m benchmarks.plan` compiles every candidate of each problem for slices of TPU
+v5e, which needs libtpu and no TPU, and compares: the best of the candidates that plan
+would compile (the first four by its estimate) with the best of all, by the time that
+their schedules are replayed to; estimated and compiled memory; the rank correlation of
+estimated and replayed times. What compilers said is kept in plan's cache.
+
+`--measure` runs every candidate on eight virtual CPU devices instead. They are no TPUs,
+and share their cores; what shows is the order of FLOPs and bytes.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.planning import Ranking, Row
+from models import gpt, mlp, resnet, transformer
+
+
+ENOUGH_S = 1e6
+NUM_CHOSEN = 4  # that plan compiles without a budget
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def tokens(rows: int, length: int) -> dict[str, Any]:
+    """Returns an abstract batch of text."""
+    return {"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}
+
+
+def images(rows: int, *shape: int) -> dict[str, Any]:
+    """Returns an abstract batch of images."""
+    image = jax.ShapeDtypeStruct((rows, *shape), "float32")
+    return {"image": image, "label": jax.ShapeDtypeStruct((rows,), "int32")}
+
+
+def classes(model: Any, batch: Any) -> jax.Array:
+    """Returns the cross entropy of each image."""
+    return cross_entropy(model(batch["image"]).astype("float32"), batch["label"])
+
+
+def next_tokens(model: Any, batch: Any) -> jax.Array:
+    """Returns the cross entropy of each token."""
+    return transformer.next_token_losses(model(batch["tokens"]), batch["tokens"])
+
+
+def perceptron(scale: int) -> dict[str, Any]:
+    """Returns the problem of an MLP."""
+    sizes: Any = {"in_features": 256 * scale, "hidden_features": 1024 * scale}
+    return {
+        "build": lambda: mlp.MLP(256 * scale, **sizes, rngs=nnx.Rngs(0)),
+        "loss_fn": classes,
+        "batch": images(256 * scale, 256 * scale),
+    }
+
+
+def transformers(layers: int, scale: int, vocabulary: int = 1024) -> dict[str, Any]:
+    """Returns the problem of a transformer."""
+    config = transformer.TransformerConfig(
+        vocab_size=vocabulary,
+        max_length=64 * scale,
+        features=128 * scale,
+        num_layers=layers,
+        mlp_features=512 * scale,
+    )
+    return {
+        "build": lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),
+        "loss_fn": next_tokens,
+        "batch": tokens(64, 64 * scale),
+        "precision": "bfloat16",
+    }
+
+
+class ScannedGPT(nnx.Module):
+    """The functional model of `models/gpt.py`, its layers in a scan."""
+
+    def __init__(self, config: gpt.GPTConfig) -> None:
+        self.params = nnx.data(
+            jax.tree.map(nnx.Param, gpt.init(config, jax.random.key(0)))
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits of shape (batch, length, vocabulary)."""
+        is_param = lambda node: isinstance(node, nnx.Variable)
+        arrays = jax.tree.map(lambda p: p[...], self.params, is_leaf=is_param)
+        return gpt.apply(arrays, x)
+
+
+def scanned(layers: int, scale: int, vocabulary: int) -> dict[str, Any]:
+    """Returns the problem of a GPT with its layers in a scan."""
+    config = gpt.GPTConfig(
+        vocab_size=vocabulary,
+        features=128 * scale,
+        head_features=16 * scale,
+        num_layers=layers,
+        mlp_features=512 * scale,
+        is_scanned=True,
+    )
+    batch = tokens(64, 64 * scale)
+    return {"build": lambda: ScannedGPT(config), "loss_fn": next_tokens, "batch": batch}
+
+
+def resnet50(width: int) -> dict[str, Any]:
+    """Returns the problem of ResNet-50."""
+    build = lambda: resnet.ResNet50(width=width, rngs=nnx.Rngs(0))
+    return {"build": build, "loss_fn": classes, "batch": images(256, 64, 64, 3)}
+
+
+PROBLEMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "mlp": lambda: perceptron(4),
+    "small transformer": lambda: transformers(2, 1),
+    "transformer of 8 layers": lambda: transformers(8, 4),
+    "transformer of 24 layers": lambda: transformers(24, 4),
+    "scanned GPT, large vocabulary": lambda: scanned(8, 4, 32768),
+    "resnet50": lambda: resnet50(64),
+}
+
+
+def correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Returns Spearman's rank correlation."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def compiled_line(name: str, topology: str, ranking: Ranking) -> str:
+    """Returns a line of the table, of a ranking in which all is compiled."""
+    rows = [
+        x for x in ranking.rows if x.source == "compiled" and x.estimate and x.step_s
+    ]
+    by_estimate = sorted(rows, key=lambda row: estimated_s(row))
+    best = min(row.step_s for row in rows)
+    first = [row.step_s for row in by_estimate[:NUM_CHOSEN]]
+    ratios = [row.estimate.peak_bytes / row.peak_bytes for row in rows if row.estimate]
+    within = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    rho = correlation(*zip(*((estimated_s(x), x.step_s) for x in rows), strict=True))
+    chosen = min(by_estimate[:NUM_CHOSEN], key=lambda row: row.step_s)
+    cells = [
+        *(
+            name,
+            topology,
+            f"{len(rows)}",
+            f"{chosen.variant} on {dict(chosen.mesh.shape)}",
+        ),
+        *(
+            f"{min(first) * 1e3:.3f}",
+            f"{best * 1e3:.3f}",
+            f"{min(first) / best - 1:.1%}",
+        ),
+        *(
+            f"{rho:.2f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{within} of {len(ratios)}",
+        ),
+        f"{sum(row.compile_s for row in rows):.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def estimated_s(row: Row) -> float:
+    """Returns the seconds that were estimated before compiling."""
+    assert row.estimate is not None
+    return row.estimate.total_s
+
+
+def measured_s(row: Row, problem: dict[str, Any], steps: int) -> float:
+    """Returns the median seconds of a step that runs here."""
+    random = np.random.default_rng(0)
+
+    def array(x: Any) -> Any:
+        shape = x.shape
+        if x.dtype == np.int32:
+            return random.integers(0, 64, shape, "int32")
+        return random.normal(size=shape).astype(x.dtype)
+
+    batch = jax.tree.map(array, problem["batch"])
+    options = {k: x for k, x in problem.items() if k in ("precision", "remat")}
+    state = ml.TrainState.create(problem["build"], optax.adamw(3e-4), row.layouts)
+    step = ml.make_train_step(problem["loss_fn"], **{**options, **row.step_options})
+    taken: list[float] = []
+    for _ in range(steps + 2):
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state.params, metrics))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def main() -> None:
+    """Compiles or measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--problems", nargs="*", default=[*PROBLEMS])
+    parser.add_argument("--topologies", nargs="*", default=["v5e:2x4", "v5e:4x4"])
+    parser.add_argument("--measure", action="store_true", help="on eight CPU devices")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    options = parser.parse_args()
+    if options.measure:
+        ml.virtual_devices(8)
+        print("| problem | candidates | rank correlation | planned | fastest |")
+        print("|---" * 5 + "|")
+    else:
+        print(
+            "| problem | slice | candidates | chosen | its step (ms) | best of all (ms) "
+            "| slower by | rank correlation | memory, estimated / compiled | within 10% "
+            "| seconds of compilation |"
+        )
+        print("|---" * 11 + "|")
+    for name in options.problems:
+        problem = PROBLEMS[name]()
+        planned: dict[str, Any] = {"optimizer": optax.adamw(3e-4), **problem}
+        if options.measure:
+            ranking = ml.plan(**planned, topology=ml.create_mesh(), budget_s=0)
+            rows = [row for row in ranking.rows if not row.error]
+            taken = [measured_s(row, problem, options.steps) for row in rows]
+            rho = correlation([row.step_s for row in rows], taken)
+            fastest = rows[int(np.argmin(taken))]
+            cells = [name, f"{len(rows)}", f"{rho:.2f}", repr(rows[0]), repr(fastest)]
+            print(f"| {' | '.join(cells)} |", flush=True)
+            continue
+        for topology in options.topologies:
+            ranking = ml.plan(**planned, topology=topology, budget_s=ENOUGH_S)
+            print(compiled_line(name, topology, ranking), flush=True)
+
+
+if __name__ == "__main__":
+    main()
