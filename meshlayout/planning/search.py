@@ -236,11 +236,12 @@ class _Search:
         if row.fits or best.fits:
             return
         counts = () if "accumulate" in self.options else _ACCUMULATE
-        for count in [n for n in counts if self._divides(variant, n)]:
+        counts = [n for n in counts if self._divides(variant, n)]
+        for count in counts:
             best = self._row(best.variant.with_options(accumulate=count))
             if best.fits:
                 break
-        yield best
+        yield from [best] * bool(counts)
         if not best.fits and variant.mesh.platform != "cpu":
             yield self._row(best.variant.offloaded())
 
