@@ -5,13 +5,15 @@ lowered text. A step that loads it traces and lowers as ever, and compares, so t
 other program than its own can run.
 """
 
+import contextlib
 import difflib
+import functools
 import importlib.metadata
 import json
 import os
 import zlib
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +219,23 @@ class SavedExecutable:
         """Returns a jitted function that runs this program instead of compiling."""
         if self.is_used or (devices and {*devices} != {*self.devices}):
             return jitted
-        names = step._signature.parameters
-        is_dynamic = [name not in step.static_argnames for name in names]
-        return LoadedFunction(self, jitted, is_dynamic, jitted.trace)
+        names, compiled = [*step._signature.parameters], None
+
+        @functools.wraps(jitted)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if compiled is None and not self.is_used:
+                compiled = self.load(jitted.lower(*args, **kwargs))
+            pairs = zip(names, args, strict=False)
+            dynamic = [x for name, x in pairs if name not in step.static_argnames]
+            if compiled is not None:
+                # Of other shapes it takes nothing, and has not run.
+                with contextlib.suppress(TypeError):
+                    return compiled(*dynamic, **kwargs)
+            return jitted(*args, **kwargs)
+
+        vars(run)["trace"] = jitted.trace
+        return run
 
     def load(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Returns the program, or raises StepError if it is not the lowered one."""
@@ -237,27 +253,6 @@ class SavedExecutable:
         options["execution_devices"] = self.devices
         load = serialize_executable.deserialize_and_load
         return load(self.payload, *trees, **options)
-
-
-@dataclass(eq=False)
-class LoadedFunction:
-    """A jitted function whose first program comes from a file."""
-
-    saved: SavedExecutable
-    jitted: Any
-    is_dynamic: list[bool]
-    trace: Any
-    compiled: Any = field(default=None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program; for arguments of other shapes, JAX compiles as ever."""
-        if self.compiled is None and not self.saved.is_used:
-            self.compiled = self.saved.load(self.jitted.lower(*args, **kwargs))
-        dynamic = [x for x, flag in zip(args, self.is_dynamic, strict=False) if flag]
-        try:
-            return (self.compiled or self.jitted)(*dynamic, **kwargs)
-        except TypeError:  # it is for other shapes; nothing has run
-            return self.jitted(*args, **kwargs)
 
 
 def _abstract(kind: Any, layout: Any) -> Any:
