@@ -324,6 +324,15 @@ def test_a_slice_is_planned_by_the_tpu_compiler(tmp_path):
     assert sum(result.best.parts.values()) == pytest.approx(result.best.step_s)
 
 
+def test_topologies_are_compared_per_device():
+    small = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    result = planned(topology=[small.jax_mesh, ml.create_mesh()])
+    names = {row.variant.topology for row in result.rows}
+    assert names == {"4 CPU devices", "8 CPU devices"}
+    rates = [row.examples_per_s / row.mesh.size for row in result.rows]
+    assert rates == sorted(rates, reverse=True)
+
+
 # Bad input.
 
 

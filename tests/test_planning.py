@@ -164,7 +164,7 @@ def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
         raise RuntimeError("no libtpu")
 
     monkeypatch.setattr(chips.topologies, "get_topology_desc", no_compiler)
-    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(chips, "is_importable", lambda name: False)
     with pytest.raises(ml.errors.MeshError) as caught:
         ml.planning.describe_devices("v5e:2x4")
     line = f"pip install 'jax[tpu]=={jax.__version__}'"

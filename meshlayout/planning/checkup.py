@@ -261,13 +261,14 @@ def _machine_here() -> Machine:
         hardware=[x for x, glob in patterns.items() if any(Path("/dev").glob(glob))],
         asked_devices=asked[-1],
         cache=str(getattr(jax.config, "jax_compilation_cache_dir", None) or ""),
-        importable=[x for y in _EXTRAS.values() for x in y if _is_importable(x)],
+        importable=[x for y in _EXTRAS.values() for x in y if is_importable(x)],
         data_directory=folder if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,
     )
 
 
-def _is_importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
+    """Returns whether a module of an extra is installed."""
     with contextlib.suppress(ModuleNotFoundError):  # of the package around it
         return importlib.util.find_spec(module) is not None
     return False

@@ -4,7 +4,6 @@ All constants of the estimates are in `CHIPS`, from the makers' pages. A device 
 JAX counts as one: on v4, half a chip.
 """
 
-import importlib.util
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from jax.experimental import topologies  # noqa: TID251
 from meshlayout import _jax
 from meshlayout.errors import MeshError, did_you_mean
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
+from meshlayout.planning.checkup import is_importable
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         platform, name = "cuda", kind
         hosts, share = sizes
         options = {"topology": f"1x{hosts}x{share}", "target_config": _H100}
-        compiler, extra = "jax_plugins", "cuda12"
+        compiler, extra = "jax_plugins.xla_cuda12", "cuda12"
     elif jax.default_backend() != "tpu":
         os.environ.update({k: x for k, x in _VARIABLES.items() if k not in os.environ})
     if math.prod(sizes) == 1 and platform == "tpu":
@@ -150,7 +150,7 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         return topologies.get_topology_desc(name, platform, **options).devices
     except (RuntimeError, ImportError) as error:
         fact = str(error).splitlines()[0]
-        if importlib.util.find_spec(compiler):
+        if is_importable(compiler):
             msg = f"the compiler cannot describe {topology!r}: {fact}"
             raise MeshError(msg) from error
         # The same version, so that pip keeps the installed jax.

@@ -19,7 +19,7 @@ from meshlayout._batches import batch_axes, num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
-from meshlayout.mesh import Mesh
+from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.planning.candidates import (
     BFLOAT16,
     OFFLOAD,
@@ -128,7 +128,8 @@ def plan(
         workers = _checks.count("workers", workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
-    targets = [topology] if isinstance(topology, (str, Mesh)) else list(topology)
+    is_single = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
+    targets: list[Any] = [topology] if is_single else [*topology]
     search = _Search(
         build=build,
         loss_fn=loss_fn,
@@ -157,11 +158,11 @@ class _Target:
     job_topology: str  # empty if the compiler needs the devices that are here
 
     @classmethod
-    def of(cls, topology: "str | Mesh") -> "_Target":
+    def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Target":
         if isinstance(topology, str):
             devices, (_, grid) = describe_devices(topology), parse_topology(topology)
             return cls(topology, devices, chip_of(devices[0]), grid, topology)
-        devices = [*topology.devices.flat]
+        devices = [*as_mesh(topology).devices.flat]
         kind, count = devices[0].platform, len(devices)
         last = str(max(int(device.id) for device in devices) + 1)
         name, job = f"{count} {kind.upper()} devices", last if kind == "cpu" else ""
