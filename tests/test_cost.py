@@ -120,6 +120,9 @@ def test_memory_is_divided_as_the_layouts_say(mesh, spec):
     assert not state.params["kernel"].is_deleted()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="jax moves arrays to no other memory in jit"
+)
 def test_what_is_in_host_memory_counts_apart(mesh):
     @ml.compile_step
     def step(state, batch):

@@ -135,7 +135,14 @@ def optimizer_state():
     return {"params": params, "opt": optimizer.init(params)}
 
 
+def sums():
+    """Arrays whose last bits depend on the order in which elements are added."""
+    x = jax.random.normal(jax.random.key(5), (64, 48))
+    return {"mean": x.mean(0), "norm": x / jnp.linalg.norm(x), "product": x.T @ x}
+
+
 BUILDERS = {
+    "sums": sums,
     "everything": lambda: Everything(rngs=nnx.Rngs(0)),
     "linen everything": lambda: LinenEverything().init(
         jax.random.key(4), jnp.ones((2, 4))
@@ -159,6 +166,7 @@ BUILDERS = {
         ("8", FIRST, "linen everything"),
         ("8", (..., "all"), "pytree"),
         ("8", (..., "all"), "optimizer"),
+        ("8", FIRST, "sums"),
         ("2x4", (), "pair"),
         ("2x2x2", ("all", ...), "one array"),
         ("last 4", LAST, "pair"),

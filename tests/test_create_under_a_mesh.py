@@ -86,14 +86,12 @@ def made(layouts):
     """Everything that is made, by every way of making it."""
     with ml.scope(layouts):
         scoped = net()
-        optimizer = nnx.Optimizer(scoped, optax.adam(1e-3), wrt=nnx.Param)
         variables = nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8)))
     return {
         "created": plain(ml.create(net, layouts)),
         "from outside": ml.create(from_outside(), layouts),
         "constrained": ml.create(constrained, layouts),
         "scoped": plain(scoped),
-        "slots": plain(optimizer),
         "linen": variables,
         "state": ml.TrainState.create(net, optax.adam(1e-3), layouts).params,
     }
@@ -106,7 +104,6 @@ def made_without_a_mesh():
         "from outside": from_outside()(),
         "constrained": constrained(),
         "scoped": plain(model),
-        "slots": plain(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)),
         "linen": nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))),
         "state": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
     }

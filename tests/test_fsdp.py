@@ -89,8 +89,7 @@ def test_the_dim_that_is_sharded_and_why_what_stays_whole_does(path, shape, expe
 
 def test_arrays_are_sharded_from_min_bytes_on():
     layouts = ml.parallel.fsdp(EIGHT, min_bytes=512)
-    sizes = {"float32": 128, "bfloat16": 256}
-    for dtype, size in sizes.items():
+    for dtype, size in {"float32": 128, "bfloat16": 256}.items():
         assert decide(layouts, "bias", (size,), dtype).layout.specs == ("batch",)
         assert decide(layouts, "bias", (size - 8,), dtype).layout.specs == (None,)
 
@@ -190,7 +189,6 @@ class Annotated(nn.Module):
 @pytest.mark.parametrize(
     ("annotate", "names", "expected"),
     [
-        (nn.with_logical_partitioning, ("embed", "mlp"), (None, "batch")),
         (nn.with_logical_partitioning, ("batch", None), (None, "batch")),
         (nn.with_partitioning, ("embed", "mlp"), (None, "batch")),
         (nn.with_partitioning, ("model", None), ("model", None)),
@@ -214,11 +212,8 @@ def test_axis_names_without_a_meaning_on_the_mesh_do_not_keep_arrays_whole(
 def test_own_rules_go_on_top_and_data_parallel_replicates_everything():
     assert ml.parallel.data_parallel(EIGHT) == ml.LayoutMap(EIGHT)
     layouts = ml.parallel.fsdp(EIGHT) | {"head": [...]}
-    tree = abstract({"head": {"kernel": (512, 512)}, "up": {"kernel": (512, 512)}})
-    assert specs(layouts, tree) == {
-        "head/kernel": (None, None),
-        "up/kernel": (None, "batch"),
-    }
+    tree = abstract({"head": (512, 512), "up": {"kernel": (512, 512)}})
+    assert specs(layouts, tree) == {"head": (None, None), "up/kernel": (None, "batch")}
 
 
 # States that follow.
@@ -324,15 +319,12 @@ def test_three_parts_and_own_rules():
         ml.LayoutMap(mesh, {"up": (..., "model")}),
         ml.parallel.fsdp(mesh, min_bytes=0),
     )
-    shape = (8, 64, 128)
-    assert decide(layouts, "experts/up", shape).layout.specs == (
-        "expert",
-        "fsdp",
-        "model",
-    )
-    assert decide(layouts, "up", (64, 128)).layout.specs == ("fsdp", "model")
-    own = layouts | {"head/up$": [...]}
-    assert decide(own, "a/head/up", (64, 128)).layout.is_fully_replicated
+    tree = abstract({"experts": {"up": (8, 64, 128)}, "head": {"up": (64, 128)}})
+    assert specs(layouts | {"head/up$": [...]}, tree) == {
+        "experts/up": ("expert", "fsdp", "model"),
+        "head/up": (None, None),
+    }
+    assert specs(layouts, tree)["head/up"] == ("fsdp", "model")
 
 
 def test_a_leaf_that_no_part_names_is_an_error_if_a_part_says_so():
@@ -388,22 +380,18 @@ def test_a_leaf_that_two_parts_shard_over_one_axis_is_refused():
     assert "'batch' is used twice" in refused(decide, layouts, "w", (8, 8))
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ({"w": ("model",)}, "got {'w': ('model',)}: write LayoutMap(mesh, rules)."),
-        (
-            ml.LayoutMap(EIGHT),
-            "got maps on Mesh(batch=2, model=4) and on Mesh(batch=8).",
-        ),
-        (
-            ml.LayoutMap(GRID, logical_axes={"embed": "model"}),
-            "got one with logical_axes, which a composed rule does not see.",
-        ),
-    ],
-)
-def test_parts_that_cannot_be_composed_are_refused(part, problem):
-    message = refused(ml.parallel.compose, ml.parallel.fsdp(GRID), part)
+PROBLEMS = {
+    "got {'w': ('model',)}: write LayoutMap(mesh, rules).": {"w": ("model",)},
+    "got maps on Mesh(batch=2, model=4) and on Mesh(batch=8).": ml.LayoutMap(EIGHT),
+    "got one with logical_axes, which a composed rule does not see.": ml.LayoutMap(
+        GRID, logical_axes={"embed": "model"}
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_parts_that_cannot_be_composed_are_refused(problem):
+    message = refused(ml.parallel.compose, ml.parallel.fsdp(GRID), PROBLEMS[problem])
     expected = f"compose takes layout maps on one mesh, of patterns; {problem}"
     assert message == expected
 

@@ -258,7 +258,7 @@ def test_turns_are_read_off_the_loop_itself(
     assert (one.in_loop, one.wire_bytes) == (True, count * 48)
 
 
-# Asynchronous forms.
+# Asynchronous forms; those of TPUs are in test_tpu_programs.
 
 ASYNCHRONOUS = """HloModule step, num_partitions=8
 
@@ -267,33 +267,13 @@ ASYNCHRONOUS = """HloModule step, num_partitions=8
   ROOT %ag = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
 }
 
-%fused_computation.1 (p: f32[8]) -> (f32[8], f32[32], u32[]) {
-  %p = f32[8]{0} parameter(0)
-  %ag.1 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
-  ROOT %start = (f32[8]{0}, f32[32]{0}, u32[]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%async_collective_fusion.3 (p: f32[8]) -> f32[32] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %ag.3 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
-}
-
-%all-reduce-scatter.4 (p: f32[32]) -> f32[8] {
-  %p = f32[32]{0} parameter(0)
-  %ar = f32[32]{0} all-reduce(%p), channel_id=2, replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %piece = f32[8]{0} dynamic-slice(%ar, %i), dynamic_slice_sizes={8}
-}
-
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %as = ((f32[8]{0}), f32[16]{0}, u32[]) async-start(%x), calls=%wrapped
   %ad = f32[16]{0} async-done(%as)
-  %c1 = (f32[8]{0}, f32[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%fused_computation.1
-  %c3 = f32[32]{0} fusion(%c1), kind=kCustom, calls=%async_collective_fusion.3
-  %rs = f32[8]{0} fusion(%c3), kind=kCustom, calls=%all-reduce-scatter.4, metadata={op_name="jit(step)/transpose(jvp(Net))/head/dot_general" source_file="/home/me/net/models.py" source_line=7}
-  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%rs), source_target_pairs={{0,1},{1,0}}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%ad), source_target_pairs={{0,1},{1,0}}
   %cpd = f32[8]{0} collective-permute-done(%cp)
-  %ars = f32[8]{0} all-reduce-start(%cpd), replica_groups=[2,4]<=[8], to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+  %ars = f32[8]{0} all-reduce-start(%cpd), replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(step)/transpose(jvp(Net))/head/dot_general"}, backend_config={"collective_backend_config":{"is_sync":true}}
   ROOT %ard = f32[8]{0} all-reduce-done(%ars)
 }
 """
@@ -307,15 +287,20 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     ]
     assert rows == [
         ("all_gather", ("batch",), ("f32[16]",), 32, True),
-        # In two pieces.
-        ("all_gather", ("model",), ("f32[32]",), 96, True),
-        ("reduce_scatter", ("model",), ("f32[8]",), 96, False),
         ("collective_permute", ("model",), ("f32[8]",), 32, True),
         ("all_reduce", ("model",), ("f32[8]",), 48, False),
     ]
-    scatter = sent.collectives[2]
-    assert (scatter.module, scatter.source) == ("Net/head", "net/models.py:7")
-    assert scatter.nbytes == 32
+    by_kind = {kind: part.wire_bytes for kind, part in sent.by("kind").items()}
+    assert [*by_kind] == ["all_reduce", "all_gather", "collective_permute"]
+    assert sent.by("module")["Net/head"].wire_bytes == 48
+    assert str(sent).splitlines()[-4:] == [
+        "each device sends: 3 collectives, 112 B",
+        "by kind: all_reduce 1 collective, 48 B; all_gather 1 collective, 32 B; "
+        "collective_permute 1 collective, 32 B",
+        "by axes: model 2 collectives, 80 B; batch 1 collective, 32 B",
+        "by module: none 2 collectives, 64 B; Net/head 1 collective, 48 B",
+    ]
+    assert "head/dot_general (backward)" in sent._repr_html_()
 
 
 # The leaves that collectives move.
@@ -348,8 +333,9 @@ def test_gradients_are_named_by_their_parameters(mesh, options):
     assert sorted(moved) == ["down/kernel", "up/kernel"]
     [gradients] = [one for one in sent.collectives if one.leaves]
     assert gradients.kind == "all_reduce"
-    # Two lines of the model, past Flax's own; and that of the loss.
-    assert re.fullmatch(r"tests/test_hlo.py:\d+ and [12] more", gradients.source)
+    # Two lines of the model, and that of the loss; older versions note Flax's own.
+    file = "tests/test_hlo.py" if jax.__version_info__ >= (0, 8) else "nn/linear.py"
+    assert re.fullmatch(rf"{file}:\d+ and [12] more", gradients.source)
 
 
 class Stack(nnx.Module):
@@ -412,26 +398,6 @@ def test_arguments_of_any_program_have_jaxs_names(mesh):
 # What the report is used for.
 
 
-def test_collectives_are_grouped_and_totalled(mesh):
-    sent = read_communication(ASYNCHRONOUS, mesh)
-    by_kind = {kind: part.wire_bytes for kind, part in sent.by("kind").items()}
-    assert [*by_kind.items()] == [
-        ("all_gather", 128),
-        ("reduce_scatter", 96),
-        ("all_reduce", 48),
-        ("collective_permute", 32),
-    ]
-    assert sent.by("module")["Net/head"]["reduce_scatter"] == 1
-    assert str(sent).splitlines()[-4:] == [
-        "each device sends: 5 collectives, 304 B",
-        "by kind: all_gather 2 collectives, 128 B; reduce_scatter 1 collective, 96 B; "
-        "all_reduce 1 collective, 48 B; collective_permute 1 collective, 32 B",
-        "by axes: model 4 collectives, 272 B; batch 1 collective, 32 B",
-        "by module: none 4 collectives, 208 B; Net/head 1 collective, 96 B",
-    ]
-    assert "head/dot_general (backward)" in sent._repr_html_()
-
-
 @pytest.fixture
 def column_sum():
     @ml.compile_step
@@ -487,14 +453,9 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
 
 
 @pytest.mark.parametrize(
-    ("bad", "ending"),
-    [
-        (None, "got None."),
-        ("func.func main\n", "got 'func.func main\\n'."),
-        (jax.jit(lambda x: x).lower(1.0), "got a Lowered."),
-    ],
+    "bad", [None, "func.func main\n", jax.jit(lambda x: x).lower(1.0)]
 )
-def test_what_is_not_a_compiled_program_is_refused(bad, ending):
+def test_what_is_not_a_compiled_program_is_refused(bad):
     text = message(lambda: read_communication(bad))
     start = "read_communication takes a compiled program or its text, which begins with"
-    assert text == f"{start} HloModule, {ending}"
+    assert text.startswith(f"{start} HloModule, got ")

@@ -14,6 +14,7 @@ from tests.processes import run_processes
 pytestmark = pytest.mark.multiprocess
 
 RULES = {"kernel|drawn|keys|table": ("batch", ...)}
+MODULE = nn.Dense(3)
 
 
 def builder():
@@ -50,42 +51,38 @@ def parts(tree):
     }
 
 
+def moved():
+    return {name: builder()()[name] for name in ("drawn", "keys")}
+
+
 def job():
     mesh = ml.create_mesh({"batch": 4})
-    layouts, module = ml.LayoutMap(mesh, RULES), nn.Dense(3)
-    state = ml.TrainState.create(
-        linen_builder(module), optax.adam(1e-3), layouts, module=module
-    )
-    rows = mesh.layout("batch", ...)
-    moved = {name: builder()()[name] for name in ("drawn", "keys")}
+    layouts, rows = ml.LayoutMap(mesh, RULES), mesh.layout("batch", ...)
+    build = linen_builder(MODULE)
+    state = ml.TrainState.create(build, optax.adam(1e-3), layouts, module=MODULE)
     return {
         "created": parts(ml.create(builder(), layouts)),
         "params": parts(state.params),
-        "copied": parts(ml.copy_to_mesh(moved, rows)),
-        "moved": parts(ml.relayout(moved, rows)),
+        "copied": parts(ml.copy_to_mesh(moved(), rows)),
+        "moved": parts(ml.relayout(moved(), rows)),
     }
 
 
 @pytest.mark.slow
 def test_what_every_process_has_comes_to_the_devices_of_all():
-    module = nn.Dense(3)
-    made = jax.tree.map(words, builder()())
-    moved = {name: made[name] for name in ("drawn", "keys")}
     expected = {
-        "created": made,
-        "params": linen_builder(module)()["params"],
-        "copied": moved,
-        "moved": moved,
+        "created": builder()(),
+        "params": linen_builder(MODULE)()["params"],
+        "copied": moved(),
+        "moved": moved(),
     }
     found = run_processes(2, job, shared=True)
-    for what, tree in expected.items():
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            whole = np.asarray(leaf)
-            seen = np.zeros(len(whole), int)
-            for process in found:
-                for (begin, end), values in process[what][jax.tree_util.keystr(path)]:
-                    np.testing.assert_array_equal(
-                        np.asarray(values, whole.dtype), whole[begin:end]
-                    )
-                    seen[begin:end] += 1
-            assert (seen == (4 if path[-1].key == "bias" else 1)).all(), (what, path)
+    for path, leaf in jax.tree.leaves_with_path(expected):
+        whole, name = np.asarray(words(leaf)), jax.tree_util.keystr(path[1:])
+        seen = np.zeros(len(whole), int)
+        for process in found:
+            for (begin, end), values in process[path[0].key][name]:
+                part = np.asarray(values, whole.dtype)
+                np.testing.assert_array_equal(part, whole[begin:end])
+                seen[begin:end] += 1
+        assert (seen == (4 if path[-1].key == "bias" else 1)).all(), path

@@ -16,7 +16,17 @@ import meshlayout as ml
 from meshlayout import _batches
 from tests.bad_values import BAD, refusal
 from tests.error_messages import message_of
-from tests.small_states import DATA, X, Y, assert_close, create, mesh_of, on, squares
+from tests.small_states import (
+    DATA,
+    X,
+    Y,
+    assert_close,
+    create,
+    linear,
+    mesh_of,
+    on,
+    squares,
+)
 
 
 @pytest.fixture
@@ -117,37 +127,32 @@ def test_a_trainer_whose_devices_all_compute_the_same_is_an_error(name):
         assert message_of(lambda: TRAINER_CALLS[name](trainer)) == MESSAGE  # noqa: B023
 
 
-@pytest.mark.parametrize("axis", ["model", "rows"])
-def test_a_mesh_that_shards_the_state_or_the_rows_alone_is_right(axis):
-    def computed(mesh, batch, rules=None):
-        state = create(mesh, rules=rules)
-        metrics, made = STEPS["eval"]()(state, batch), STEPS["predict"]()(state, batch)
-        STEPS["train"]()(state, batch)
-        return metrics["loss"], made
-
-    expected = computed(mesh_of(batch=1), DATA)
+@pytest.mark.parametrize(
+    ("axis", "rules", "spec"),
+    [
+        ("model", {"kernel": (None, "model")}, None),
+        ("rows", {}, ("rows", ...)),
+        ("seq", {}, (None, "seq")),
+        ("inside", {}, None),
+    ],
+)
+def test_a_mesh_that_shards_the_state_or_the_batch_alone_is_right(axis, rules, spec):
     mesh = mesh_of(**{axis: 4})
-    rules = {} if axis == "rows" else {"kernel": (None, axis)}
-    layout = mesh.layout("rows", ...) if axis == "rows" else mesh
-    (batch,) = ml.distribute_dataset(DATA, layout, global_batch_size=16)
-    assert_close(computed(mesh, batch, rules), expected)
+    layout = mesh if spec is None else mesh.layout(*spec)
+    (batch,) = ml.distribute_dataset({"x": X}, layout, global_batch_size=16)
 
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_a_mesh_that_shards_a_sequence_alone_is_right(is_inside):
-    mesh = mesh_of(seq=4)
-    layout = mesh.layout(None, "seq")
-    given = mesh if is_inside else layout
-    (batch,) = ml.distribute_dataset({"x": X}, given, global_batch_size=16)
-
-    def over_tokens(model, batch):
+    def loss_fn(model, batch):
         x = batch["x"]
-        if is_inside:
-            x = jax.lax.with_sharding_constraint(x, layout.sharding)
+        if axis == "inside":
+            x = jax.lax.with_sharding_constraint(x, mesh.layout(None, axis).sharding)
         return (model(x) ** 2).mean(-1)
 
-    for make in (ml.make_train_step, ml.make_eval_step, ml.make_predict_step):
-        make(over_tokens)(create(mesh), batch)
+    state = create(mesh, rules=rules)
+    made = ml.make_predict_step(loss_fn)(state, batch)
+    assert_close(made, (linear()(X) ** 2).mean(-1))
+    metrics = ml.make_eval_step(loss_fn)(state, batch)
+    np.testing.assert_allclose(metrics["loss"], np.mean(made), rtol=1e-5)
+    ml.make_train_step(loss_fn)(state, batch)
 
 
 def test_rows_that_all_devices_compute_are_told_once(caplog):
