@@ -21,6 +21,6 @@ from meshlayout.planning.executables import (
     load_compiled as load_compiled,
     save_compiled as save_compiled,
 )
-from meshlayout.planning.ranking import Ranking as Ranking, Row as Row
+from meshlayout.planning.rows import Ranking as Ranking, Row as Row
 from meshlayout.planning.schedule import Replay as Replay, replay as replay
 from meshlayout.planning.search import plan as plan

@@ -109,7 +109,7 @@ def meshes(devices: Sequence[Any], grid: Sequence[int]) -> list[Mesh]:
 class Proposals:
     """What is proposed for a model; it is traced once for each size of an axis."""
 
-    def __init__(self, model: Any, call: Callable[..., Any], batch: Batch) -> None:
+    def __init__(self, model: PyTree, call: Callable[..., Any], batch: Batch) -> None:
         self._arguments, self._call = (model, (batch,)), call
         self._rules: dict[tuple[str, int], dict[str, Any] | str] = {}
 
@@ -186,7 +186,9 @@ def given(
             raise problem
 
 
-def bfloat16_state(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+def bfloat16_state(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps its state in bfloat16, in half the memory.
 
     The update is computed in float32 of what was kept. Small changes of a moving

@@ -35,7 +35,7 @@ from meshlayout.planning.chips import describe_devices, memory_refusal
 
 
 @dataclass(frozen=True)
-class Job:
+class Compilation:
     """What a process is to compile."""
 
     module: bytes
@@ -69,11 +69,12 @@ class _CaughtError(Exception):
     """Ends a compilation that is to go on elsewhere."""
 
 
-def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Job:
+def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Compilation:
     """Returns what JAX would give to the compiler for a lowered program."""
     caught: list[Any] = []
 
-    def catch(backend: Any, module: Any, devices: Any, options: Any, *_: Any) -> Any:
+    def catch(*arguments: Any, **_: Any) -> Any:
+        _, module, _, options, *_ = arguments
         caught.extend([mlir.module_to_bytecode(module), options.SerializeAsString()])
         raise _CaughtError
 
@@ -88,17 +89,17 @@ def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Job:
     # The text has no lines of code, which would change with every edit.
     parts = lowered.as_text().encode(), options, repr(versions).encode()
     key = hashlib.sha256(b"".join(parts)).hexdigest()
-    return Job(module, options, topology, ids, key)
+    return Compilation(module, options, topology, ids, key)
 
 
 def compile_all(
-    jobs: Iterator[tuple[int, Job]], cache: Path, workers: int
+    jobs: Iterator[tuple[int, Compilation]], cache: Path, workers: int
 ) -> Iterator[tuple[int, Outcome]]:
     """Compiles jobs as they come, and yields what came of each, in any order.
 
     A job is taken when there is room for it. If the caller stops, processes are ended.
     """
-    running: dict[int, tuple[Job, Path, subprocess.Popen[bytes]]] = {}
+    running: dict[int, tuple[Compilation, Path, subprocess.Popen[bytes]]] = {}
     numbers, is_more = itertools.count(), True
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="meshlayout-plan-") as folder:
@@ -129,7 +130,7 @@ def compile_all(
                 process.wait()
 
 
-def _started(job: Job, path: Path) -> "subprocess.Popen[bytes]":
+def _started(job: Compilation, path: Path) -> "subprocess.Popen[bytes]":
     path.write_bytes(pickle.dumps(job))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -177,7 +178,7 @@ def outcome_of(compile_program: Callable[[], tuple[str, Any]]) -> Outcome:
 def main() -> None:
     """Compiles the job in a file, in a process of its own; writes what came of it."""
     path = Path(sys.argv[1])
-    job: Job = pickle.loads(path.read_bytes())
+    job: Compilation = pickle.loads(path.read_bytes())
     is_here = job.topology.isdecimal()
     known = jax.devices() if is_here else describe_devices(job.topology)
     by_id = {device.id: device for device in known}

@@ -20,7 +20,7 @@ import jax
 from jax.extend.core import Literal
 
 from meshlayout import _jax
-from meshlayout._annotations import Equation, PyTree
+from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products
 from meshlayout.layout import axes_of
@@ -104,7 +104,7 @@ class StepTrace:
                 elif op.runs > 1:
                     self.in_loops.add(index)
 
-    def _new(self, aval: Any, value: Value | None = None) -> int:
+    def _new(self, aval: Leaf, value: Value | None = None) -> int:
         shape = tuple(getattr(aval, "shape", ()))
         self.values.append(value or Value(shape, fresh_dims(shape)))
         dtype = getattr(aval, "dtype", None)
@@ -344,7 +344,7 @@ def _lives(
     return births, last, sources
 
 
-def shard_bytes(leaf: Any) -> int:
+def shard_bytes(leaf: Leaf) -> int:
     """Returns the bytes of an abstract array on each device."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * _jax.itemsize(leaf.dtype)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable  # noqa: TID251
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import Leaf
@@ -129,7 +129,9 @@ def _moved(leaf: Leaf, mesh: Mesh, is_state: bool) -> Any:  # noqa: FBT001
 _MAGIC = b"meshlayout executable 1"
 
 
-def save_compiled(step: Any, path: str | os.PathLike[str], *args: Any) -> None:
+def save_compiled(
+    step: StepInspection, path: str | os.PathLike[str], *args: Any
+) -> None:
     """Saves the executable of a step's last call; as `step.save_compiled`.
 
     Args:
@@ -171,7 +173,7 @@ def save_compiled(step: Any, path: str | os.PathLike[str], *args: Any) -> None:
     partial.replace(target)
 
 
-def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
+def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
     """Takes a step's first program from a file; as `step.load_compiled`.
 
     The first call traces and lowers, and compiles nothing. Another program than that in
@@ -255,7 +257,7 @@ class SavedExecutable:
         return load(self.payload, *trees, **options)
 
 
-def _abstract(kind: Any, layout: Any) -> Any:
+def _abstract(kind: Leaf, layout: Sharding | None) -> Any:
     if not hasattr(kind, "dtype"):
         return kind
     options: dict[str, Any] = {"sharding": layout, "weak_type": kind.weak_type}

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, Leaf
@@ -38,19 +39,20 @@ from meshlayout.planning.chips import (
     parse_topology,
 )
 from meshlayout.planning.compilation import (
-    Job,
+    Compilation,
     Outcome,
     compile_all,
     job_of,
     outcome_of,
 )
 from meshlayout.planning.estimate import StepTrace, estimate
-from meshlayout.planning.ranking import Ranking, Row
+from meshlayout.planning.rows import Ranking, Row
 from meshlayout.planning.schedule import replay
 from meshlayout.state import TrainState
 from meshlayout.state.creation import place
+from meshlayout.state.train_state import Optimizer
 from meshlayout.step import make_train_step
-from meshlayout.step.interception import _block_paths
+from meshlayout.step.interception import Remat, _block_paths
 
 
 _NUM_COMPILED = 4  # without a budget
@@ -63,11 +65,11 @@ def plan(
     loss_fn: Callable[..., Any],
     batch: Batch,
     *,
-    optimizer: Any,
+    optimizer: Optimizer,
     topology: "str | Mesh | Sequence[str | Mesh]",
     candidates: Candidates | None = None,
     budget_s: float | None = None,
-    module: Any = None,
+    module: nn.Module | None = None,
     workers: int | None = None,
     cache: str | os.PathLike[str] | None = None,
     hop_s: float = 1e-6,
@@ -137,7 +139,7 @@ def plan(
         optimizer=optimizer,
         module=module,
         options=step_options,
-        targets={x.name: x for x in map(_Target.of, targets)},
+        targets={x.name: x for x in map(_Hardware.of, targets)},
         deadline=deadline,
         workers=workers or _num_workers(),
         cache=Path(cache or Path.home() / ".cache" / "meshlayout" / "plan"),
@@ -148,7 +150,7 @@ def plan(
 
 
 @dataclass
-class _Target:
+class _Hardware:
     """A topology: its devices, their figures, and the grid that they are in."""
 
     name: str
@@ -158,7 +160,7 @@ class _Target:
     job_topology: str  # empty if the compiler needs the devices that are here
 
     @classmethod
-    def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Target":
+    def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Hardware":
         if isinstance(topology, str):
             devices, (_, grid) = describe_devices(topology), parse_topology(topology)
             return cls(topology, devices, chip_of(devices[0]), grid, topology)
@@ -176,10 +178,10 @@ class _Search:
     build: Callable[[], Any]
     loss_fn: Callable[..., Any]
     batch: Batch
-    optimizer: Any
-    module: Any
+    optimizer: Optimizer
+    module: nn.Module | None
     options: Mapping[str, Any]
-    targets: dict[str, _Target]
+    targets: dict[str, _Hardware]
     deadline: float
     workers: int
     cache: Path
@@ -215,7 +217,7 @@ class _Search:
     # Estimates.
 
     def _variants(
-        self, target: _Target, candidates: Candidates | None = None
+        self, target: _Hardware, candidates: Candidates | None = None
     ) -> Iterator[Variant]:
         known = meshes(target.devices, target.grid)
         if candidates is not None:
@@ -295,7 +297,7 @@ class _Search:
             self.states[is_bfloat16] = described
         return self.states[is_bfloat16]
 
-    def _trace(self, remat: Any) -> StepTrace | None:
+    def _trace(self, remat: Remat) -> StepTrace | None:
         """Returns the traced step; None if there are no blocks to recompute."""
         if remat not in self.traces:
             state, trace = self._described().abstract, None
@@ -343,7 +345,7 @@ class _Search:
             rows[index] = row
             self._say(repr(row))
 
-        def jobs() -> Iterator[tuple[int, Job]]:
+        def jobs() -> Iterator[tuple[int, Compilation]]:
             for index in chosen:
                 variant = rows[index].variant
                 target = self.targets[variant.topology]
@@ -431,7 +433,7 @@ class _Search:
             yield base.offloaded()
         name = base.topology
         while name := larger_topology(name):
-            self.targets[name] = _Target.of(name)
+            self.targets[name] = _Hardware.of(name)
             variants = self._variants(self.targets[name])
             yield next(variants).with_options(**base.options)
 
