@@ -22,6 +22,7 @@ from meshlayout.parallel import (
     tensor_parallel,
     zero_rule,
 )
+from meshlayout.state.train_state import Optimizer, _transformation
 
 
 Candidates: TypeAlias = Mapping[str, "LayoutMap | Callable[[Mesh], LayoutMap]"]
@@ -187,7 +188,7 @@ def given(
 
 
 def bfloat16_state(
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps its state in bfloat16, in half the memory.
 
@@ -199,7 +200,7 @@ def bfloat16_state(
         >>> str(tx.init({"w": jnp.zeros(2)})[0].mu["w"].dtype)
         'bfloat16'
     """
-    tx = optax.with_extra_args_support(optimizer)
+    tx = optax.with_extra_args_support(_transformation(optimizer))
 
     def cast(tree: PyTree, source: str, dtype: str) -> PyTree:
         def leaf(x: Leaf) -> Any:

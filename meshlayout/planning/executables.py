@@ -148,7 +148,8 @@ def save_compiled(
     kwargs: dict[str, Any] = {}
     if not args:
         # Of the compiled steps that a made step has, the last was traced last.
-        steps = [*step._compiled.values()] if isinstance(step, StateStep) else [step]
+        is_made = isinstance(step, StateStep)
+        steps: list[Any] = [*step._compiled.values()] if is_made else [step]
         calls = [(each, each.called) for each in steps if each.called is not None]
         if not calls:
             msg = "save_compiled: the step was not called. Call it first, or give "
@@ -204,7 +205,7 @@ def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
     # A look at the program may have made functions that would compile.
     for name in ("_programs", "_compiled", "_empty"):
         vars(step).get(name, {}).clear()
-    step._last = None
+    vars(step)["_last"] = None
 
 
 @dataclass(repr=False, eq=False)
