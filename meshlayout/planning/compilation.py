@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,9 +73,12 @@ class _CaughtError(Exception):
 def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Compilation:
     """Returns what JAX would give to the compiler for a lowered program."""
     caught: list[Any] = []
+    original, thread = compiler.compile_or_get_cached, threading.get_ident()
 
-    def catch(*arguments: Any, **_: Any) -> Any:
-        _, module, _, options, *_ = arguments
+    def catch(*arguments: Any, **named: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*arguments, **named)
+        module, options = arguments[1], arguments[3]
         caught.extend([mlir.module_to_bytecode(module), options.SerializeAsString()])
         raise _CaughtError
 
