@@ -37,6 +37,7 @@ from meshlayout.parallel.factors import (
 from meshlayout.parallel.operations import OPERATIONS, out_shapes
 from meshlayout.parallel.program import _INLINED
 from meshlayout.planning.chips import Chip
+from meshlayout.planning.schedule import ring_hops
 from meshlayout.state import TrainState
 
 
@@ -231,12 +232,14 @@ def estimate(
     sync_s = async_s = compute_s = memory_s = 0.0
     sent: dict[str, float] = defaultdict(float)
 
-    def send(axes: list[str], nbytes: float, times: int, passes: int) -> float:
+    def send(
+        axes: list[str], nbytes: float, times: int, passes: int, hops: float = 1
+    ) -> float:
         """Notes a pass of a ring, or two for an all-reduce; returns its seconds."""
         n = mesh.axis_size(axes)
         sent[", ".join(axes)] += times * passes * (n - 1) / n * nbytes
         wire_s = passes * (n - 1) / n * nbytes / chip.ring_bytes_per_s
-        return times * (wire_s + (n > 1) * hop_s)
+        return times * (wire_s + hops * passes * ring_hops(n) * hop_s)
 
     for op, summed in zip(trace.operations, trace.summed, strict=True):
         if not op.is_heavy:
@@ -257,6 +260,7 @@ def estimate(
         slots[leaf.shape].update(*map(axes_of, leaf.sharding.spec))
     kept: dict[Any, int] = {}  # gradients are, in the layout of the update
     gathered = sums = 0.0
+    share = 1 / max(1, len(params))  # compilers combine what is not gathered
     for index, leaf in enumerate(params):
         own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
         count = mesh.axis_size([*(own - {*rows})])
@@ -273,9 +277,9 @@ def estimate(
             gathered = max(gathered, part)
         used, size = (x / mesh.axis_size(split) for x in (used, size))
         if later:
-            sync_s += send(later, used, 1, 1) + send(later, size, 1, 1)
+            sync_s += send(later, used, 1, 1, share) + send(later, size, 1, 1, share)
         if whole:
-            sync_s += send(whole, used / mesh.axis_size(later), 1, 2)
+            sync_s += send(whole, used / mesh.axis_size(later), 1, 2, share)
         kept[trace.factors[index]] = mesh.axis_size([*split, *later])
         sums += size / mesh.axis_size(later) if accumulate > 1 else 0.0
     on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]

@@ -175,9 +175,7 @@ class _Run:
         """Returns a collective's seconds alone, its name, and the bytes sent."""
         facts = _collective(self.program, instruction, None, self.origins)
         sent, n = facts.wire_bytes / max(1, facts.times), facts.num_devices
-        # Many devices are in a grid: a message passes along one side and the other.
-        hops = n - 1 if n <= 16 else 2 * (math.sqrt(n) - 1)
-        hops *= {"all_reduce": 2}.get(facts.kind, 1)
+        hops = ring_hops(n) * (2 if facts.kind == "all_reduce" else 1)
         if facts.kind == "collective_permute":
             hops = 1
         seconds = sent / self.chip.ring_bytes_per_s + hops * self.hop_s
@@ -187,6 +185,12 @@ class _Run:
     def _place(self, instruction: Instruction) -> str:
         scopes, source = self.origins.scopes_and_source(instruction)
         return "/".join(scopes) or self.origins.module(instruction) or source or "other"
+
+
+def ring_hops(n: int) -> float:
+    """Returns how many devices a message passes on its way around n of them."""
+    # Many are in a grid: it passes along one side and the other.
+    return n - 1 if n <= 16 else 2 * (math.sqrt(n) - 1)
 
 
 def _cycles_of(instruction: Instruction) -> int:

@@ -328,6 +328,10 @@ class _Search:
     def _chosen(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yields which rows are to be compiled, the best first, by the budget."""
         indices = [index for index, row in enumerate(rows) if not row.error]
+        # What fits without recomputing or microbatches is faster without.
+        plain = {_key(row) for row in rows if row.fits and not row.step_options}
+        spare = [bool(row.step_options) and _key(row) in plain for row in rows]
+        indices.sort(key=spare.__getitem__)
         is_limited = math.isinf(self.deadline)
         for number, index in enumerate(
             indices[: _NUM_COMPILED if is_limited else None]
@@ -445,6 +449,10 @@ def _largest(parts: Mapping[str, float]) -> str:
 def _here(lowered: jax.stages.Lowered) -> tuple[str, Any]:
     program = lowered.compile()
     return program.as_text() or "", program.memory_analysis()
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row.variant.name, row.variant.topology, row.mesh
 
 
 def _order(row: Row) -> tuple[Any, ...]:
