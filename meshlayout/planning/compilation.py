@@ -96,6 +96,23 @@ def job_of(lowered: jax.stages.Lowered, mesh: Mesh, topology: str) -> Compilatio
     return Compilation(module, options, topology, ids, key)
 
 
+def compile_anew(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles without JAX's caches: XLA cannot save what a CPU program was read from.
+
+    tests/test_planning.py notices if it can.
+    """
+
+    def anew(*arguments: Any, **named: Any) -> Any:
+        del named  # a profiler
+        client, module, _, options, callbacks, devices = arguments[:6]
+        load = compiler.backend_compile_and_load
+        return load(client, module, devices, options, callbacks)
+
+    # An option, with its default, is a program of its own to the cache in memory.
+    with mock.patch.object(compiler, "compile_or_get_cached", anew):
+        return lowered.compile({"xla_dump_hlo_as_text": False})
+
+
 def compile_all(
     jobs: Iterator[tuple[int, Compilation]], cache: Path, workers: int
 ) -> Iterator[tuple[int, Outcome]]:

@@ -28,6 +28,7 @@ from meshlayout.errors import StepError
 from meshlayout.hlo import Communication, Cost
 from meshlayout.mesh import Mesh
 from meshlayout.planning.chips import chip_of, memory_refusal, mesh_for
+from meshlayout.planning.compilation import compile_anew
 from meshlayout.planning.schedule import Replay, replay
 from meshlayout.step.inspection import StepInspection, StepMemory
 from meshlayout.step.state_step import StateStep
@@ -158,7 +159,7 @@ def save_compiled(
         args, kwargs = treedef.unflatten(map(_abstract, types, layouts))
     lowered = step.trace(*args, **kwargs).lower()
     try:
-        payload, _, _ = serialize_executable.serialize(lowered.compile())
+        payload, _, _ = serialize_executable.serialize(compile_anew(lowered))
     except (ValueError, NotImplementedError) as error:
         raise StepError(f"JAX cannot save the program: {error}.") from error
     leaves = jax.tree.leaves((args, kwargs))
