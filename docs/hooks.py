@@ -7,8 +7,8 @@ of every page must lead to something that exists, for MkDocs looks neither at HT
 at links that leave the folder.
 """
 
-import html
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     notebook = r"\((?:\.\./)+notebooks/(\w+)\.ipynb"
     return re.sub(notebook, rf"({up}tutorials/\1.md", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets code break between names, and nowhere in an option such as `--model`."""
+    return re.sub(r"(?<!<pre>)<code>([^<\n]+)</code>", _with_breaks, html)
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    words = code[1].split(" ")
+    for number, word in enumerate(words):
+        if "-" in word:
+            words[number] = f'<span class="word">{word}</span>'
+        elif len(word) > 30:
+            words[number] = re.sub(r"(?<=\w{6}[.(])(?=\w)", "<wbr>", word)
+    return f"<code>{' '.join(words)}</code>"
 
 
 def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> Any:
@@ -134,5 +149,5 @@ def _output(output: Any) -> str:
     else:
         text = output.get("text") or data.get("text/plain", "")
         kind += "" if "──" in text else " sentences"  # which wrap, and tables do not
-        content = f"<pre><code>{html.escape(text.rstrip())}</code></pre>"
+        content = f"<pre><code>{escape(text.rstrip())}</code></pre>"
     return f'<div class="{kind}">\n{content}\n</div>'

@@ -13,6 +13,7 @@ from meshlayout.errors import MeshError
 _log = logging.getLogger(__name__)
 
 
+@_checks.user_call
 def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes.
 

@@ -268,6 +268,7 @@ class ModelLoss(nnx.Intermediate[Any]):
     """A loss that an NNX module has recorded; train and eval steps add it."""
 
 
+@_checks.user_call
 def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     """Records a loss inside a module; train and eval steps add it to the total.
 

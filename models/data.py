@@ -212,7 +212,7 @@ def read_carried_part(why: str) -> Dataset:
         )
     return Dataset(
         "fashion_mnist",
-        "the small part of it that is carried in models/",
+        "the subset of it in models/",
         10,
         train,
         test,

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshlayout as ml
-from meshlayout.checkpoint.save import Save
 from tests import forked
 from tests.processes import ROOT, free_port
 
@@ -41,15 +40,9 @@ STEPS, _FAULTY = 8, 5  # how many steps, and the one with the fault
 
 @dataclass(frozen=True)
 class Ended:
-    """A process of a job, or the launcher.
+    """A process of a job, or the launcher, and how long after the fault it ended."""
 
-    Attributes:
-        status: As `subprocess` has it; None if it hung, and was killed by the test.
-        output: What it printed.
-        after_s: How long after the fault it ended.
-    """
-
-    status: int | None
+    status: int | None  # as `subprocess` has it; None if it hung, and was killed
     output: str
     after_s: float
 
@@ -59,14 +52,8 @@ def run_job(
 ) -> list[Ended]:
     """Runs a job, and returns how its processes ended; only the launcher if launched.
 
-    Args:
-        count: The number of processes.
-        fault: What the victim does: see `commit`.
-        place: Where: one of `PLACES`, or another name in `train`.
-        victim: Its index; None for all processes.
-        is_launched: Whether the launcher starts the processes.
-        directory: Where checkpoints are saved.
-        **options: `step_timeout_s`, `heartbeat_timeout_s`; `ends`, how the program ends.
+    `fault` is what the victim does (see `commit`), or all do if it is None, at a place of
+    `PLACES` or another in `train`. `ends` is how the program ends.
     """
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "fault")
@@ -129,43 +116,40 @@ class _Launched:
 # The program.
 
 
+def _raise(error):
+    raise error
+
+
+def _press_ctrl_c():
+    is_launched = "MESHLAYOUT_LAUNCHER" in os.environ
+    os.kill(os.getppid() if is_launched else os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
+_ACTIONS = {  # by the first word of a fault, called with the number after it
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(1),
+    "exception": lambda: _raise(ValueError("row 17 is not a number")),
+    "connection": lambda: _raise(ConnectionError("Connection refused by my database")),
+    "exit": sys.exit,
+    "SystemExit": lambda status: _raise(SystemExit(status)),
+    "os._exit": os._exit,
+    "preempt": lambda: _raise(ml.checkpoint.Preempted(_FAULTY)),
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "Ctrl-C": _press_ctrl_c,
+    "meet": lambda: ml.cluster.barrier("extra"),
+    "lock": lambda s: ctypes.PyDLL(None).sleep(s),  # it does not release Python's lock
+    "sleep": time.sleep,
+}
+
+
 def commit(job) -> None:
     """Commits a fault, and writes down when."""
-    fault = job["fault"]
     with Path(job["mark"]).open("w") as file:
         file.write(str(time.time()))
-    name, _, number = fault.partition(" ")
-    if name == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif name == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1)
-    elif name == "exception":
-        raise ValueError("row 17 is not a number")
-    elif name == "connection":
-        raise ConnectionError("Connection refused by my database")
-    elif name == "exit":
-        sys.exit(int(number))
-    elif name == "SystemExit":
-        raise SystemExit(int(number))
-    elif name == "os._exit":
-        os._exit(int(number))
-    elif name == "preempt":
-        raise ml.checkpoint.Preempted(_FAULTY)
-    elif name == "segfault":
-        ctypes.string_at(0)
-    elif name == "abort":
-        os.abort()
-    elif name == "Ctrl-C":
-        is_launched = "MESHLAYOUT_LAUNCHER" in os.environ
-        os.kill(os.getppid() if is_launched else os.getpid(), signal.SIGINT)
-        time.sleep(5)
-    elif name == "meet":
-        ml.cluster.barrier("extra")
-    elif name == "lock":  # a PyDLL does not release Python's lock
-        ctypes.PyDLL(None).sleep(int(number))
-    elif name == "sleep":
-        time.sleep(int(number))
+    name, _, number = job["fault"].partition(" ")
+    _ACTIONS.get(name, int)(*map(int, number.split()))
 
 
 def main(job, address=None, count=None, index=None) -> None:
@@ -211,30 +195,18 @@ def train(job) -> None:
                 fault_at("batch")
             return np.ones(4, np.float32)
 
-    write = Save._write
-
-    def faulty_write(save):
-        fault_at("save thread")
-        write(save)
-
-    Save._write = faulty_write
-
     @ml.compile_step
     def train_step(state, batch):
         fault_at("trace")
         return {"w": state["w"] + batch.sum()}, jnp.sum(batch)
 
     state = ml.create(build, ml.LayoutMap(mesh, default=(...,)))
-    raw = jax.jit(lambda x: jnp.sum(x))
     data = ml.distribute_dataset(
         Rows(), mesh, global_batch_size=count, prefetch=0, batched=False
     )
     with ml.Checkpointer(job["directory"]) as checkpointer:
         for batch in data:
             step += 1
-            if job["place"] == "raw":
-                fault_at("raw")
-                float(raw(batch["x"] if isinstance(batch, dict) else batch))
             fault_at("step")
             state, total = train_step(state, batch)
             assert float(total) == 4 * count

@@ -6,6 +6,7 @@ job, and jobs that leave nothing behind share processes.
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -45,19 +46,13 @@ def run_processes(
     Args:
         num_processes: How many.
         function: A function at the top of a module, or `"module:name"`.
-        *args: Its arguments, as JSON takes them.
+        *args: Its arguments, as JSON takes them, and gives back what it returns.
         devices_per_process: Virtual CPU devices of each process.
         timeout_s: How long it may take.
         initialize: Whether the processes are one program before the function is called;
             otherwise it is up to the function.
         shared: Whether the processes may have run other jobs and will run more: for
             functions that leave everything as it was, and patch nothing.
-
-    Returns:
-        What the function returned on each process, as JSON gives it back.
-
-    Raises:
-        AssertionError: If a process fails, or the time is over.
     """
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__name__}"
@@ -80,13 +75,7 @@ def run_processes(
 
 
 class _Group:
-    """Processes that run one job after the other.
-
-    Args:
-        num_processes: How many.
-        devices_per_process: As for `run_processes`.
-        initialize: As for `run_processes`.
-    """
+    """Processes that run one job after the other."""
 
     def __init__(
         self, num_processes: int, devices_per_process: int, *, initialize: bool
@@ -103,30 +92,23 @@ class _Group:
         ]
 
     def run(self, job: dict[str, Any], deadline: float) -> list[Any]:
-        """Runs a job, and returns what each process returned."""
         self._num_jobs += 1
-        files = [
-            self._folder / f"{self._num_jobs}-{index}.json"
-            for index in range(len(self._processes))
-        ]
-        for process, file in zip(self._processes, files, strict=True):
-            line = json.dumps({**job, "file": str(file)})
-            assert process.stdin is not None
+        files = []
+        for index, process in enumerate(self._processes):
+            files.append(self._folder / f"{self._num_jobs}-{index}.json")
+            line = json.dumps({**job, "file": str(files[-1])})
             process.stdin.write(f"{line}\n".encode())
             process.stdin.flush()
         self._wait(deadline, [file.exists for file in files])
         return [json.loads(file.read_text()) for file in files]
 
     def end(self, deadline: float) -> None:
-        """Lets the processes end by themselves."""
         for process in self._processes:
-            assert process.stdin is not None
             process.stdin.close()
         ended = [lambda p=process: p.poll() is not None for process in self._processes]
         self._wait(deadline, ended)
 
     def _wait(self, deadline: float, tests: Sequence[Callable[[], bool]]) -> None:
-        """Waits for all processes; raises AssertionError if one fails."""
         while True:
             # In this order: a process may end while the others are looked at.
             codes = [process.poll() for process in self._processes]
@@ -152,11 +134,10 @@ class _Group:
             raise AssertionError("\n".join([what, *said]))
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
         for process in self._processes:
             process.kill()
             process.wait()
-            if process.stdin is not None and not process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -171,9 +152,7 @@ def _close_shared() -> None:
         _shared.popitem()[1].close()
 
 
-def _start(
-    index: int, folder: Path, job_env: dict[str, str], args: list[str]
-) -> "subprocess.Popen[bytes]":
+def _start(index: int, folder: Path, job_env: dict[str, str], args: list[str]) -> Any:
     command = [sys.executable, "-m", "tests.processes", *args]
     env = {
         **os.environ,
@@ -182,14 +161,10 @@ def _start(
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
+    options = {"cwd": ROOT, "env": env, "stderr": subprocess.STDOUT}
     with _output(index, folder).open("wb") as output:
         return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, stdin=subprocess.PIPE, stdout=output, **options
         )
 
 

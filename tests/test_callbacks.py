@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import importlib
 import io
 import json
 import math
@@ -10,6 +9,7 @@ import re
 import sys
 import time
 import types
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -77,88 +77,63 @@ class Scripted(ml.Trainer):
 def test_a_callback_is_called_at_every_moment_in_order(state):
     calls = []
 
-    class Own(ml.callbacks.Callback):
-        def on_fit_start(self, trainer):
-            calls.append("fit start")
+    def recorded(moment):
+        def method(self, trainer=None, *args):
+            # An epoch, or a step and its metrics, or an epoch and its values.
+            values = [sorted(x) if isinstance(x, dict) else x for x in args]
+            is_step = moment == "on_step_end"
+            assert not is_step or isinstance(values.pop()["loss"], jax.Array)
+            calls.append((moment, *values))
 
-        def on_epoch_start(self, trainer, epoch):
-            calls.append(f"epoch {epoch}")
+        return method
 
-        def on_step_end(self, trainer, step, metrics):
-            assert isinstance(metrics["loss"], jax.Array)
-            calls.append(f"step {step}")
-
-        def on_validation_start(self, trainer):
-            calls.append("validation")
-
-        def on_epoch_end(self, trainer, epoch, logs):
-            assert all(isinstance(value, float) for value in logs.values())
-            calls.append(sorted(logs))
-
-        def on_fit_end(self, trainer):
-            calls.append("fit end")
-
-        def close(self):
-            calls.append("close")
-
+    moments = [name for name in vars(ml.callbacks.Callback) if name[0] != "_"]
+    own = type("Own", (ml.callbacks.Callback,), {x: recorded(x) for x in moments})
     trainer = ml.Trainer(state, loss_fn)
-    fit(trainer, Own(), epochs=2, data=batches(1), validation_data=batches(2))
+    fit(trainer, own(), epochs=2, data=batches(1), validation_data=batches(2))
     logs = ["learning_rate", "loss", "val_loss"]
-    assert calls == [
-        "fit start",
-        *("epoch 1", "step 1", "validation", logs),
-        *("epoch 2", "step 2", "validation", logs),
-        "fit end",
-        "close",
+    epochs = [
+        (
+            ("on_epoch_start", epoch),
+            ("on_step_end", epoch),
+            ("on_validation_start",),
+            ("on_epoch_end", epoch, logs),
+        )
+        for epoch in (1, 2)
     ]
+    whole = *epochs[0], *epochs[1]
+    assert calls == [("on_fit_start",), *whole, ("on_fit_end",), ("close",)]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
-            "fit: callbacks must be a list of instances of ml.callbacks.Callback, and "
-            "has the class StopOnNaN.",
-        ),
-        (
-            lambda: Scripted(1.0).fit([], callbacks=ml.callbacks.StopOnNaN()),
-            "fit: callbacks must be a list of instances of ml.callbacks.Callback, and "
-            "has a StopOnNaN.",
-        ),
-        (
-            lambda: ml.callbacks.EarlyStopping(mode="least"),
-            "EarlyStopping: mode must be 'min' or 'max', got 'least'.",
-        ),
-        (
-            lambda: ml.callbacks.EarlyStopping(patience=0),
-            "EarlyStopping: patience must be a positive integer, got 0.",
-        ),
-        (
-            lambda: ml.callbacks.EarlyStopping(patients=2),
-            "EarlyStopping got patients=. Did you mean 'patience'?",
-        ),
-        (
-            lambda: ml.callbacks.Checkpoint("directory"),
-            "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
-            "'directory'.",
-        ),
-        (
-            lambda: ml.callbacks.Checkpoint(ml.Checkpointer("unused"), every=0),
-            "Checkpoint: every must be a positive integer, got 0.",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused_with_a_sentence(call, message):
-    assert message_of(call) == message
+WRONG = {
+    "fit: callbacks must be a list of instances of ml.callbacks.Callback, and has the "
+    "class StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
+    "EarlyStopping: mode must be 'min' or 'max', got 'least'.": (
+        lambda: ml.callbacks.EarlyStopping(mode="least")
+    ),
+    "EarlyStopping: patience must be a positive integer, got 0.": (
+        lambda: ml.callbacks.EarlyStopping(patience=0)
+    ),
+    "EarlyStopping(restore_best=True) restores the model of a TrainState. The state is "
+    "{'w': Array([0., 0.], dtype=float32)}.": (
+        lambda: Scripted(1.0).run(ml.callbacks.EarlyStopping(restore_best=True))
+    ),
+    "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got 'directory'.": (
+        lambda: ml.callbacks.Checkpoint("directory")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_refused_with_a_sentence(message):
+    assert message_of(WRONG[message]) == message
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
 def test_a_value_to_watch_that_is_not_there_is_named(kind):
-    trainer = Scripted(1.0, name="val_loss")
     words = "no 'val_los', only 'val_loss'. Did you mean 'val_loss'?"
     with pytest.raises(KeyError, match=re.escape(words)):
-        trainer.run(getattr(ml.callbacks, kind)("val_los"))
+        Scripted(1.0, name="val_loss").run(getattr(ml.callbacks, kind)("val_los"))
 
 
 # Progress.
@@ -263,13 +238,6 @@ def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
     assert not re.search("<progress|validating", shown[-1])
 
 
-def test_a_stopped_training_says_why(capsys):
-    trainer = Scripted(1.0, math.nan, 1.0)
-    history = trainer.run(ml.callbacks.StopOnNaN(), progress=True)
-    assert capsys.readouterr().out.splitlines()[-1] == "stopped: loss is nan at step 2"
-    assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 2"
-
-
 # Stopping.
 
 
@@ -294,43 +262,31 @@ def test_the_best_parameters_keep_layout_step_and_random_streams(patience):
         def __call__(self, x):
             return self.dense(self.dropout(x))
 
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    layouts = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
-    trainer = ml.Trainer(
-        ml.TrainState.create(lambda: Noisy(nnx.Rngs(0)), optax.sgd(0.1), layouts),
-        loss_fn,
-        ema=0.9,
-    )
-    kept = []
-
     class Keep(ml.callbacks.Callback):
         def on_epoch_end(self, trainer, epoch, logs):
             state = trainer.state
             kept.append(jax.tree.map(np.array, (state.params, state.extra["ema"])))
 
+    kept = []
+    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    layouts = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
+    state = ml.TrainState.create(lambda: Noisy(nnx.Rngs(0)), optax.sgd(0.1), layouts)
+    trainer = ml.Trainer(state, loss_fn, ema=0.9)
     # Epochs are better only if the loss falls by more than it can.
-    stopping = ml.callbacks.EarlyStopping(
-        "loss", patience=patience, min_delta=1e6, restore_best=True
-    )
+    options = {"patience": patience, "min_delta": 1e6, "restore_best": True}
+    stopping = ml.callbacks.EarlyStopping("loss", **options)
     assert bool(fit(trainer, Keep(), stopping, epochs=3).stopped) == (patience == 2)
     state = trainer.state
-    jax.tree.map(
-        np.testing.assert_array_equal, (state.params, state.extra["ema"]), kept[0]
-    )
-    assert ml.fetch_layout(state.params["dense"]["kernel"]) == mesh.layout(
-        "batch", None
-    )
-    assert int(state.step) == 9
+    best = state.params, state.extra["ema"]
+    jax.tree.map(np.testing.assert_array_equal, best, kept[0])
+    layout = ml.fetch_layout(state.params["dense"]["kernel"])
+    assert (layout, int(state.step)) == (mesh.layout("batch", None), 9)
     fit(trainer)
 
 
-def test_only_a_train_state_has_best_parameters():
-    stopping = ml.callbacks.EarlyStopping("loss", restore_best=True)
-    with pytest.raises(ml.MeshLayoutError, match="restores the model of a TrainState"):
-        Scripted(1.0).run(stopping)
-
-
-def test_nan_stops_training_within_the_epoch(state):
+def test_nan_stops_training_within_the_epoch(state, capsys):
+    Scripted(1.0, math.nan, 1.0).run(ml.callbacks.StopOnNaN(), progress=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped: loss is nan at step 2"
     data = [batches(1)[0] for _ in range(200)]
     data[2] = {**data[2], "y": np.full(8, np.nan, np.float32)}
     history = fit(
@@ -338,6 +294,7 @@ def test_nan_stops_training_within_the_epoch(state):
     )
     assert history.epochs == [1]
     assert history.stopped == "loss is nan at step 3"
+    assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 3"
 
 
 # Logs.
@@ -363,38 +320,36 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     assert f"in writing {str(path)!r}" in caught.value.__notes__
 
 
-def test_json_lines_have_null_for_what_is_not_finite(tmp_path):
-    path = tmp_path / "log.jsonl"
-    trainer = Scripted(1.0, math.nan, 0.5)
-    trainer.run(ml.callbacks.Log(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == [
-        {"epoch": 1, "step": 1, "loss": 1.0},
-        {"epoch": 2, "step": 2, "loss": None},
-        {"epoch": 3, "step": 3, "loss": 0.5},
-    ]
-
-
 class Counting(ml.Trainer):
-    """Measures a metric with dims."""
+    """Measures a metric with dims, and NaN."""
 
     def train_step(self, state, batch, metrics):
         counted = ml.metrics.ConfusionMatrix(2).update(jnp.eye(2), jnp.array([0, 0]))
-        return state, ml.metrics.Metrics({"counts": counted})
+        metrics = {"counts": counted, "loss": ml.metrics.Last().update(jnp.nan)}
+        return state, ml.metrics.Metrics(metrics)
 
 
-def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
-    loggers = [
-        ml.callbacks.Log(tmp_path / "log.csv"),
-        ml.callbacks.Log(tmp_path / "log.jsonl"),
-    ]
+def test_metrics_with_dims_and_nan_are_numbers_as_far_as_files_hold_them(tmp_path):
+    loggers = [ml.callbacks.Log(tmp_path / f"log.{kind}") for kind in ("csv", "jsonl")]
     history = fit(Counting({"n": 0}), *loggers, data=[{"x": np.ones(2)}])
     counts = history["counts"][0].tolist()
     assert sum(map(sum, counts)) == 2
     row = json.loads((tmp_path / "log.jsonl").read_text())
-    assert row == {"epoch": 1, "step": 1, "counts": counts}
-    assert (tmp_path / "log.csv").read_text().split() == ["epoch,step", "1,1"]
+    assert row == {"epoch": 1, "step": 1, "counts": counts, "loss": None}
+    lines = (tmp_path / "log.csv").read_text().split()
+    assert lines == ["epoch,step,loss", "1,1,nan"]
     assert "f32[2, 2]" in repr(history)
+
+
+def test_tensorboard_gets_epochs(monkeypatch, tmp_path):
+    package = unittest.mock.Mock()
+    writer = package.SummaryWriter.return_value
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    Scripted(1.0, 0.5).run(ml.callbacks.Log(tmp_path))
+    package.SummaryWriter.assert_called_once_with(str(tmp_path))
+    scalars = [call.args for call in writer.add_scalar.call_args_list]
+    assert scalars == [("loss", 1.0, 1), ("loss", 0.5, 2)]
+    writer.close.assert_called_once()
 
 
 @pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 6]), (3, [4, 6])])
@@ -403,46 +358,6 @@ def test_steps_of_many_at_once_are_due_when_they_pass(every, steps, state, tmp_p
     with ml.Checkpointer(tmp_path, keep=None) as ck:
         fit(trainer, ml.callbacks.Checkpoint(ck, every=every), data=batches(6))
         assert ck.all_steps() == steps
-
-
-class FakeWriter:
-    """What tensorboardX.SummaryWriter is told."""
-
-    def __init__(self, logdir):
-        self.logdir, self.scalars, self.is_closed = logdir, [], False
-        written.append(self)
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def flush(self):
-        pass
-
-    def close(self):
-        self.is_closed = True
-
-
-written: list[FakeWriter] = []
-
-
-def test_tensorboard_gets_epochs(monkeypatch, tmp_path):
-    package = types.ModuleType("tensorboardX")
-    package.SummaryWriter = FakeWriter
-    monkeypatch.setitem(sys.modules, "tensorboardX", package)
-    Scripted(1.0, 0.5).run(ml.callbacks.Log(tmp_path))
-    writer = written[-1]
-    assert writer.logdir == str(tmp_path)
-    assert writer.scalars == [("loss", 1.0, 1), ("loss", 0.5, 2)]
-    assert writer.is_closed
-
-
-def test_tensorboard_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    importlib.invalidate_caches()
-    assert message_of(lambda: ml.callbacks.Log(tmp_path)) == (
-        "Log for TensorBoard needs tensorboardX, which is not installed: pip "
-        "install 'meshlayout[tensorboard]'."
-    )
 
 
 # Saving and tracing.

@@ -499,3 +499,13 @@ def test_what_a_checkpointer_is_given_is_checked(tmp_path):
         assert error_of(ck.restore, {"x": 1}, data=Position()) == (
             "the step was saved without data=: restore it without."
         )
+
+
+def test_what_is_restored_is_returned_and_the_model_that_was_passed_stays(tmp_path):
+    saved, model = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    before = np.array(model.kernel[...])
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, {"model": saved})
+        restored = ck.restore({"model": model})["model"]
+    np.testing.assert_array_equal(restored.kernel[...], saved.kernel[...])
+    np.testing.assert_array_equal(model.kernel[...], before)

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 
 import meshlayout as ml
 from meshlayout import checkpoint
+from meshlayout.arrays.parts import replica_sums
 from meshlayout.checkpoint import Checkpointer, checkpointer, orbax
-from meshlayout.cluster.agreement import replica_sums
 from tests.processes import run_processes
 from tests.test_checkpoint import Position
 from tests.test_checkpoint_foreign import Counted

@@ -1,8 +1,8 @@
 """What processes bring together: barriers, values of one or of all, comparisons."""
 
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +38,13 @@ def host_values():
         "float": 0.1,
         "int": 2**70,
         "bool": True,
-        "complex": 1 + 2j,
         "text": "zeros \0 and ü\0",
         "bytes": b"\0\xff\0",
         "f64": np.array([0.1, -0.0, np.inf, np.nan]),
         "i64": np.array([2**62, -1]),
-        "u64": np.uint64(2**64 - 1),
         "bf16": np.array([1.5, 3], ml_dtypes.bfloat16),
-        "f16": np.array([[0.1]], np.float16),
         "c128": np.array([1e-300 + 1j]),
         "big endian": np.array([1, 256], ">u2"),
-        "words": np.array(["a", "bc"]),
         "date": np.array(["2026-01-31"], "datetime64[D]"),
         "empty": np.zeros((0, 3), np.int8),
         "nested": [(), None, ({"deep": np.bool_(True)},)],
@@ -71,28 +67,17 @@ def leaf_bits(leaf):
     return [str(native.dtype), list(leaf.shape), native.tobytes().hex()]
 
 
-def in_a_thread():
-    told = []
-    thread = threading.Thread(target=lambda: told.append(message(cluster.broadcast, 1)))
-    thread.start()
-    thread.join()
-    return told
-
-
 def job():
     index, seen = cluster.process_index(), {}
-    mine = (
-        host_values() if index == 0 else jax.tree.map(lambda leaf: leaf, host_values())
-    )
-    seen["sent"] = bits(cluster.broadcast(mine))
-    seen["sent to None"] = cluster.broadcast("from 0" if index == 0 else None)
+    seen["sent"] = bits(cluster.broadcast(host_values() if index == 0 else None))
     seen["gathered"] = bits(cluster.all_gather(host_values()))
     gathered = cluster.all_gather({"index": index, "x": np.full(2, index)})
     seen["in order"] = jax.tree.map(np.ndarray.tolist, gathered)
     large = np.random.default_rng(index).integers(0, 256, 3_000_001).astype(np.uint8)
     both = cluster.all_gather(large)
     seen["large"] = [both[index].tobytes() == large.tobytes(), both.shape]
-    seen["thread"] = in_a_thread()
+    with ThreadPoolExecutor(1) as pool:
+        seen["thread"] = pool.submit(message, cluster.broadcast, 1).result()
     seen["has backend"] = _jax.has_backend()
     seen["array"] = str(cluster.broadcast(jnp.ones(2, "bfloat16") * index).dtype)
     mesh = ml.create_mesh({"batch": 2})
@@ -112,18 +97,14 @@ def refusals(index):
         time.sleep(3)
         told["absent"] = message(cluster.barrier, "a", 5)
     told["call"] = message(*[(cluster.barrier, "b"), (cluster.all_gather, 1)][index])
-    told["barrier"] = message(cluster.barrier, "bc"[index])
     told["path"] = message(cluster.all_gather, [{"x": 1, "y": 2}, {"x": 1}][index])
-    told["shape"] = message(cluster.all_gather, {"x": np.ones(2 + index, "f4")})
     told["dtype"] = message(cluster.all_gather, {"x": np.ones(2, ["f4", "f8"][index])})
-    told["kind"] = message(cluster.all_gather, [1, 1.0][index])
     told["containers"] = message(cluster.all_gather, [[1], (1,)][index])
     told["leaf"] = message(cluster.all_gather, {"x": (lambda: 0) if other else 1})
-    told["same"] = message(cluster.assert_same, host_values(), "the configuration")
+    cluster.assert_same(host_values(), "the configuration")
     told["value"] = message(
         cluster.assert_same, {"lr": 0.1 + index}, "the configuration"
     )
-    told["number"] = message(cluster.assert_same, index, "the seed")
     zeros, large = np.zeros(2), np.zeros(1000)
     told["sign"] = message(cluster.assert_same, -zeros if other else zeros, "x")
     told["large"] = message(cluster.assert_same, large + index, "x")
@@ -144,10 +125,10 @@ def seen():
 
 
 @pytest.mark.multiprocess
-def test_values_arrive_bit_by_bit_on_all_processes(seen):
+def test_values_arrive_bit_by_bit_on_all_processes_without_devices(seen):
     for process in seen:
+        assert not process["has backend"]
         assert process["sent"] == bits(host_values())
-        assert process["sent to None"] == "from 0"
         assert process["array"] == "bfloat16"
 
 
@@ -168,11 +149,6 @@ def test_values_of_all_processes_are_stacked_by_their_index(seen):
 
 
 @pytest.mark.multiprocess
-def test_no_devices_are_started(seen):
-    assert [process["has backend"] for process in seen] == [False, False]
-
-
-@pytest.mark.multiprocess
 def test_an_array_that_jax_put_on_one_device_of_each_process_has_its_parts(seen):
     for process in seen:
         assert process["put by JAX"] == [[0.0, 1.0, 2.0]] * 2
@@ -181,7 +157,7 @@ def test_an_array_that_jax_put_on_one_device_of_each_process_has_its_parts(seen)
 @pytest.mark.multiprocess
 def test_calls_from_other_threads_are_refused(seen):
     text = "broadcast: call it in the main thread, as threads have no common order."
-    assert [process["thread"] for process in seen] == [[text]] * 2
+    assert [process["thread"] for process in seen] == [text] * 2
 
 
 REFUSED = {
@@ -189,24 +165,15 @@ REFUSED = {
     f"{ORDER}",
     "call": "processes are at different calls: the call is all_gather on process 1, "
     f"and barrier 'b' on process 0. {ORDER}",
-    "barrier": "processes are at different calls: the call is barrier 'c' on process "
-    f"1, and barrier 'b' on process 0. {ORDER}",
     "path": "all_gather: the trees differ between processes: 'y' is missing on process "
     "1, and int on process 0; the structure is PyTreeDef({{'x': *}}) on process 1, and "
     "PyTreeDef({{'x': *, 'y': *}}) on process 0.",
-    "shape": "all_gather: the trees differ between processes: 'x' is f32[3] on process "
-    "1, and f32[2] on process 0.",
     "dtype": "all_gather: the trees differ between processes: 'x' is f64[2] on process "
     "1, and f32[2] on process 0.",
-    "kind": "all_gather: the trees differ between processes: the value is float on "
-    "process 1, and int on process 0.",
     "containers": "all_gather: the trees differ between processes: the structure is "
     "PyTreeDef((*,)) on process 1, and PyTreeDef([*]) on process 0.",
-    "same": "worked",
     "value": "the configuration must be the same on all processes: 'lr' is 1.1 on "
     "process 1, and 0.1 on process 0.",
-    "number": "the seed must be the same on all processes: the value is 1 on process "
-    "1, and 0 on process 0.",
     "sign": "x must be the same on all processes: the value is f64[2] [-0.0, -0.0] on "
     "process 1, and f64[2] [0.0, 0.0] on process 0.",
     "large": "x must be the same on all processes: the value is f64[1000] (digest "
@@ -223,32 +190,23 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_differs_is_named_on_all_processes(seen, case):
     for process in seen:
+        # A value that cannot be sent is named, too.
+        assert "local object 'refusals.<locals>" in process["refused"]["leaf"]
         text = process["refused"][case]
         digests = re.findall(r"digest (\w+)", text)
         assert len({*digests}) == len(digests)
         assert text == REFUSED[case].format(*digests)
 
 
-@pytest.mark.multiprocess
-def test_a_value_that_cannot_be_sent_is_named_on_all_processes(seen):
-    for process in seen:
-        assert "local object 'refusals.<locals>" in process["refused"]["leaf"]
-
-
 @pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
 def test_bad_timeouts_are_refused_in_a_sentence(value):
     refusal(ClusterError, cluster.barrier, "a", value)
-    for call in (cluster.broadcast, cluster.all_gather):
-        refusal(ClusterError, call, 1, timeout_s=value)
-    refusal(ClusterError, cluster.assert_same, 1, "x", timeout_s=value)
 
 
 def test_a_process_alone_gets_its_own_values():
     assert bits(cluster.broadcast(host_values())) == bits(host_values())
     assert cluster.all_gather(np.arange(3)).tolist() == [[0, 1, 2]]
     cluster.barrier("a", 1)
-    cluster.assert_same(jnp.ones(3), "x")
-    local = jax.device_put(
-        jnp.arange(8), ml.create_mesh({"batch": 8}).layout("batch").sharding
-    )
+    local = ml.relayout(jnp.arange(8), ml.create_mesh({"batch": 8}).layout("batch"))
+    cluster.assert_same(local, "x")
     assert cluster.broadcast(local).tolist() == list(range(8))

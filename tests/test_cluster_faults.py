@@ -38,6 +38,7 @@ SLOW = [
 ] + [
     *((4, "kill", "step", 3), (4, "exit 0", "batch", 2), (4, "stop", "save", 0)),
     *((4, "SystemExit 3", "create", 0), (4, "exception", "barrier", 1)),
+    *((2, "SystemExit 3", "trace", 0), (2, "exception", "trace", 1)),
 ]
 
 
@@ -92,8 +93,10 @@ def check(ends, victim, fault):
         # For the sentence of process 0's death, an abort in C waits for six seconds.
         assert end.after_s < (13 if fault == "abort" else 10), end
         if victim == 0 and not said_by(end) and jax.__version_info__ < (0, 8):
-            # JAX leaves by _exit there, before anything else can print.
-            assert "the leader task was preempted/died" in end.output
+            # JAX leaves by _exit there, before anything else can print: of a process 0
+            # that is gone, or (4 processes) that is stopped.
+            why = "the leader task was preempted/died|CoordinationService/Heartbeat"
+            assert re.search(why, end.output)
             continue
         (said,) = said_by(end)
         assert said.startswith(f"meshlayout: process {victim} "), end
@@ -107,7 +110,7 @@ def test_every_fault_at_every_place_ends_the_others(job, ends, runs):
     # The last checkpoint is intact.
     with ml.Checkpointer(runs[job][1]) as checkpointer:
         step = checkpointer.latest_step()
-        assert step in {"start": (None,), "create": (None,)}.get(place, (3, 5))
+        assert step in ((None,) if place in ("start", "create", "trace") else (3, 5))
         if step is not None:
             w = checkpointer.restore_numpy()["w"]
             assert w.tolist() == [4 * count * step] * 4
@@ -168,7 +171,10 @@ def test_an_end_of_all_processes_keeps_its_status_and_says_nothing(ends):
     check_healthy(ends, 75)
 
 
-@jobs((2, "lock 15", "step", 1), (2, "sleep 12", "end", 1))
+@jobs(
+    *((2, "lock 15", "step", 1), (2, "sleep 12", "end", 1)),
+    *((2, "sleep 20", "trace", 0), (2, "sleep 20", "barrier", 1)),
+)
 def test_a_process_that_takes_its_time_is_no_failure(ends):
     check_healthy(ends)
 

@@ -288,7 +288,7 @@ def test_a_network_that_never_answers_is_given_up(tmp_path, monkeypatch):
 def test_the_carried_part_says_what_it_is(tmp_path, offline):
     dataset = load_dataset("fashion_mnist", tmp_path)
     assert str(dataset) == (
-        "fashion_mnist from the small part of it that is carried in models/, 5,000 "
+        "fashion_mnist from the subset of it in models/, 5,000 "
         "training and 1,000 test images. Expect 81 to 83% test accuracy after 3 epochs "
         "of the MLP. All of Fashion-MNIST, which gives 86 to 88%, is not used because "
         f"it is not prepared in {tmp_path}, and the server is away; `make data` "

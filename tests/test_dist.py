@@ -25,7 +25,11 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_wheel_has_the_library_and_nothing_else(dist):
+def test_the_wheel_and_the_source_archive_have_the_library(dist):
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.split("/", 1)[1] for name in tar.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "meshlayout/__init__.py"} <= names
     (wheel,) = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -34,14 +38,6 @@ def test_the_wheel_has_the_library_and_nothing_else(dist):
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("meshlayout/**/*.py")}
     assert modules <= {*names}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
-
-
-def test_the_source_archive_has_what_the_wheel_is_built_from(dist):
-    (archive,) = dist.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        names = {name.split("/", 1)[1] for name in tar.getnames()}
-    wanted = {"pyproject.toml", "README.md", "LICENSE", "meshlayout/__init__.py"}
-    assert wanted <= names
 
 
 def test_the_readme_program_runs_where_only_the_wheel_is_installed(dist, tmp_path):

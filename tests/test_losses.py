@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import collectives, losses
+from tests.error_messages import message_of
 
 
 RNG = np.random.default_rng(0)
@@ -26,34 +27,13 @@ def mesh_of(**axes):
     )
 
 
-def per_replica(function, *arrays):
-    """Runs a function on each of 2 replicas' rows; returns one result per replica."""
-    mesh = mesh_of(batch=2)
-    mapped = jax.shard_map(
-        lambda *rows: function(*rows)[None],
-        mesh=mesh,
-        in_specs=(P("batch"),) * len(arrays),
-        out_specs=P("batch"),
-    )
-    return np.asarray(jax.jit(mapped)(*arrays))
-
-
 # Averages.
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(None, [1.25, 2.25]), (8, [0.625, 1.125])]
-)
-def test_two_replicas_give_their_shares_of_the_mean(size, expected):
-    shares = per_replica(
-        lambda rows: losses.compute_average_loss(rows, global_batch_size=size),
-        jnp.array([2.0, 3.0, 4.0, 5.0]),
-    )
-    np.testing.assert_array_equal(shares, expected)
 
 
 PIXELS = RNG.normal(size=(4, 3)).astype("float32")
 FOUR = np.array([1.0, 0.0, 2.0, 1.0])
+
+
 AVERAGES = [
     ((LOSSES,), LOSSES.mean()),
     # Losses of more dims are summed, as by tf.nn.
@@ -61,9 +41,7 @@ AVERAGES = [
     # In float32.
     ((jnp.full(4096, 1.0, "bfloat16"), None, 4095), 4096 / 4095),
     # Over no examples.
-    ((np.zeros(0),), 0),
-    ((np.zeros((0, 3)),), 0),
-    ((LOSSES, None, 0), 0),
+    *(((np.zeros(0),), 0), ((np.zeros((0, 3)),), 0), ((LOSSES, None, 0), 0)),
     # Sizes are any integers.
     *(
         ((LOSSES, None, kind(4)), LOSSES.sum() / 4)
@@ -75,9 +53,8 @@ AVERAGES = [
 @pytest.mark.parametrize(("args", "expected"), AVERAGES)
 def test_averages_of_one_device(args, expected):
     for function in (losses.compute_average_loss, jax.jit(losses.compute_average_loss)):
-        average = function(*args)
-        assert average.dtype == "float32"
-        np.testing.assert_allclose(average, expected, rtol=1e-6)
+        assert function(*args).dtype == "float32"
+        np.testing.assert_allclose(function(*args), expected, rtol=1e-6)
 
 
 def test_the_gradient_of_an_average_is_zero_where_the_weight_is():
@@ -159,13 +136,17 @@ def test_shares_of_a_padded_batch_add_up_to_its_average_on_one_device(
     np.testing.assert_array_equal(grads[~real], 0)
 
 
-def test_without_padding_the_average_is_over_the_replicas_rows():
+def test_averages_without_padding_and_the_question_for_it():
+    seen = {}
     for count in (1, 2):  # of losses in a row
         shares = in_replicas(
             lambda rows, count=count: losses.compute_average_loss(rows.repeat(count)),
             *(None, ROWS),
         )
         np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
+    for function in (losses.compute_average_loss, jnp.sum):
+        in_replicas(function, MASK, ROWS, context=seen)
+        assert seen["replica"].mask_was_read == (function is not jnp.sum)
 
 
 def test_regularization_is_divided_by_the_strategys_replicas():
@@ -175,14 +156,6 @@ def test_regularization_is_divided_by_the_strategys_replicas():
     with collectives.entered(alone):
         assert losses.scale_regularization_loss(2.0) == 2
         assert losses.compute_average_loss(np.array([3.0, np.nan])) == 3
-
-
-def test_averaging_a_loss_counts_as_asking_for_the_padding():
-    seen = {}
-    in_replicas(losses.compute_average_loss, MASK, ROWS, context=seen)
-    assert seen["replica"].mask_was_read
-    in_replicas(lambda rows: rows.sum(), MASK, ROWS, context=seen)
-    assert not seen["replica"].mask_was_read
 
 
 @pytest.mark.parametrize("more", [(), (np.ones(6), 14)])
@@ -222,19 +195,12 @@ def test_losses_are_averaged_over_all_dims_that_weights_do_not_have():
         np.testing.assert_allclose(averages, rows.mean(axis=axes), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("denominator", "weights", "expected"),
-    [
-        ("real", None, 8),
-        ("real", WEIGHTS, 7.5),
-        ("real", np.zeros(8), 1),
-        ("real", WEIGHTS.astype(bool), 5),
-        ("global_batch_size", WEIGHTS, 8),
-        ("global_batch_size", None, 8),
-    ],
-)
-def test_denominators(denominator, weights, expected):
-    assert losses.denominator_of(denominator, weights, 8) == expected
+def test_denominators():
+    size = losses.denominator_of
+    assert size("real", None, 8) == size("global_batch_size", WEIGHTS, 8) == 8
+    assert size("real", WEIGHTS, 8) == 7.5
+    assert size("real", np.zeros(8), 8) == 1
+    assert size("real", WEIGHTS.astype(bool), 8) == 5
 
 
 # Regularizers.
@@ -265,58 +231,42 @@ def test_penalties_are_sums_over_the_parameters_that_match(regularizer, expected
 # Errors.
 
 
-def in_two_axes():
+def in_two_axes(x):
     mapped = jax.shard_map(
         lambda x: losses.scale_regularization_loss(x.sum())[None],
         mesh=mesh_of(batch=2, model=4),
         in_specs=P("batch"),
         out_specs=P(),
     )
-    return jax.jit(mapped)(np.zeros(2, "float32"))
+    return jax.jit(mapped)(x)
 
 
-WRONG = [
-    (
-        lambda: losses.compute_average_loss(3.0),
-        "compute_average_loss takes one loss per example, (batch,), got a scalar.",
+WRONG = {
+    "compute_average_loss takes one loss per example, (batch,), got a scalar.": (
+        lambda: losses.compute_average_loss(3.0)
     ),
-    (
-        lambda: losses.per_example(np.ones((4, 3)), np.ones((4, 2))),
-        "weights of shape (4, 2) do not fit losses of shape (4, 3); give one weight "
-        "per example, (4,), or one per loss.",
+    "weights of shape (4, 2) do not fit losses of shape (4, 3); give one weight per "
+    "example, (4,), or one per loss.": (
+        lambda: losses.per_example(np.ones((4, 3)), np.ones((4, 2)))
     ),
-    (
-        in_two_axes,
-        "this code runs under the axes 'batch', 'model', and it is not known which of "
-        "them are replicas. Give global_batch_size=, or divide by the number of "
-        "replicas yourself.",
+    "this code runs under the axes 'batch', 'model', and it is not known which of them "
+    "are replicas. Give global_batch_size=, or divide by the number of replicas "
+    "yourself.": lambda: in_two_axes(np.zeros(2, "float32")),
+    "l2: strength must be a finite number of at least 0, got -1.": (
+        lambda: losses.l2(-1)
     ),
-    (
-        lambda: losses.denominator_of("mean", None, 8),
-        "denominator must be 'real' or 'global_batch_size', got 'mean'.",
+    "l2: no parameter's path matches 'decoder'; there are 'head/kernel', "
+    "'hidden/bias', 'hidden/kernel'.": (
+        lambda: losses.l2(1.0, where="decoder")(PARAMS)
     ),
-    (
-        lambda: losses.l2(-1),
-        "l2: strength must be a finite number of at least 0, got -1.",
-    ),
-    (
-        lambda: losses.l2(1.0, where="decoder")(PARAMS),
-        "l2: no parameter's path matches 'decoder'; there are 'head/kernel', "
-        "'hidden/bias', 'hidden/kernel'.",
-    ),
-    (
-        lambda: losses.per_example(LOSSES * 1j),
-        "per_example: losses must be an array of real numbers, got an array of shape "
-        "(8,) of dtype complex64.",
-    ),
-]
+    "per_example: losses must be an array of real numbers, got an array of shape (8,) "
+    "of dtype complex64.": lambda: losses.per_example(LOSSES * 1j),
+}
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG)
-def test_wrong_arguments_are_refused_in_words(call, message):
-    with pytest.raises(ml.errors.LossError) as caught:
-        call()
-    assert str(caught.value) == message
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_refused_in_words(message):
+    assert message_of(WRONG[message], error=ml.errors.LossError) == message
 
 
 def test_losses_and_weights_are_any_real_numbers():
@@ -325,7 +275,5 @@ def test_losses_and_weights_are_any_real_numbers():
     assert float(losses.weighted_sum(np.ones(2), large)) == 2**40  # in float32
     assert float(losses.denominator_of("real", large, 2)) == 2**40
     assert float(losses.scale_regularization_loss(2**40)) == 2**40
-    total = jax.jit(lambda x: losses.weighted_sum([x, 2 * x], [1, 3]))
-    assert float(total(2.0)) == 14
     pixels = np.arange(6.0, dtype="float32").reshape(2, 3)
     assert losses.per_example(pixels, 2.0).tolist() == [1, 4]  # one weight for all

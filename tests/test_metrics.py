@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -162,10 +163,8 @@ LAST = np.array([[1.0, 2.0], [3.0, 4.0]])
 VALUES = [
     # Of any numbers and weights.
     (metrics.Sum(), [(jnp.ones(3000, jnp.bfloat16),)], 3000),
-    (metrics.Mean(), [(jnp.ones(3000, jnp.bool_),)], 1),
     (metrics.Mean(), [(np.array([2**40, 1]),)], (2**40 + 1) / 2),
     (metrics.Sum(), [(2**33,)], 2**33),
-    (metrics.Recall(), [(np.ones(2, "f"), np.array([2**40, 1]))], 1),
     (metrics.Mean(), [(jnp.array([jnp.inf, 1.0]),), (2.0,)], np.inf),
     (metrics.Mean(), [(jnp.array([jnp.nan, 1.0]),)], np.nan),
     (metrics.Mean(), [([4.0, 1.0, 9.0], np.array([0.5, 2.0, 0.0]))], 4 / 2.5),
@@ -174,7 +173,6 @@ VALUES = [
     # A number per step counts once, unless nothing counts.
     (metrics.Mean(), [(2.0, [1, 1, 0]), (4.0, [1, 1]), (np.nan, [0, 0])], 3),
     (metrics.Last(), [(LAST,)], 4),
-    (metrics.Last(), [(LAST,), (2 * LAST, np.array([1, 0]))], 4),
     (metrics.Last(), [(LAST,), (2 * LAST, np.array([0, 1]))], 8),
     (metrics.Last(), [(LAST,), (np.array([5.0, np.nan]), np.zeros(2))], 4),
     # Of nothing.
@@ -182,7 +180,6 @@ VALUES = [
     (metrics.Last(), [], np.nan),
     (metrics.Perplexity(), [], np.nan),
     (metrics.F1(), [], np.nan),
-    (metrics.F1(num_classes=2), [], np.nan),
     (metrics.Sum(), [], 0),
     (metrics.ConfusionMatrix(2), [], np.zeros((2, 2))),
     # Of classes: numbers or one-hot, with dims before.
@@ -196,13 +193,11 @@ VALUES = [
     (metrics.Perplexity(), [(TWICE_UP, NO_CLASS, NO_CLASS >= 0)], 1 + np.exp(-1)),
     (metrics.Accuracy(), [(TWICE_UP, NO_CLASS)], 0.5),
     (metrics.Accuracy(top_k=2), [(TWICE_UP, NO_CLASS)], 0.5),
-    (metrics.Accuracy(top_k=3), [(TWICE_UP, NO_CLASS)], 0.5),
     # Of equal scores, the first class is predicted.
     (metrics.Accuracy(), [(FLAT, np.array([0, 1, 3, 3]))], 0.25),
     (metrics.Accuracy(top_k=3), [(FLAT, np.arange(4))], 0.75),
     # NaN is never right.
     (metrics.Accuracy(), [(NAN, np.arange(3))], 0),
-    (metrics.Accuracy(top_k=2), [(NAN, np.arange(3))], 0),
     (metrics.Recall(num_classes=4), [(NAN, np.arange(3))], 0),
     (metrics.Accuracy(threshold=0.0), [(NAN[:, 0], np.zeros(3, int))], 0),
     # A class that is never predicted, and one that is missing.
@@ -376,42 +371,31 @@ def fed_alone(metric, outputs, batch, **inputs):
 
 
 def test_arguments_are_found_in_outputs_then_batch():
-    metric = fed_alone(metrics.Accuracy(), {"logits": LOGITS}, BATCH, weights=MASK)
-    assert values(metric) == np.float32((LOGITS.argmax(1) == LABELS)[MASK].mean())
     both = {"logits": LOGITS, "label": LOGITS.argmax(1)}
     assert values(fed_alone(metrics.Accuracy(), both, BATCH)) == 1
     pair = fed_alone(metrics.Accuracy(labels=1), {"logits": LOGITS}, (None, LABELS))
-    assert values(pair) == np.float32((LOGITS.argmax(1) == LABELS).mean())
+    assert values(pair) == ACCURACY
 
 
-# The collection.
+COLLECTION = metrics.Metrics({"loss": metrics.Mean(), "accuracy": metrics.Accuracy()})
 
 
-def collection():
-    return metrics.Metrics({"loss": metrics.Mean(), "accuracy": metrics.Accuracy()})
-
-
-def fed(all_metrics, weights=None):
-    return all_metrics.update_from(
+@jax.jit
+def fed(collection, weights):
+    return collection.update_from(
         outputs={"logits": LOGITS}, batch=BATCH, losses=SCORES, weights=weights
     )
 
 
 def test_a_collection_is_a_mapping_of_values_that_jit_takes_and_returns():
-    empty = collection()
-    found = jax.jit(fed)(empty, MASK)
-    assert list(found) == ["loss", "accuracy"]
-    assert jax.tree.structure(found) == jax.tree.structure(empty)
+    found = fed(COLLECTION, MASK)
+    assert list(found) == list(found.to_host()) == ["loss", "accuracy"]
+    assert jax.tree.structure(found) == jax.tree.structure(COLLECTION)
     assert isinstance(found["loss"], jax.Array)
     assert isinstance(found.metric("accuracy"), metrics.Accuracy)
-    host = found.to_host()
-    assert list(host) == ["loss", "accuracy"]
-    assert host["loss"] == pytest.approx(SCORES[MASK].mean())
+    assert found.to_host()["loss"] == pytest.approx(SCORES[MASK].mean())
     twice = found.merge(fed(found.empty(), ~MASK))
     assert twice.to_host()["loss"] == pytest.approx(SCORES.mean())
-
-
-def test_a_collection_shows_its_values():
     shown = metrics.Metrics({"z": metrics.Sum(), "matrix": metrics.ConfusionMatrix(2)})
     assert " ".join(repr(shown).split()).endswith("z 0 matrix [[0. 0.] [0. 0.]]")
     assert "<td" in shown._repr_html_()
@@ -437,36 +421,30 @@ def test_average_and_accuracy_of_nnx_become_metrics_of_ours():
     assert values(high) == theirs.compute() == 0.5
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Duck:
-    total: jax.Array
-    count: jax.Array
+class Duck(typing.NamedTuple):
+    total: jax.Array = jnp.zeros(())
+    weight: jax.Array = jnp.zeros(())
 
     @classmethod
     def empty(cls):
-        return cls(jnp.zeros(()), jnp.zeros(()))
+        return cls()
 
     @classmethod
     def from_model_output(cls, values, sample_weights=None, missing=3):
         assert missing == 3
-        if sample_weights is None:
-            sample_weights = jnp.ones(values.shape)
         return cls(jnp.sum(values * sample_weights), jnp.sum(sample_weights))
 
     def merge(self, other):
-        return Duck(self.total + other.total, self.count + other.count)
+        return type(self)(self.total + other.total, self.weight + other.weight)
 
     def compute(self):
-        return self.total / self.count
+        return self.total / self.weight
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Unmasked(Duck):
     @classmethod
     def from_model_output(cls, values):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().from_model_output(values)
+        return super().from_model_output(values, jnp.ones(values.shape))
 
 
 def test_metrics_of_others_take_weights_or_are_refused():
@@ -539,71 +517,44 @@ def test_accuracy_costs_what_an_argmax_by_hand_costs(batch, classes, mesh_2x4):
 
 
 # Refusals.
-
-
-MISFIT = (
-    "do not fit. Labels are class numbers, which are integers, or one-hot; predictions "
-    "have a last dim for two or more classes. One score per example takes threshold=: "
-    "0.0 for logits, 0.5 for probabilities."
-)
-REFUSED = [
-    (
-        lambda: metrics.Accuracy(top_k=2, threshold=0.5),
-        "Accuracy: give threshold= or top_k=, not both.",
+REFUSED = {
+    "Accuracy: give threshold= or top_k=, not both.": (
+        lambda: metrics.Accuracy(top_k=2, threshold=0.5)
     ),
-    (
-        lambda: metrics.Precision(average="micro"),
-        "Precision: average must be 'macro' or None, got 'micro'. Did you mean 'macro'?",
+    "Precision: average must be 'macro' or None, got 'micro'. Did you mean 'macro'?": (
+        lambda: metrics.Precision(average="micro")
     ),
-    (
-        lambda: metrics.Mean().update(SCORES, np.ones(4)),
-        "Mean: weights f32[4] does not fit elements f32[16]. Give weights of the shape of the elements or of their first dims, such as (16,).",
+    "Mean: weights f32[4] does not fit elements f32[16]. Give weights of the shape of "
+    "the elements or of their first dims, such as (16,).": (
+        lambda: metrics.Mean().update(SCORES, np.ones(4))
     ),
-    (
-        lambda: metrics.Mean().update("a"),
-        "Mean: values must be an array of real numbers, got 'a'.",
+    "Accuracy: predictions f32[16, 5] and labels f32[16] do not fit. Labels are class ": (
+        lambda: metrics.Accuracy().update(LOGITS, SCORES)
     ),
-    (
-        lambda: metrics.Accuracy().update(LOGITS, SCORES),
-        f"Accuracy: predictions f32[16, 5] and labels f32[16] {MISFIT}",
+    "Recall: predictions f32[16, 5] and labels i32[16] do not fit. With a threshold, ": (
+        lambda: metrics.Recall().update(LOGITS, LABELS)
     ),
-    (
-        lambda: metrics.Recall().update(LOGITS, LABELS),
-        "Recall: predictions f32[16, 5] and labels i32[16] do not fit. With a threshold, there must be one prediction per label.",
+    "ConfusionMatrix: predictions f32[16, 5] and labels i32[16] do not fit. There are ": (
+        lambda: metrics.ConfusionMatrix(3).update(*BY_CLASS)
     ),
-    (
-        lambda: metrics.ConfusionMatrix(3).update(*BY_CLASS),
-        "ConfusionMatrix: predictions f32[16, 5] and labels i32[16] do not fit. There are num_classes=3.",
+    "Metrics of loss, accuracy do not merge with a.": (
+        lambda: COLLECTION.merge(metrics.Metrics({"a": metrics.Mean()}))
     ),
-    (
-        lambda: metrics.Mean().merge(metrics.Mean("x")),
-        "Mean(values='losses') does not merge with Mean(values='x'): both must have the same class and settings.",
+    "metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, ": (
+        lambda: metrics.Metrics({"a": 3})
     ),
-    (
-        lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
-            metrics.Metrics({"b": metrics.Mean()})
-        ),
-        "Metrics of a do not merge with b.",
-    ),
-    (
-        lambda: metrics.Metrics({"a": 3}),
-        "metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, compute, like those of this library, clu and metrax, or be nnx's Average or Accuracy.",
-    ),
-    (
-        lambda: metrics.Metrics([metrics.Mean()]),
-        "metrics: expected a dict from names to metrics, got [Mean(values='losses')].",
-    ),
-    (
-        lambda: collection().update_from(
+    "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the "
+    "entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean "
+    "'logit'? Accuracy(predictions=...) takes the name or the position of yours.": (
+        lambda: COLLECTION.update_from(
             outputs={"logit": LOGITS}, batch=BATCH, losses=SCORES
-        ),
-        "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean 'logit'? Accuracy(predictions=...) takes the name or the position of yours.",
+        )
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
-def test_what_does_not_fit_is_refused_in_words(call, message):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_in_words(message):
     with pytest.raises(ml.errors.MetricError) as error:
-        call()
-    assert str(error.value) == message
+        REFUSED[message]()
+    assert str(error.value).startswith(message)

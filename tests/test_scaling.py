@@ -119,20 +119,15 @@ def test_a_synchronous_collective_is_waited_for():
     assert step.wire_bytes == 1.5 * MEGABYTES * 1e6
 
 
-@pytest.mark.parametrize("overlapped", [1, 4])
+@pytest.mark.parametrize("overlapped", [0, 1, 4])
 def test_an_asynchronous_collective_is_waited_for_as_far_as_it_is_not_done(overlapped):
     text = asynchronous(overlapped)
     step = replay(text)
     wait = max(0, COLLECTIVE_S - overlapped * 1e-3)
     assert step.total_s == pytest.approx((15 + overlapped) * 1e-3 + wait, rel=1e-6)
-    assert (step.num_async, step.num_sync) == (1, 0)
+    # With nothing between its start and its end, it is not asynchronous.
+    assert (step.num_async, step.num_sync) == ((1, 0) if overlapped else (0, 1))
     assert len(read_collectives(text)) == 1
-
-
-def test_a_collective_with_nothing_between_start_and_end_is_not_overlapped():
-    step = replay(asynchronous(0))
-    assert step.total_s == pytest.approx(15e-3 + COLLECTIVE_S, rel=1e-6)
-    assert (step.num_async, step.num_sync) == (0, 1)
 
 
 def test_a_loop_takes_as_long_as_all_of_its_turns():
@@ -151,13 +146,10 @@ def test_what_a_step_consists_of_adds_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chips", "expected"), [(1, {0}), (4, {1})])
-def test_replicas_add_up_all_gradients_at_once(chips, expected, tmp_path):
+@pytest.mark.parametrize(("chips", "num_sync"), [(1, 0), (4, 1)])
+def test_replicas_add_up_all_gradients_at_once(chips, num_sync, tmp_path):
     pytest.importorskip("libtpu")
     work = scaling.Work(width=8, depths=(1, 1), size=32, rows=2)
-    text = scaling.program_text(work, "MirroredStrategy", chips, tmp_path)
-    step = replay(text)
-    assert {step.num_sync} == expected
+    step = replay(scaling.program_text(work, "MirroredStrategy", chips, tmp_path))
+    assert step.num_sync == num_sync
     assert step.compute_s > 0
-    again = scaling.program_text(work, "MirroredStrategy", chips, tmp_path)
-    assert again == text

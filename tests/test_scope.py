@@ -1,6 +1,7 @@
 """`with ml.scope(layouts):` unchanged code, the same bits, the final paths' layouts."""
 
 import threading
+import time
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from flax import nnx
 
 import meshlayout as ml
 from models.mlp import MLP, LinenMLP
+from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
 
 
@@ -182,6 +184,17 @@ def test_optimizers_made_in_a_scope_follow_their_model():
             assert lies(moment["dense"]) == "[unsharded, model]"
         assert str(ml.Layout.of(optimizer.step[...])) == "[]"
     assert_same_bits(model, Normed(rngs=nnx.Rngs(0)))
+
+
+def test_describing_takes_time_in_proportion_to_the_layers():
+    def cpu_seconds(count):
+        start = time.process_time()
+        ml.describe(lambda: module_list([linear() for _ in range(count)]), kernels())
+        return time.process_time() - start
+
+    assert cpu_seconds(320) < 8 * cpu_seconds(
+        80
+    )  # 4 times; in each layer all before: 16
 
 
 # Linen.

@@ -112,6 +112,8 @@ def test_a_used_up_state_is_named_wherever_it_is_used(devices):
     assert first.rng.is_deleted()
     with pytest.raises(ml.errors.StateError, match="has used up this state"):
         _ = first.model
+    with pytest.raises(ml.errors.StateError, match="has used up this state"):
+        ml.make_train_step(squares, ema=0.5)(first, batch)  # which copies parameters
     for name, call in (("train_step", step), ("eval_step", eval_step)):
         assert message_of(lambda: call(first, batch)) == (  # noqa: B023
             f"{name}: 'state/params/up/bias' was used up by an earlier call of a step. "

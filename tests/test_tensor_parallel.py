@@ -1,6 +1,7 @@
 """Tensor and expert parallelism, read off a model's traced program."""
 
 import functools
+import re
 import time
 
 import jax
@@ -278,10 +279,11 @@ def of_stack(x, p, n):
     return layer(x, p["a"][n], p["b"][n])
 
 
-def counted(p, x):
-    """A counter and the stack in what a loop carries."""
-    step = lambda c, _: ((of_stack(*c), c[1], c[2] + 1), None)
-    return jax.lax.scan(step, (x, p, 0), None, length=4)[0][0]
+def rolled(p, x):
+    """A stack that the loop carries and rolls, to read always its first layer."""
+    roll = lambda p: jax.tree.map(lambda w: jnp.roll(w, -1, axis=0), p)
+    step = lambda c, _: ((of_stack(*c, 0), roll(c[1])), None)
+    return jax.lax.scan(step, (x, p), None, length=4)[0][0]
 
 
 def until(p, x):
@@ -294,7 +296,7 @@ STACKS = {
     "fori_loop": lambda p, x: jax.lax.fori_loop(
         0, 4, lambda n, x: of_stack(x, p, n), x
     ),
-    "counter": counted,
+    "carry": rolled,
     "while_loop": until,
     "choice by the data": lambda p, x: of_stack(x, p, x.sum().astype(int)),
 }
@@ -388,6 +390,16 @@ def test_what_would_send_more_than_it_is_worth_stays_whole(mesh_2x4):
         layouts, tree = decide(mesh_2x4, shapes, forward, shape(64, 8))
         assert {"c", "d"}.isdisjoint(only_cut(layouts, tree))
         assert reason in note_of(layouts, tree, "c")
+
+
+def test_explain_shows_the_bytes_that_a_decision_sends(mesh_2x4):
+    forward = lambda p, x: layer(layer(x, p["a"], p["b"]), p["c"], p["d"])
+    shapes = {**PAIR, "c": PAIR["a"], "d": PAIR["b"]}
+    layouts, tree = decide(mesh_2x4, shapes, forward)
+    result = 2 * 8 * 4  # bytes; the inputs need no gradient
+    sends = {path: layouts[layouts.resolve(tree)[path].rule].sends for path in tree}
+    assert sends == {"a": result, "c": result, "b": 2 * result, "d": 2 * result}
+    assert re.search(r"\[model, unsharded\] .* 128 B\n", str(layouts.explain(tree)))
 
 
 def tower(p, h):

@@ -48,6 +48,11 @@ CALLS = {
     "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
     "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
     "predict": lambda state, loss: ml.Trainer(state, loss).predict([BATCH]),
+    "train step": lambda state, loss: ml.make_train_step(loss)(state, BATCH),
+    "eval step": lambda state, loss: ml.make_eval_step(loss)(state, BATCH),
+    "compiled step": lambda state, loss: ml.compile_step(
+        lambda state, batch: (state, loss(state.model, batch))
+    )(state, BATCH),
     "run": lambda state, loss: ml.distribute.MirroredStrategy(["CPU:0"]).run(
         lambda: loss(state.model, BATCH)
     ),
@@ -137,6 +142,12 @@ NEAR = {
     "Accuracy": lambda: ml.metrics.Accuracy(topk=3),
     "EarlyStopping": lambda: ml.callbacks.EarlyStopping(patients=2),
     "l2": lambda: ml.losses.l2(0.1, wher="kernel"),
+    "record": lambda: ml.losses.record(None, nam="aux", loss=1.0),
+    "scope": lambda: ml.scope(layout={}),
+    "constrain": lambda: ml.constrain(1.0, nam="hidden"),
+    "optimizer_by_path": lambda: ml.optimizer_by_path(optimizer={}),
+    "assert_layout": lambda: ml.testing.assert_layout(1.0, expectd=None),
+    "trace": lambda: ml.make_eval_step(lambda model, batch: 0).memory({}, batches={}),
     "initialize": lambda: ml.initialize(num_process=2),
 }
 

@@ -215,9 +215,11 @@ def test_the_metrics_show_the_rate_that_the_update_used_where_it_is_known(mesh, 
         used.append((moved * grads["kernel"]).sum() / np.square(grads["kernel"]).sum())
     np.testing.assert_allclose(shown, used, rtol=1e-4)
     np.testing.assert_allclose(shown, [1.0, 0.9, 0.8], rtol=1e-6)
-    step = ml.make_train_step(squares)
-    _, metrics = step(create(mesh, tx=optax.sgd(schedule)), batch)
-    assert list(metrics) == ["loss"]
+    slower = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    two = ml.optimizer_by_path({"bias$": slower, "": tx})
+    for unknown in (optax.sgd(schedule), two):
+        _, metrics = ml.make_train_step(squares)(create(mesh, tx=unknown), batch)
+        assert list(metrics) == ["loss"]
 
 
 def test_what_no_optimizer_is_given_for_has_no_slots_and_stays(mesh, batch):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout.arrays import placement
 from meshlayout.arrays.placement import LayoutLike, for_each, full_rank, relayout
@@ -21,6 +21,7 @@ from meshlayout.layout import Layout
 Shape: TypeAlias = int | Sequence[int]
 
 
+@_checks.user_call
 def zeros(shape: Shape, layout: Layout, dtype: DTypeLike | None = None) -> jax.Array:
     """Creates an array of zeros, as `jnp.zeros` does, each device only its shard.
 
@@ -36,11 +37,13 @@ def zeros(shape: Shape, layout: Layout, dtype: DTypeLike | None = None) -> jax.A
     return _created(functools.partial(jnp.zeros, shape, dtype), layout)
 
 
+@_checks.user_call
 def ones(shape: Shape, layout: Layout, dtype: DTypeLike | None = None) -> jax.Array:
     """Creates an array of ones, as `jnp.ones` does, each device only its shard."""
     return _created(functools.partial(jnp.ones, shape, dtype), layout)
 
 
+@_checks.user_call
 def full(
     shape: Shape, value: ArrayLike, layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
@@ -48,6 +51,7 @@ def full(
     return _created(functools.partial(jnp.full, shape, value, dtype), layout)
 
 
+@_checks.user_call
 def arange(
     start: float,
     stop: float | None = None,
@@ -63,6 +67,7 @@ def arange(
         return call_with_layout(create, layout)
 
 
+@_checks.user_call
 def normal(
     key: jax.Array, shape: Shape, layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
@@ -70,6 +75,7 @@ def normal(
     return _random(jax.random.normal, shape, layout, dtype, key)
 
 
+@_checks.user_call
 def uniform(
     key: jax.Array,
     shape: Shape,
@@ -82,6 +88,7 @@ def uniform(
     return _random(jax.random.uniform, shape, layout, dtype, key, minval, maxval)
 
 
+@_checks.user_call
 def call_with_layout(
     fn: Callable[..., Any], layout: LayoutLike, *args: Any, **kwargs: Any
 ) -> Any:

@@ -3,10 +3,14 @@
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -23,7 +27,7 @@ from meshlayout.arrays.placement import (
     is_concrete,
     with_lists_as_arrays,
 )
-from meshlayout.cluster.agreement import all_gather, digest
+from meshlayout.cluster.agreement import all_gather, difference, digest
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 
@@ -113,6 +117,7 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
             raise LayoutError(f"{msg} ({layout!r}).")
 
 
+@_checks.user_call
 def unpack(x: Leaf) -> list[Any]:
     """Splits arrays on the same devices into the parts that these hold, uncopied.
 
@@ -177,3 +182,57 @@ def _host_value(x: Leaf) -> Any:
         msg = f"process {jax.process_index()} has no part of the array, which is on "
         raise LayoutError(f"{msg}devices of other processes.")
     return _jax.to_host(jax.random.key_data(x) if _jax.is_extended(x.dtype) else x)
+
+
+# Several processes.
+
+
+def replica_sums(
+    arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
+) -> dict[str, int]:
+    """Returns sums of bits of what several processes hold, by which part it is.
+
+    A program per device sums one copy of each shard; only sums come to the host.
+    """
+    sums, shards = defaultdict[str, int](int), defaultdict[Any, list[Any]](list)
+    for number, array in enumerate(arrays if jax.process_count() > 1 else ()):
+        if not isinstance(array, jax.Array):
+            sums["numbers"] += zlib.crc32(array.tobytes(), number)
+            continue
+        sharding, shape = array.sharding, array.sharding.shard_shape(array.shape)
+        is_single = math.prod(shape) * sharding.num_devices == array.size
+        if is_single or array.is_fully_addressable:  # no other process has it
+            continue
+        for shard in {str(x.index): x for x in array.addressable_shards}.values():
+            starts = [part.start or 0 for part in shard.index]
+            part = [x // max(1, size) for x, size in zip(starts, shape, strict=True)]
+            pair = shard.data, np.uint32(2 * number + 1)
+            shards[f"{sharding} {part}", shard.device].append(pair)
+    for (part, _), pairs in shards.items():
+        sums[part] += int(_sum_of_bits(*zip(*pairs, strict=True)))
+    return dict(sums)
+
+
+def replica_difference(sums: Mapping[int, Mapping[str, int]]) -> str:
+    """Describes between which processes the sums differ; empty if nowhere."""
+    name = "the sum of the arrays and numbers that processes share"
+    for part in sorted({part for parts in sums.values() for part in parts}):
+        texts = {p: {name: f"{x[part]:x}"} for p, x in sums.items() if part in x}
+        if text := difference(texts):
+            return text
+    return ""
+
+
+@jax.jit
+def _sum_of_bits(arrays: Sequence[jax.Array], factors: Sequence[Any]) -> jax.Array:
+    total = jnp.uint32(0)
+    for array, factor in zip(arrays, factors, strict=True):
+        x = array.astype("uint8") if array.dtype == bool else array
+        info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+        bits = min(32, int(info(x.dtype).bits))
+        words = x.ravel().view(f"uint{bits}").astype(jnp.uint32)
+        # Odd factors and a shift: a change of any one word changes the sum.
+        words += jax.lax.iota(jnp.uint32, words.size)
+        words *= jnp.uint32(2654435761)
+        total += factor * jnp.sum(words ^ (words >> 15))
+    return total

@@ -72,6 +72,7 @@ def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
     return relayout(x, fetch_layout(other), donate=donate)
 
 
+@_checks.user_call
 def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """Copies arrays from the host, or from anywhere else, to a mesh.
 
@@ -89,6 +90,7 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     return _moved(x, for_each(full_rank, x, broadcast(layout, x)), copy=True)
 
 
+@_checks.user_call
 def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
@@ -105,6 +107,7 @@ def fetch_layout(x: Leaf) -> Any:
     return jax.tree.structure(x).unflatten(for_each(Layout.of, x))
 
 
+@_checks.user_call
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """Raises LayoutError unless arrays have the expected layouts.
 

@@ -18,15 +18,12 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout._annotations import Metadata, PyTree
+from meshlayout.arrays.parts import replica_difference, replica_sums
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
 from meshlayout.checkpoint.save import Save, failures
-from meshlayout.cluster.agreement import (
-    difference,
-    replica_difference,
-    replica_sums,
-)
+from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.errors import (
@@ -52,20 +49,20 @@ _numbers = itertools.count()
 class Checkpointer:
     """Saves a state during training, and restores it on any mesh.
 
-    Use this in a loop of your own, as below, or in the callback `Checkpoint`.
+    Use this in your own loop, as below, or in the callback `Checkpoint`.
 
-    A step is saved completely or not at all: a killed process or a full disk leaves the
-    earlier steps intact, and a step that is saved again is there at every moment (in
-    gs:// it is deleted first). A step is a plain directory of Orbax; a restore compares
-    its files with their hashes, except in gs://.
+    A step is saved completely or not at all. A killed process or a full disk leaves the
+    earlier steps intact; saving a step again keeps the old files until the new ones are
+    complete (in gs:// they are deleted first). A step is a plain Orbax directory; a
+    restore compares its files with their hashes, except in gs://.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
-    stays in host memory until the files are written. The next save waits for that, and
-    raises its error, as do `wait`, `close` and `restore`. A process that ends finishes
-    its save first.
+    stays in host memory until the files are written. The next `save`, `wait`, `close`
+    or `restore` waits for that and raises its error. A process that ends finishes its
+    save first.
 
-    The first save locks the directory for this run until `close`; any number may read.
-    All processes share the directory, and save and restore in the same order.
+    The first save locks the directory for this run until `close`; any number of others
+    may read. All processes share the directory, and save and restore in the same order.
 
     Args:
         directory: A local path, or `gs://bucket/run`, which has no locks and needs the
@@ -131,16 +128,16 @@ class Checkpointer:
         """Saves a state if a save is due; returns whether it is.
 
         The state may be donated as soon as this returns. A step that already exists is
-        replaced once the new files are complete. In a loop that began with `resume`,
-        it saves after SIGTERM, due or not, and ends the process with status 75.
+        replaced once the new files are complete. After SIGTERM, in a loop that began
+        with `resume`, this saves, due or not, and ends the process with status 75.
 
         Args:
             step: The number of the step.
             state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
                 Linen variables, an Optax state.
             data: The input iterator, whose position is saved with the state.
-            metadata: Other values that JSON can hold; or a function that returns them,
-                which is called only if a save is due.
+            metadata: Other values that JSON can hold, or a function that returns them
+                and is called only if a save is due.
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
@@ -200,7 +197,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Waits until the last save has finished; raises its error."""
+        """Waits until the last save has finished; raises its error if it failed."""
         if self._saving is not None:
             error = self._saving.error()
             # Only now: after Ctrl-C during the wait, it can be waited for again.
@@ -209,7 +206,7 @@ class Checkpointer:
                 raise error
 
     def close(self) -> None:
-        """Waits as `wait`, and lets other runs save in the directory."""
+        """Waits like `wait`, then lets other runs save in the directory."""
         self._preemption.close()
         self._is_preempted = lambda: False
         try:
@@ -244,7 +241,7 @@ class Checkpointer:
             steps.delete(paths[old])
 
     def all_steps(self) -> list[int]:
-        """Returns the saved steps in ascending order; a running save is not one yet."""
+        """Returns the saved steps in ascending order, without a running save."""
         return list(steps.step_paths(self.directory))
 
     def latest_step(self) -> int | None:
@@ -299,24 +296,24 @@ class Checkpointer:
         dtype: DTypeLike | None = None,
         verify: bool = True,
     ) -> Any:
-        """Returns a new state, or a new model, with the values that were saved.
+        """Returns a new state or model with the saved values.
 
-        `like` stays as it is: write `model = checkpointer.restore(model)`. Every device
-        reads only its own slices, whatever mesh, layouts and number of processes the
-        state was saved on.
+        It does not change `like`: write `model = checkpointer.restore(model)`. Every
+        device reads only its own slices, whatever the mesh, the layouts and the number
+        of processes were when the state was saved.
 
         Args:
-            like: The state to restore into, concrete or abstract (`ml.describe`,
-                `jax.eval_shape`), which sets shapes, dtypes and layouts; or a layout
-                map for nested dicts of all arrays; None for such dicts on one device.
+            like: A state with the shapes, dtypes and layouts to restore, concrete or
+                abstract (`ml.describe`, `jax.eval_shape`); or a layout map, to get
+                nested dicts of all arrays; or None, to get them on one device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
-            layouts: The layouts of the arrays, if not those of `like`.
-            data: The input iterator, which is moved to its saved position.
-            partial: Whether arrays may be missing, and keep their values in `like`, and
-                extra ones are ignored; or patterns of the paths to leave as they are.
+            layouts: Layouts to use instead of those of `like`.
+            data: The input iterator to move to its saved position.
+            partial: True allows missing arrays, which keep their values in `like`, and
+                ignores extra ones; or patterns of the paths to leave as they are.
             rename: `{pattern: replacement}`, applied to the saved paths as by `re.sub`.
-            dtype: A dtype for every array of its kind, if not that of `like`.
-            verify: Whether to compare the hashes of all files, and not only the sizes.
+            dtype: A dtype for all arrays of its kind, instead of those of `like`.
+            verify: Whether to compare the hashes of all files, not only their sizes.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
@@ -332,19 +329,19 @@ class Checkpointer:
         return state
 
     def restore_numpy(self, *, step: Step = "latest") -> Any:
-        """Returns nested dicts of NumPy arrays; PRNG keys as the words they consist of.
+        """Returns nested dicts of NumPy arrays, with PRNG keys as uint32 words.
 
-        Use this to look into a checkpoint, or to convert it. No device is used.
+        Use this to look into a checkpoint, or to convert it. It uses no device.
         """
         return self.read(step, lambda saved: to_numpy(saved.source()))
 
     def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
         """Returns the newest intact state, or `state` itself if nothing was saved.
 
-        Use this at the beginning of a training loop that calls `save` after each step:
-        until `close`, SIGTERM has the next `save` save, and end the process with status
-        75. The iterator `data` is moved to its saved position. Damaged steps are
-        skipped, with a CheckpointWarning.
+        Use this before a training loop that calls `save` after each step. From then on
+        until `close`, the next `save` after SIGTERM saves and ends the process with
+        status 75. This moves the iterator `data` to its saved position, and skips
+        damaged steps with a CheckpointWarning.
         """
         restored = self.newest(lambda step: self.restore(state, step=step, data=data))
         self._preemption.close()

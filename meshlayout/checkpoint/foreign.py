@@ -70,22 +70,22 @@ def load_arrays(
 ) -> PyTree:
     """Returns a new state from arrays by name, each array in its layout.
 
-    Use this for what is in memory or in a format of its own: memory maps, HDF5,
-    `np.load` of an `.npz` file, `{name: x.numpy() for name, x in ...}` of a
-    `state_dict` of PyTorch. Every process takes only the slices that its devices hold.
+    Use this for arrays in memory or in another format: memory maps, HDF5, `np.load` of
+    an `.npz` file, `{name: x.numpy() for name, x in ...}` of PyTorch's `state_dict`.
+    Every process takes only the slices that its devices hold.
 
     Args:
         arrays: Numbers, and anything with a shape, a dtype, and slices that NumPy can
             convert, by name; in nested dicts and lists, too. After renaming, dots and
             slashes in names separate keys.
-        like: The state to restore: arrays, whose values are ignored, or abstract
-            arrays (from `ml.describe`), in any tree. Or just a layout map, to get
-            nested dicts of all arrays; or None, for one device.
-        **options: `layouts`, `rename`, `partial`, and `dtype`, as for
-            `Checkpointer.restore`: the first pattern of `rename` that matches a saved
+        like: The state to restore: any tree of arrays, whose values are ignored, or of
+            abstract arrays (from `ml.describe`); or a layout map, to get nested dicts
+            of all arrays; or None, to get them on one device.
+        **options: `layouts`, `rename`, `partial` and `dtype`, as for
+            `Checkpointer.restore`; the first pattern of `rename` that matches a saved
             name changes it. And `transpose`, `{pattern: permutation}` by path in the
-            state, as by `np.transpose`: PyTorch's dense weights need `(1, 0)`, and
-            those of its convolutions `(2, 3, 1, 0)`.
+            state, as for `np.transpose`: PyTorch's dense weights need `(1, 0)`, those
+            of its convolutions `(2, 3, 1, 0)`.
 
     Raises:
         RestoreDiffError: If the arrays differ in ways that are not allowed.
@@ -145,13 +145,13 @@ def load_msgpack(
 ) -> PyTree:
     """Loads a state that Flax wrote as msgpack, each array in its layout.
 
-    Use this for a file with the output of `flax.serialization.to_bytes`. The arguments
-    are those of `load_arrays`; `/` separates keys. The host holds all arrays during the
-    call. A changed bit in an array goes unnoticed.
+    Use this for a file written with `flax.serialization.to_bytes`. The arguments are
+    those of `load_arrays`; `/` separates keys. The host holds all arrays during the
+    call. The format cannot show a changed bit in an array.
 
     Raises:
-        DamagedCheckpointError: If it is truncated or is not a state in msgpack.
-        CheckpointError: If it does not exist; or as `load_arrays`.
+        DamagedCheckpointError: If the file is truncated or is not a state in msgpack.
+        CheckpointError: If the file does not exist; or as `load_arrays`.
     """
     with orbax.damage_told(path):
         arrays = serialization.msgpack_restore(_local(path).read_bytes())
@@ -201,12 +201,12 @@ def save_safetensors(
     """Writes the arrays of a state to a safetensors file, and returns its path.
 
     Use this to publish weights, or to hand them to another library. All processes call
-    this, with a path that they share, and each writes its own shards: no array is ever
-    whole on a device or in memory. The file is complete before it takes its name.
+    this with a path that they share, and each writes its own shards, so that no array
+    is ever whole on a device or in memory. The file gets its name once it is complete.
 
     Args:
-        path: A file name that ends in `.safetensors`, or a directory for a
-            `model.safetensors`.
+        path: A file name that ends in `.safetensors`, or a directory, in which the
+            file is called `model.safetensors`.
         state: Any tree of arrays.
         rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state;
             then dots separate keys in the names.

@@ -1,4 +1,4 @@
-"""What processes exchange and compare: values of theirs, programs, replicas.
+"""What processes exchange and compare: values of theirs, and programs.
 
 Values go through a channel and not through a collective: JAX's own helpers
 (`multihost_utils`) need devices, make 64 bits 32, and given trees that differ, or calls
@@ -12,17 +12,14 @@ So before the first call of a program, its processes compare a digest of it.
 
 import functools
 import hashlib
-import math
 import pickle
 import re
 import threading
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks, _jax, _render
@@ -106,7 +103,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     Example:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
     """
-    facts = _exchange(f"assert_same {what!r}", timeout_s, _texts, value, value_text)
+    facts = _exchange(f"assert_same {what!r}", timeout_s, _texts, value, _value_text)
     if text := difference(facts):
         msg = f"{what} must be the same on all processes: {text}."
         raise ClusterError(msg)
@@ -181,8 +178,7 @@ def _type_text(leaf: Leaf) -> str:
     return type(leaf).__name__
 
 
-def value_text(leaf: Leaf) -> str:
-    """Returns a text that is the same for two leaves if they have the same bits."""
+def _value_text(leaf: Leaf) -> str:  # the same for the same bits
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return repr(leaf)
     # NaNs of different bits look the same.
@@ -241,7 +237,7 @@ def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
             ids = _render.ranges_text([device.id for device in mesh.devices.flat])
             meshes.add(f"{dict(mesh.shape)} of devices {ids}")
         if (value := _shared_value(leaf)) is not None:
-            facts[f"the value of {name}"] = value_text(np.asarray(value))
+            facts[f"the value of {name}"] = _value_text(np.asarray(value))
     facts["the mesh"] = ", ".join(sorted(meshes))
     # Sets of names have an order of each process.
     text = re.sub(
@@ -266,54 +262,3 @@ def _shared_value(leaf: Leaf) -> Any:
     leaf = leaf.addressable_data(0) if is_global else leaf
     with jax.ensure_compile_time_eval():  # the program is being traced
         return _words(leaf)
-
-
-def replica_sums(
-    arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
-) -> dict[str, int]:
-    """Returns sums of bits of what several processes hold, by which part it is.
-
-    A program per device sums one copy of each shard; only sums come to the host.
-    """
-    sums, shards = defaultdict[str, int](int), defaultdict[Any, list[Any]](list)
-    for number, array in enumerate(arrays if jax.process_count() > 1 else ()):
-        if not isinstance(array, jax.Array):
-            sums["numbers"] += zlib.crc32(array.tobytes(), number)
-            continue
-        sharding, shape = array.sharding, array.sharding.shard_shape(array.shape)
-        is_single = math.prod(shape) * sharding.num_devices == array.size
-        if is_single or array.is_fully_addressable:  # no other process has it
-            continue
-        for shard in {str(x.index): x for x in array.addressable_shards}.values():
-            starts = [part.start or 0 for part in shard.index]
-            part = [x // max(1, size) for x, size in zip(starts, shape, strict=True)]
-            pair = shard.data, np.uint32(2 * number + 1)
-            shards[f"{sharding} {part}", shard.device].append(pair)
-    for (part, _), pairs in shards.items():
-        sums[part] += int(_sum_of_bits(*zip(*pairs, strict=True)))
-    return dict(sums)
-
-
-def replica_difference(sums: Mapping[int, Mapping[str, int]]) -> str:
-    """Describes between which processes the sums differ; empty if nowhere."""
-    name = "the sum of the arrays and numbers that processes share"
-    for part in sorted({part for parts in sums.values() for part in parts}):
-        texts = {p: {name: f"{x[part]:x}"} for p, x in sums.items() if part in x}
-        if text := difference(texts):
-            return text
-    return ""
-
-
-@jax.jit
-def _sum_of_bits(arrays: Sequence[jax.Array], factors: Sequence[Any]) -> jax.Array:
-    total = jnp.uint32(0)
-    for array, factor in zip(arrays, factors, strict=True):
-        x = array.astype("uint8") if array.dtype == bool else array
-        info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
-        bits = min(32, int(info(x.dtype).bits))
-        words = x.ravel().view(f"uint{bits}").astype(jnp.uint32)
-        # Odd factors and a shift: a change of any one word changes the sum.
-        words += jax.lax.iota(jnp.uint32, words.size)
-        words *= jnp.uint32(2654435761)
-        total += factor * jnp.sum(words ^ (words >> 15))
-    return total

@@ -35,8 +35,8 @@ class Channel:
     """A sequence of exchanges between processes, each of which takes part in all.
 
     `name` is the same on all processes, and used once in a run. `what` they do together
-    completes "did not come to ...", and `hint` ends the message: what all must do.
-    `failure` opens the message to the others when this process fails.
+    completes "did not come to ...", `hint` ends that message; `failure` opens what the
+    others are told when this process fails.
     """
 
     def __init__(

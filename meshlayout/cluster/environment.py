@@ -21,12 +21,13 @@ BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
 
 _Facts: TypeAlias = dict[str, Any]  # by the argument of `initialize`
 
-# Numbers of processes, in variables of launchers that JAX does not (always) detect.
+# Of launchers that JAX does not (always) detect: numbers of processes, and the index of
+# a pod, which Kubernetes gives without their number.
 _OTHER_COUNTS = (
     *("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     *("DTENSOR_NUM_CLIENTS", "KERAS_DISTRIBUTION_NUM_PROCESSES"),
 )
-_POD = "JOB_COMPLETION_INDEX"  # of an indexed job of Kubernetes, which has no count
+_POD = "JOB_COMPLETION_INDEX"
 _ADDRESS = re.compile(r"(\[[^\s\[\]]+\]|[^\s/,:\[\]]+):([0-9]{1,5})")
 
 _ALL_THREE = (
@@ -89,8 +90,14 @@ def find_settings(
     facts = {**_from_variables((BIND, DEVICES), environment), **facts}
     text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
     count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
-    if not text:
-        _check_not_one_of_several(environment)
+    several = [x for x in _OTHER_COUNTS if environment.get(x, "1") not in ("", "1")]
+    if "TPU_WORKER_HOSTNAMES" not in environment:  # a slice knows its hosts
+        several += {_POD} & environment.keys()
+    for name in () if text else several:
+        msg = f"initialize: {name}={environment[name]!r}, but the other processes were "
+        msg += "not found, and each would run alone. Under SLURM, start the script "
+        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them. "
+        raise ClusterError(f"{msg}{_ALL_THREE} To run alone, give num_processes=1.")
     if count != 1 and not facts.keys() >= {*_FACTS}:
         raise ClusterError(f"initialize: got {text}, which is not all. {_ALL_THREE}")
     if index >= count:
@@ -173,14 +180,3 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
     for name in names & {"TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"}:
         return "," in environment[name] or "MEGASCALE_COORDINATOR_ADDRESS" in names
     return "KUBERNETES_SERVICE_HOST" not in names or _POD in names
-
-
-def _check_not_one_of_several(environment: Mapping[str, str]) -> None:
-    several = [x for x in _OTHER_COUNTS if environment.get(x, "1") not in ("", "1")]
-    # A slice of TPUs knows its hosts, also as a job of Kubernetes.
-    is_pod = _POD in environment and "TPU_WORKER_HOSTNAMES" not in environment
-    for name in [*several, *[_POD] * is_pod]:
-        msg = f"initialize: {name}={environment[name]!r}, but the other processes were "
-        msg += "not found, and each would run alone. Under SLURM, start the script "
-        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them. "
-        raise ClusterError(f"{msg}{_ALL_THREE} To run alone, give num_processes=1.")

@@ -63,7 +63,7 @@ def initialize(
     the same on a laptop, Colab, a GPU host, a TPU pod slice or under SLURM. On one
     process it does nothing. Otherwise it waits for all processes, and then
     `jax.devices()` are those of all of them. If one of them fails later, all others
-    name it and end; docs/scaling.md says after how long.
+    name it and end; the guide "What happens if" says when.
 
     What is not given comes from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
     from TF_CONFIG (chief and workers), or from JAX's detection of SLURM, Open MPI,
@@ -167,12 +167,7 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Returns whether this is process 0, which prints and writes for all.
-
-    Example:
-        >>> is_main()
-        True
-    """
+    """Returns whether this is process 0, which prints and writes for all."""
     return process_index() == 0
 
 
@@ -185,8 +180,8 @@ def meet(settings: Settings, timeout_s: float) -> list[str]:
     name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})"
     hello = {"process_id": index, "name": name}
     hello |= {"num_processes": count, "jax": jax.__version__}
-    late, msg = [0] if index else [*range(1, count)], "%s has waited 10 s for %s."
-    warn = functools.partial(_log.warning, msg, name)
+    late = [0] if index else [*range(1, count)]
+    warn = functools.partial(_log.warning, "%s has waited 10 s for %s.", name)
     timer = threading.Timer(_WARN_AFTER_S, lambda: warn(processes_text(late)))
     timer.start()
     try:

@@ -3,11 +3,9 @@
 JAX knows who is alive: its heartbeats come from threads of C++, so that a process that
 holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves the rest
 to us. One thread asks JAX who is alive, which is answered once all that are have asked;
-another one reads what the processes write into the key-value store: "failure" (the
-first one counts), "ended", so that a program that has come to its end is not lost, and
-"waits" of those that have long waited in a meeting. The end is `os._exit` after the
-message, as the main thread may be inside a collective. Process 0 holds the store, and
-leaves last.
+another one reads what the processes post: "failure" (the first one counts), "ended", so
+that a program that has come to its end is not lost, and "waits" that take long. The end
+is `os._exit`, as the main thread may be in a collective. Process 0 ends last.
 """
 
 import atexit
@@ -39,8 +37,7 @@ from meshlayout._counts import counts
 _REPORT = "MESHLAYOUT_LAUNCHER_REPORT"  # where `meshlayout.launch` reads who failed
 _ROOT = "meshlayout/watch/"
 _PAUSE_S = 0.5
-_NO_DEVICES = -1  # instead of a number of steps
-_NOBODY = -1  # instead of a process
+_NO_DEVICES = _NOBODY = -1  # instead of a number of steps, and of a process
 _LINGER_S = 3.0  # for the others to read why; most do within two pauses
 _CLEANUP_S = 5.0  # for the exit handlers of a program that has failed
 _LOOKS = 5  # at a wait in vain: a step may be about to come to a meeting inside it
@@ -98,10 +95,7 @@ def delay_abort() -> None:
 
 
 class Watch:
-    """The watch that one process keeps over all, once JAX's service has started.
-
-    `ended` has the steps that the processes had begun whose programs have ended.
-    """
+    """The watch that one process keeps over all, once JAX's service has started."""
 
     def __init__(
         self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
@@ -113,11 +107,12 @@ class Watch:
         self.names, self._name, self._pid = names, names[self._index], os.getpid()
         self._pause_s = max(_PAUSE_S, len(names) / 500)  # process 0 answers all
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
-        self._live, self.ended = {*range(len(names))}, dict[int, int]()
+        self._live = {*range(len(names))}
+        self.ended: dict[int, int] = {}  # with the steps and saves they had begun
         self.is_waiting, self._looks = False, defaultdict[Any, set[float]](set)
         self._moves, self._moved_s = dict[int, int](), time.monotonic()
         self._failure: _Failure | None = None
-        self._failed_s, self._is_leaving, self._has_devices = 0.0, False, False
+        self._end_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
@@ -130,6 +125,7 @@ class Watch:
         global _watch
         if os.getpid() != self._pid:  # forked from this process
             return
+        self._is_leaving = True
         error = sys.exception()  # in `finally: ml.shutdown()`, it is on its way
         if isinstance(error, Exception) and self._failure is None:
             self._failure = self._posted(self._failure_of(error))
@@ -149,7 +145,6 @@ class Watch:
         _jax.coordination_state().shutdown = self._shutdown
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
-        self._is_leaving = True
         self._shutdown()
         self._is_over.set()
         for thread in self._threads:  # Python must not end while they are in C++
@@ -172,10 +167,11 @@ class Watch:
         self._hook(kind, error, trace)
         if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
             return
+        self._is_leaving = True
         failure = self._posted(self._failure_of(error))
         if failure.process != self._index:
             self._end(failure)
-        self._failed_s, self._failure = time.monotonic(), failure
+        self._end_s, self._failure = time.monotonic() + _CLEANUP_S, failure
 
     def _failure_of(self, error: BaseException) -> _Failure:
         if isinstance(error, KeyboardInterrupt):
@@ -198,8 +194,6 @@ class Watch:
             text += f" ({frame.filename}, line {frame.lineno})"
         return _Failure(self._index, text)
 
-    # The threads.
-
     def _ask(self) -> None:
         while not self._is_over.wait(self._pause_s):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_read` has it, too
@@ -218,7 +212,6 @@ class Watch:
                 self._judge_first(time.monotonic() - answered_s)
 
     def _judge_first(self, silent_s: float) -> None:
-        # Process 0, whose store has not answered.
         why = f"has not answered for {silent_s:.0f} s, so it was stopped or cut off"
         host, _, port = _jax.coordination_state().coordinator_address.rpartition(":")
         try:
@@ -228,17 +221,17 @@ class Watch:
             # It may have ended well, just after this process has left the store.
             silent_s = 2 * silent_s if self._is_leaving else self._heartbeat_s
         if silent_s >= self._heartbeat_s:
-            text = f"{self.names[0]} is lost: it {why}."
-            self._end(self._failure or _Failure(0, text))
+            failure = _Failure(0, f"{self.names[0]} is lost: it {why}.")
+            self._end(self._failure or failure)
 
     def _judge(self, entries: dict[str, str], live: set[int]) -> None:
         if "failure" in entries:
             failure = _Failure(*json.loads(entries["failure"]))
             is_own = failure.process == self._index
             if self._failure is None and is_own:
-                self._failed_s, self._failure = time.monotonic(), failure
+                self._end_s, self._failure = time.monotonic() + _CLEANUP_S, failure
             # The exit handlers of one that has failed may still do their work.
-            if not is_own or time.monotonic() > self._failed_s + _CLEANUP_S:
+            if not (is_own and self._is_leaving and time.monotonic() < self._end_s):
                 self._end(failure)
             return
         facts = defaultdict[str, dict[int, Any]](dict)
@@ -287,8 +280,6 @@ class Watch:
                 last = _NOBODY
             text = f"no step or meeting has begun for {limit_s:g} s (step_timeout_s): "
             self._end(self._posted(_Failure(last, text + where)))
-
-    # What these stand on.
 
     def post(self, key: str, value: Any) -> None:
         """Posts a value for all to read."""

@@ -37,16 +37,15 @@ def distribute_dataset(
 ) -> "DistributedDataset":
     """Makes global batches on a mesh from a source of examples.
 
-    Use this to feed a step from anything: arrays in memory, a generator, or a dataset
-    of another framework. Every example is in exactly one batch of an epoch, and each
-    process loads only the rows that its devices need. All batches have the same shape
-    and structure; the last one of an epoch is padded with its last row, and the padding
-    is marked by weights of 0.
+    Use this to feed a step from arrays in memory, a generator, or a dataset of another
+    framework. Every example is in exactly one batch of an epoch, and each process loads
+    only the rows that its devices need. All batches have the same shape and structure:
+    the last one of an epoch is padded with copies of its last row, which have weight 0.
 
-    On several processes, all of them must pass the same source (or
-    `per_process=True`), and iterate over the dataset alike. When it is made, they
-    compare their options and some rows. An error or an end of a stream on one process
-    ends the loops of all at the same step.
+    On several processes, all must pass the same source (or `per_process=True`) and take
+    the same number of batches. They compare their options and some rows when they make
+    the dataset. If a stream fails or ends on one process, the loops of all processes
+    end at the same step.
 
     Args:
         source: A tree of arrays or a table; a list of examples; an iterable, an
@@ -57,35 +56,36 @@ def distribute_dataset(
         layout_or_mesh: How batches are laid out: a `Layout`, whose missing dims are
             unsharded; or a mesh, whose axes called batch, data, replica, fsdp, dp, ddp
             or data_parallel shard the first dim. If it has none of them, every device
-            gets all rows, which is logged; a layout is taken at its word.
+            gets all rows, and the log says so.
         global_batch_size: Rows of a batch, on all processes together.
         remainder: What to do with the rows that do not fill a batch: `"pad"`;
             `"drop"`; or `"repeat"`, which lets epochs run into each other.
-        weights: Where batches carry one float32 weight per example: a key of a dict,
-            or an index into a tuple; the tuple's length appends them. Padding needs
-            such an entry. Weights that the source has are kept, and set to 0 for
-            padding. None for batches without weights.
+        weights: Where batches carry one float32 weight per example, which padding
+            needs: a key of a dict, or an index into a tuple, of which the tuple's
+            length appends them. Weights in the source are kept, and are 0 for padding.
+            None for batches without weights.
         shuffle: A seed for the order of rows with random access; None keeps it.
-        epochs: Passes over the source in one iteration, the next ones each time; None
-            for as many as the loop needs, which a source without an end requires. To
-            take some batches at a time, apply `itertools.islice` to one iterator.
+        epochs: Passes over the source in one iteration; the next iteration continues
+            with the next epoch. None for as many as the loop takes; a source without an
+            end needs None. To take some batches at a time, use `itertools.islice`.
         prefetch: How many batches a thread prepares ahead; 0 starts no thread.
-        per_process: Whether the source on each process yields this process's rows only,
+        per_process: Whether the source on each process yields only this process's rows,
             in the order of `process_rows`. All processes take as many steps as the one
-            with the most rows, or with `remainder="drop"` the fewest. A stream that has
-            no rows left for a step is padded with its first row.
-        strings: `"error"`; or `"host"`, with random access, to leave leaves of strings
+            with the most rows; with `remainder="drop"`, the fewest. A process that has
+            no rows left pads with its first row.
+        strings: `"error"`; or `"host"`, for sources with random access, to keep strings
             as NumPy arrays of this process's rows.
         batched: Whether the elements of an iterable are batches (True) or examples
-            (False); None decides by the first element, and asks if it could be either.
+            (False). None infers it from the first element; if unclear, an error asks.
 
     Returns:
         The batches, which can be iterated over any number of times.
 
     Raises:
         DataError: If an argument is wrong, the source is empty or does not fit, or
-            processes have different sources. While iterating: if the source fails, ends
-            or differs on another process; where it fails, its own error.
+            processes have different sources. During iteration, if the source fails,
+            ends or differs on another process. On the process where it fails, its own
+            error.
 
     Example:
         >>> import numpy as np
@@ -108,8 +108,8 @@ class DistributedDataset:
     """Global batches on a mesh; made by `distribute_dataset`.
 
     Each iteration yields the next `epochs` epochs of the source; with `epochs=None` or
-    `remainder="repeat"` it starts where the latest one has come to. Several iterations
-    can run at once without disturbing each other.
+    `remainder="repeat"` it continues where the latest one stopped. Several iterations
+    can run at once.
     """
 
     def __init__(self, plan: DataPlan) -> None:
@@ -151,8 +151,8 @@ class DistributedDataset:
         """Returns the next iteration; it can be used in a `with` block.
 
         Args:
-            epoch: Where it starts, as for measuring the same rows each time; None for
-                the epoch after those of the iterations before it.
+            epoch: The epoch to start with, for example to measure the same rows each
+                time; None for the epoch after those of earlier iterations.
         """
         if epoch is None:
             self._num_iterations += 1

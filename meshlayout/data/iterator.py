@@ -38,8 +38,8 @@ _CLOSE_S = 1.0
 class DataIterator:
     """The batches of one iteration over a `DistributedDataset`.
 
-    Reading starts with the first batch. `close` stops the background thread, as does
-    the end of a `with` block, or leaving the loop.
+    Reading starts when the first batch is taken. `close`, the end of a `with` block,
+    and leaving the loop stop the background thread.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class DataIterator:
     def get_state(self) -> dict[str, JSON]:
         """Returns the position after the last batch, as a JSON-serializable dict.
 
-        Use this to resume in the middle of an epoch; `Checkpointer` saves it along with
-        a state. Batches that were prefetched but not taken do not count.
+        Use this to resume in the middle of an epoch; a `Checkpointer` saves it with the
+        state. Batches that were prefetched but not taken do not count.
 
         Example:
             >>> import json, numpy as np, meshlayout as ml
@@ -101,8 +101,8 @@ class DataIterator:
         Args:
             state: What `get_state` returned, here or in another run, on the same or
                 another number of processes.
-            skip: Whether a source that cannot seek may be read from the start of the
-                epoch, dropping the rows before the position.
+            skip: Whether to read a source that cannot seek from the start of the epoch,
+                and drop the rows before the position.
 
         Raises:
             DataError: If the state is of another dataset, or the source cannot seek.

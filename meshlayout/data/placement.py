@@ -26,6 +26,7 @@ LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | NamedSharding
 """The layout of batches, or a mesh, whose batch axes then shard the rows."""
 
 
+@_checks.user_call
 def process_rows(
     layout: LayoutOrMesh,
     global_shape: Sequence[int] | int,
@@ -33,13 +34,13 @@ def process_rows(
 ) -> np.ndarray:
     """Returns which rows of a global array a process has to load.
 
-    Use this to write a source for `per_process=True`, or to read only what is needed
-    from a file. These are the rows of which the process's devices hold a part, each of
-    them once, however the mesh spans the processes.
+    Use this to write a source for `per_process=True`, or to read only the needed rows
+    of a file. The process's devices hold parts of these rows; each row is listed once,
+    however the mesh spans the processes.
 
     Args:
-        layout: The layout of the array, or a mesh: then its batch axes shard the first
-            dim, as for `distribute_dataset`.
+        layout: The layout of the array; or a mesh, whose batch axes then shard the
+            first dim, as for `distribute_dataset`.
         global_shape: Shape of the whole array, or only its number of rows.
         process_index: The process; this one if None.
 
@@ -68,10 +69,11 @@ def process_rows(
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
+@_checks.user_call
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
     """Returns how many rows of a global batch each replica gets; they must divide.
 
-    The replicas of a mesh are along its batch axes.
+    The number of replicas is the product of the mesh's batch axes.
 
     Example:
         >>> from meshlayout import create_mesh

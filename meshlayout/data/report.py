@@ -9,10 +9,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PipelineReport:
-    """The work of an input pipeline so far, on this process.
+    """How an input pipeline has spent its time so far, on this process.
 
-    If `waited_s` is near 0, the pipeline keeps up with training. Otherwise the larger
-    of `read_s` and `place_s` is where to look.
+    If `waited_s` is near 0, the pipeline keeps up with training. Otherwise, look at the
+    larger of `read_s` and `place_s`.
 
     Attributes:
         read_s: Seconds spent making batches on the host, in the user's source and here.

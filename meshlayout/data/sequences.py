@@ -24,15 +24,15 @@ def pack_sequences(
     r"""Makes rows of one length from documents of any length.
 
     Use this to feed a language model. A row is a dict of arrays of shape (length,):
-    `tokens`, int32, and `weight`, float32, which is 0 where there is nothing to learn,
-    such as padding. `mode="chunk"` concatenates the documents and cuts the result into
+    `tokens`, int32, and `weight`, float32, which is 0 for padding and other tokens not
+    to learn from. `mode="chunk"` concatenates the documents and cuts the result into
     rows. `mode="pack"` puts whole documents into a row, several if they fit, and adds
     `segment_ids` (1, 2, ... in a row; 0 is padding) and `positions` (0, 1, ... in a
-    segment), so that a model can keep them apart.
+    segment), so that a model can tell the documents apart.
 
     Packing is Grain's: each document goes into the first of `open_rows` rows that has
-    room, and when one fits into none, all rows are closed. A document longer than a row
-    is cut. Every token is in exactly one row.
+    room; if none has room, all rows are closed. A document longer than a row is cut.
+    Every token is in exactly one row.
 
     Args:
         documents: Texts, bytes, or 1-D arrays of tokens: a list, any iterable, a
@@ -49,7 +49,7 @@ def pack_sequences(
             weight are 0.
         document_ids: Whether rows get `document_ids`, the index of each token's
             document in its pass (-1 for padding), and `document_positions`.
-        open_rows: Rows that are open at once: more of them leave less padding.
+        open_rows: How many rows are open at once; more rows leave less padding.
 
     Returns:
         The rows: a Grain IterDataset, whose iterators have `get_state` and `set_state`,

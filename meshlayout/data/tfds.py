@@ -55,11 +55,11 @@ def from_tfds(
 ) -> DistributedDataset:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
-    Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
-    array_record are read without TensorFlow; others are downloaded and prepared by
-    TFDS, those of the MNIST family without TensorFlow, too. Batches are a function of
-    seed and epoch, the same on any number of processes and workers, and iteration
-    resumes at any of them.
+    Use this for a dataset of TFDS: its name is enough. Datasets that are prepared as
+    array_record are read without TensorFlow. TFDS downloads and prepares others; those
+    of the MNIST family need no TensorFlow for that either. Batches depend only on seed
+    and epoch, not on the number of processes and workers, and iteration resumes at any
+    batch.
 
     Args:
         name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
@@ -68,18 +68,19 @@ def from_tfds(
         global_batch_size: Rows of a global batch.
         shuffle: A seed, which together with the epoch determines the order of the rows
             and the random numbers of `map`. None keeps the order of the files.
-        map: Called with every example, a tree of NumPy arrays, after decoding; returns
-            a tree. If it requires a second argument, it gets a NumPy random generator
-            that is a function of seed, epoch and row.
-        num_workers: How many processes read, decode and map; 0 leaves it to the
-            prefetching thread. Processes import the script that starts them, as always
-            in Python: what it runs belongs under `if __name__ == "__main__":`.
-        in_memory: Whether the split is decoded once and kept. None keeps it if its
-            examples have one size and take at most 1 GiB; `report()` says what it does.
+        map: A function from a decoded example, a tree of NumPy arrays, to a tree. If it
+            requires a second argument, it gets a NumPy random generator that depends
+            only on seed, epoch and row.
+        num_workers: How many processes read, decode and map; with 0, the prefetching
+            thread does. Worker processes import the script that starts them, so put
+            what the script runs under `if __name__ == "__main__":`.
+        in_memory: Whether to decode the split once and keep it. None keeps it if its
+            examples have one size and take at most 1 GiB; `report()` says whether it
+            is.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
-        supervised: Whether examples are TFDS's pairs of input and target, to which
-            weights are appended; by default they are dicts of all features.
+        supervised: Whether examples are TFDS's pairs of input and target, with weights
+            appended, rather than dicts of all features.
         **options: Those of `distribute_dataset`: `remainder`, `weights`, `epochs`,
             `prefetch` and `strings`.
 

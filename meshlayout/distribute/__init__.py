@@ -1,7 +1,7 @@
 """tf.distribute's strategies: a function that runs once per replica.
 
-For people who think in replicas, and for code that comes from TensorFlow. A strategy is
-a mesh, a layout map that makes everything whole on each device, and `run`.
+For code written per replica, such as code from TensorFlow. A strategy is a mesh, a
+layout map that makes everything whole on each device, and `run`.
 """
 
 from meshlayout.collectives import (

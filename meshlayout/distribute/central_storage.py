@@ -17,17 +17,17 @@ from meshlayout.layout import Layout
 
 
 class CentralStorageStrategy(MirroredStrategy):
-    """Variables in the memory of the host, and a replica on each of its devices.
+    """Keeps variables in the host's memory, with a replica on each of its devices.
 
     Use this if several models take turns on the devices. Each program moves what it
-    uses to the devices at its beginning, and what it changed back at its end.
+    uses to the devices when it begins, and moves back what it changed when it ends.
 
-    A stack of blocks that is an `nnx.Param(stack, streamed=True)` is left where it is:
-    the model moves each block itself, in the body of its scan, by
+    A stack of blocks made as `nnx.Param(stack, streamed=True)` stays on the host: the
+    model moves each block, in the body of its scan, by
     `jax.device_put(block, jax.memory.Space.Device)`.
 
     Args:
-        devices: The devices, as for `MirroredStrategy`; None for all of this process.
+        devices: Devices, as for `MirroredStrategy`; None for all of this process.
 
     Raises:
         StrategyError: If programs on these devices cannot read the host's memory.

@@ -88,7 +88,7 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
 
 
 class ValueContext(NamedTuple):
-    """For which replica a value is asked for."""
+    """Which replica a value is for."""
 
     replica_id_in_sync_group: int = 0  # from 0
     num_replicas_in_sync: int = 1

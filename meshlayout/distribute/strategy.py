@@ -48,16 +48,16 @@ _lock = threading.RLock()
 
 @_checks.user_call
 class Strategy:
-    """How a program is distributed: the base of all strategies.
+    """The base class of all strategies, which say how a program is distributed.
 
-    Use one of its subclasses. The names and their meaning are tf.distribute's; where
-    something differs, the documentation's page for tf.distribute says so.
+    Use one of its subclasses. Names and meaning are those of tf.distribute; the
+    documentation's page "Coming from tf.distribute" lists the differences.
 
     Args:
         mesh: A mesh with one axis, called batch; its devices are the replicas.
 
     Attributes:
-        cluster_resolver: The processes, if the strategy is for several; else None.
+        cluster_resolver: The processes of a strategy for several; else None.
 
     Example:
         >>> import meshlayout as ml
@@ -93,7 +93,7 @@ class Strategy:
 
     @property
     def layouts(self) -> LayoutMap:
-        """The layout map of what is made in the scope: whole on every replica."""
+        """The layout map of the scope, which makes arrays whole on every replica."""
         rules = {".*": lambda path, shape, dtype: self._layout(shape, dtype)}
         return LayoutMap(self.mesh, rules, unused="ignore")
 
@@ -101,10 +101,10 @@ class Strategy:
     def scope(self) -> Iterator["Strategy"]:
         """Makes this the current strategy; what is made inside is mirrored.
 
-        Make models and optimizers in it, of NNX and by Linen's `init`: each replica
-        then has a copy of the same values. Metrics and single Variables get theirs when
-        they are used first. In it, `get_replica_context()` is None, and the strategy's
-        mesh is the default one. Scopes cannot be nested.
+        Make NNX models and optimizers, and variables by Linen's `init`, in the scope,
+        so that each replica has a copy. Metrics and single Variables are copied when
+        they are first used. In a scope, `get_replica_context()` is None, and the
+        strategy's mesh is the default mesh. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
             msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
@@ -121,24 +121,24 @@ class Strategy:
     ) -> PyTree:
         """Calls a function once on each replica.
 
-        It is compiled for all replicas as one program, once per shapes of arguments, so
-        Python code in it runs while it is compiled. It may be passed NNX objects or use
-        those from outside. Their Variables must change alike on all replicas, unless
-        they say how values become one: `nnx.Variable(x, aggregation="sum")` adds what
-        replicas add or assign; `"mean"` averages; `"first"` takes replica 0's;
-        `"per_replica"` keeps one for each. Metrics, batch statistics and gradients in
-        `nnx.Optimizer.update` are combined by themselves. Random streams differ.
+        The function is compiled as one program for all replicas, once per set of
+        shapes, and its Python code runs only then. It may take NNX objects as arguments
+        or from outside. Replicas must give a Variable the same value, unless it says
+        how to combine theirs: `nnx.Variable(x, aggregation="sum")` adds them up,
+        `"mean"` averages, `"first"` takes replica 0's, `"per_replica"` keeps all.
+        Metrics, batch statistics, and gradients in `nnx.Optimizer.update` are combined
+        automatically. Random streams differ between replicas.
 
         Args:
-            fn: The function. In it, `get_replica_context()` says which replica this is.
-            args: Its arguments: of a `PerReplica`, each replica gets its own value; any
-                other array or number is the same for all. A bool stays one of Python's.
+            fn: The function; `get_replica_context()` in it says which replica runs.
+            args: Its arguments. Each replica gets its own value of a `PerReplica`; any
+                other array or number is the same for all. A bool stays a Python bool.
             kwargs: Its arguments by name.
             options: None; TensorFlow's RunOptions have no meaning here.
 
         Returns:
-            What the function returns: plain arrays where all replicas have the same,
-            and a `PerReplica` where they differ.
+            What the function returns: a plain array if it is the same on all replicas,
+            and a `PerReplica` if replicas differ.
 
         Raises:
             StrategyError: If a variable or a state would differ between replicas, or
@@ -166,7 +166,7 @@ class Strategy:
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> Communication:
-        """Returns what `run` of these arguments sends between devices."""
+        """Returns what `run` with these arguments sends between devices."""
         step, inputs = self._compiled_for(fn, args, kwargs)
         return step.communication(*inputs)
 
@@ -194,16 +194,16 @@ class Strategy:
     ) -> DistributedDataset:
         """Divides the batches of a source among the replicas.
 
-        Leaves of its batches are `PerReplica`, or plain arrays with one replica. A
-        short batch whose rows divide among the replicas is divided evenly; otherwise
-        some replicas have fewer rows, or none, and each leaf says so.
+        The leaves of a batch are `PerReplica`, or plain arrays if there is one replica.
+        A short batch is divided evenly if its rows allow it; otherwise some replicas
+        get fewer rows, or none, and each leaf has a mask.
 
         Args:
-            dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
-                like any other key.
+            dataset: Any source that `ml.distribute_dataset` takes. The key "weight" has
+                no special meaning here.
             global_batch_size: Rows of a batch, on all replicas together; None for a
-                source of batches, which keep their size: that of the first one.
-            **options: Other options of `ml.distribute_dataset`, but `weights`.
+                source of batches, which keep the size of the first one.
+            **options: Other options of `ml.distribute_dataset`, except `weights`.
         """
         options["global_batch_size"] = global_batch_size
         return datasets.distribute_dataset(dataset, self.mesh, options)
@@ -217,11 +217,11 @@ class Strategy:
         """Feeds the replicas from sources that a function makes on each process.
 
         Args:
-            dataset_fn: Called once with an `InputContext`, which says which part of the
-                input to make; returns any source that `ml.distribute_dataset` takes.
+            dataset_fn: Called once with an `InputContext`, which tells it which part of
+                the input to return, as any source that `ml.distribute_dataset` takes.
                 Each replica gets one of its batches, of the per-replica size.
-            global_batch_size: Rows of a batch, on all replicas together, into which
-                batches are cut anew; None to keep them.
+            global_batch_size: Rows of a batch, on all replicas together, to cut the
+                batches into; None keeps them.
             **options: As for `distribute_dataset`.
         """
         options["global_batch_size"] = global_batch_size
@@ -231,7 +231,7 @@ class Strategy:
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:
-        """Makes a value of each replica, a tree of arrays, for `run` and the like.
+        """Makes a value for each replica, a tree of arrays, to pass to `run`.
 
         The function is called with a `ValueContext` for each replica of this process.
         """
@@ -244,10 +244,10 @@ class Strategy:
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: What `run` returned, or a tree of that. A plain array or number
-                stands for one equal value on each replica: SUM counts it for each.
-            axis: A dim of each replica's value to combine along as well, as 0 for
-                examples, by whose number a mean is divided. None: over replicas alone.
+            value: A result of `run`, or a tree of results. A plain array or number is
+                one equal value per replica, so SUM adds it once for each.
+            axis: A dim of each replica's value to combine as well, such as 0 for a sum
+                or mean over examples. None combines over replicas alone.
         """
         _check_cross_replica("reduce", "use get_replica_context().all_reduce")
         stored, op = self._stored(value), ReduceOp(reduce_op)
@@ -259,7 +259,7 @@ class Strategy:
         return values.on_each(values.gather, self._stored(value), self.mesh, axis=axis)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Returns the values of this process's replicas, also of a Variable."""
+        """Returns the values of a result or a Variable on this process's replicas."""
         return values.local_results(self._stored(value), self.mesh)
 
     # Where variables are.
@@ -321,7 +321,7 @@ class StrategyExtended:
 
     Attributes:
         worker_devices: The devices of all replicas, in order.
-        parameter_devices: The same: they hold variables, also in their host's memory.
+        parameter_devices: The same devices, which hold the variables.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -332,7 +332,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: PyTree, destinations: Any
     ) -> PyTree:
-        """Reduces over replicas, onto a device, or to where a Variable or array is."""
+        """Reduces over replicas, to a device, or to that of a Variable or an array."""
         if isinstance(destinations, str):
             (destinations,) = _devices([destinations])
         place = getattr(destinations, "sharding", destinations)
@@ -346,7 +346,7 @@ class StrategyExtended:
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; one of a single replica outside of any scope.
+    """Returns the current strategy; outside of scopes, one with a single replica.
 
     Example:
         >>> get_strategy().num_replicas_in_sync
@@ -364,12 +364,12 @@ def has_strategy() -> bool:
 
 
 class MirroredStrategy(Strategy):
-    """Copies of the variables on several devices of this process, trained in step.
+    """Mirrors variables on several devices of this process, and keeps them in step.
 
     Use this on one machine with several GPUs or virtual CPU devices.
 
     Args:
-        devices: Objects, or text such as `"GPU:0"`; None for all of this process.
+        devices: Devices, or text such as `"GPU:0"`; None for all of this process.
     """
 
     def __init__(self, devices: Iterable[Any] | None = None) -> None:
@@ -378,10 +378,10 @@ class MirroredStrategy(Strategy):
 
 
 class OneDeviceStrategy(MirroredStrategy):
-    """Everything on one device: values are plain arrays.
+    """Runs everything on one device; values are plain arrays.
 
     Args:
-        device: An object, or text such as `"GPU:0"`.
+        device: A device, or text such as `"GPU:0"`.
     """
 
     def __init__(self, device: Any) -> None:
@@ -412,10 +412,10 @@ class ClusterResolver(NamedTuple):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Copies of the variables on all devices of all processes, trained in step.
+    """Mirrors variables on all devices of all processes, and keeps them in step.
 
     Make it first in the program, on every process: it calls `ml.initialize()`, which
-    finds the other processes by `TF_CONFIG` and the like.
+    finds the other processes, by `TF_CONFIG` for example.
     """
 
     def __init__(self) -> None:
@@ -428,10 +428,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 class TPUStrategy(Strategy):
-    """Copies of the variables on the chips of a TPU slice, trained in step.
+    """Mirrors variables on the chips of a TPU slice, and keeps them in step.
 
-    Replicas are in the order of its network. On a slice of several hosts, call
-    `ml.initialize()` first. Without TPUs, it warns and takes the devices there are.
+    Replicas are in the order of the slice's network. On a slice of several hosts, call
+    `ml.initialize()` first. Without TPUs, it warns and uses the devices there are.
     """
 
     def __init__(self) -> None:

@@ -37,11 +37,11 @@ REPLICA_AXIS = "batch"
 )
 @dataclass(eq=False, repr=False)
 class PerReplica(DistributedValues):
-    """A value of each replica, as `Strategy.run` takes and returns them.
+    """One value per replica, as `Strategy.run` takes and returns them.
 
-    Use a strategy's `reduce`, `gather` or `local_results` to get plain arrays, and
-    compute with values in `run`. As a pytree it is its `array` and `mask`, so it passes
-    through jit; `jax.tree.map` would change the mask as well.
+    Compute with the values in `run`; a strategy's `reduce`, `gather` and
+    `local_results` make plain arrays of them. As a pytree it consists of `array` and
+    `mask`, so it passes through jit, but `jax.tree.map` changes the mask, too.
 
     Attributes:
         array: The replicas' values one after another along dim 0, sharded over the

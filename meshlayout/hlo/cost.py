@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Equation
 
 
@@ -30,6 +30,7 @@ class Cost:
     is_exact: bool = True
 
 
+@_checks.user_call
 def read_cost(program: jax.stages.Traced) -> Cost:
     """Counts the FLOPs of a traced program, on all devices together.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf
 from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 
@@ -37,6 +37,7 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
     return _active_map(layouts._take_snapshot())
 
 
+@_checks.user_call
 def constrain(x: Leaf, name: str) -> Any:
     """Returns an activation in the layout that the active layout map gives it.
 

@@ -26,7 +26,6 @@ from meshlayout.metrics.metric import Mean, Metric, find
 _PROTOCOL = ("empty", "from_model_output", "merge", "compute")
 
 
-@_checks.user_call
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Metrics(Mapping[str, Any]):

@@ -40,6 +40,7 @@ _VOCABULARY = 6  # so many times more columns than rows are logits for a vocabul
 _TABLE = re.compile(r"(embed|wte|wpe)[^/]*(/[^/]*)?$", re.IGNORECASE)
 
 
+@_checks.user_call
 def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import linen as nn, nnx
 
-from meshlayout import _jax, _paths
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError
@@ -33,6 +33,7 @@ from meshlayout.state.creation import (
 from meshlayout.state.operations import finest_layout
 
 
+@_checks.user_call
 @contextlib.contextmanager
 def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     """Creates models with these layouts.

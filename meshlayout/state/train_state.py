@@ -53,7 +53,6 @@ class ModelCode:
         return hash((type(self.module), type(self.tx)))
 
 
-@_checks.user_call
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class TrainState(_checks.WithReflexes, Generic[T]):
@@ -83,6 +82,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @_checks.user_call
     def create(
         cls,
         build: Callable[[], Model | Mapping[str, Any]],
@@ -120,6 +120,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return plan.create()
 
     @classmethod
+    @_checks.user_call
     def describe(
         cls,
         build: Callable[[], Model | Mapping[str, Any]],
@@ -278,6 +279,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
 
 
+@_checks.user_call
 def optimizer_by_path(
     optimizers: Mapping[str, optax.GradientTransformation | None],
 ) -> optax.GradientTransformation:

@@ -195,6 +195,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         options |= {"static_argnames": self.static_argnames, "donate": self._donates}
         return functools.partial(CompiledStep, self.function, **options), ()
 
+    @_checks.user_call
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
         if kwargs or not args:  # by name or by place is one program
@@ -222,7 +223,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            _checks.show_user_frames(error)
             is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.

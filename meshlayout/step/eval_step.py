@@ -75,6 +75,7 @@ class EvalStep(StateStep):
     __name__ = "eval_step"
     _plan: Loss
 
+    @_checks.user_call
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> Metrics:
@@ -144,6 +145,7 @@ class PredictStep(StateStep):
     __name__ = "predict_step"
     _plan: PrecisionPolicy
 
+    @_checks.user_call
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions; raises StepError for what does not fit."""
         return self._run(state, batch, None)

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 import meshlayout
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf
 from meshlayout.state import TrainState
 
@@ -78,6 +78,7 @@ class StepMemory:
 _HEADERS = ["", "per device"]
 
 
+@_checks.user_call
 class StepInspection:
     """Reports on the program of a step, for the arguments of a call.
 

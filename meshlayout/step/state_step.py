@@ -80,6 +80,7 @@ class StateStep(StepInspection):
         step._options = {"layouts": None, "on_recompile": "ignore"}
         return step
 
+    @_checks.user_call
     def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> jax.stages.Traced:
@@ -92,27 +93,23 @@ class StateStep(StepInspection):
 
     def _run(self, state: TrainState, batch: Batch, metrics: Metrics | None) -> Any:
         last = self._last
-        try:
-            # To look all up again would take Python longer than a small step.
-            if last is not None and last.is_continued(state, batch, metrics):
-                if marked_weights:
-                    check_batch(batch, self.weights)
-                given = last.empty if metrics is None else metrics
-                result = last.compiled.run_again(state, batch, given)
-            else:
-                compiled, args, empty = self._call_of(state, batch, metrics)
-                result = compiled(*args)
-                is_as_given = args[0] is state and args[1] is batch
-                last = self._last = None
-                is_placed = is_as_given and all(map(layout_of, jax.tree.leaves(batch)))
-                if self._repeats and is_placed and not _jax.is_tracing():
-                    last = self._last = _LastCall(compiled, empty, result[0], batch)
-            if last is not None:
-                last.results = [*map(weakref.ref, result)]
-            return result
-        except Exception as error:
-            _checks.show_user_frames(error)
-            raise
+        # To look all up again would take Python longer than a small step.
+        if last is not None and last.is_continued(state, batch, metrics):
+            if marked_weights:
+                check_batch(batch, self.weights)
+            given = last.empty if metrics is None else metrics
+            result = last.compiled.run_again(state, batch, given)
+        else:
+            compiled, args, empty = self._call_of(state, batch, metrics)
+            result = compiled(*args)
+            is_as_given = args[0] is state and args[1] is batch
+            last = self._last = None
+            is_placed = is_as_given and all(map(layout_of, jax.tree.leaves(batch)))
+            if self._repeats and is_placed and not _jax.is_tracing():
+                last = self._last = _LastCall(compiled, empty, result[0], batch)
+        if last is not None:
+            last.results = [*map(weakref.ref, result)]
+        return result
 
     def _call_of(
         self, state: TrainState, batch: Batch, metrics: Metrics | None

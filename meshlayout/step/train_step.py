@@ -184,6 +184,7 @@ class TrainStep(StateStep):
         self._row_dim = int(plan.steps_per_call != 1)
         self._repeats = plan.steps_per_call == plan.accumulate == 1
 
+    @_checks.user_call
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> tuple[TrainState, Metrics]:

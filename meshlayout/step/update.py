@@ -253,6 +253,7 @@ class Update:
         missing = {name: x for name, x in starts.items() if name not in state.extra}
         if not missing:
             return state
+        state._num_steps()  # refuses a used-up state, on which jit may crash
 
         def scalar(value: Leaf) -> Any:
             if isinstance(state.step, jax.ShapeDtypeStruct):  # an abstract state
@@ -308,7 +309,9 @@ class Update:
             notes["skipped"] = 1 - is_finite.astype("float32")
         nodes = jax.tree.leaves(new.opt_state, is_leaf=_has_rate)
         rates = [x.hyperparams["learning_rate"] for x in nodes if _has_rate(x)]
-        return new, {**({"learning_rate": rates[0]} if rates else {}), **notes}
+        # Several, as those of `optimizer_by_path`, are none of the whole step's.
+        shown = {"learning_rate": rates[0]} if len(rates) == 1 else {}
+        return new, {**shown, **notes}
 
     def _kept(self, is_finite: jax.Array, old: TrainState, new: TrainState) -> Any:
         # In the program: waiting for its numbers would stall the host.

@@ -23,6 +23,7 @@ class VerificationError(MeshLayoutError, AssertionError):
     """A step, a layout or a program differs from what a test expects."""
 
 
+@_checks.user_call
 def assert_layout(x: PyTree, expected: Any) -> None:
     """Raises VerificationError unless arrays have the expected layouts.
 

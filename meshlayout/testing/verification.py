@@ -1,8 +1,7 @@
 """`verify`: the same step on a mesh and on one device, compared leaf by leaf."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +154,8 @@ def verify(
         return state, _leaves(state, aux)
 
     def on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, np.ndarray]]:
-        with _checks.noted(_NOTE), _alone(no_rules):
+        # Without a rule, `constrain` leaves every value where it is.
+        with _checks.noted(_NOTE), jax.set_mesh(one.jax_mesh), activate(no_rules):
             result = step_on_one(state, batch, *args_on_one, **kwargs_on_one)
             state, leaves = results(result, state)
             return state, _on_host(leaves)
@@ -303,17 +303,6 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
         raise MeshError(f"one_device_mesh: this process has no devices in {mesh!r}.")
     sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
     return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
-
-
-@contextlib.contextmanager
-def _alone(no_rules: LayoutMap) -> Iterator[None]:
-    """Makes a mesh of one device the mesh in force, and leaves layout maps no rules."""
-    outer, ambient = _jax.concrete_mesh(), contextlib.nullcontext()
-    if outer is not None:
-        ambient = jax.set_mesh(one_device_mesh(outer).jax_mesh)
-    # Without a rule, `constrain` leaves every value where it is.
-    with ambient, activate(no_rules):
-        yield
 
 
 def _to_one_device(

@@ -30,14 +30,14 @@ from meshlayout.layout_map.optimizer_slots import find_slots
 
 
 class ParameterServerStrategy(OneDeviceStrategy):
-    """Variables on parameter servers, and workers that train without waiting.
+    """Keeps variables on parameter servers; workers train without waiting.
 
-    Use it through a `ClusterCoordinator`. Workers and servers are actors of the Ray
-    that `ray.init` has joined, or of one on this machine (`meshlayout[ray]`).
+    Use it with a `ClusterCoordinator`. Workers and servers are actors in the cluster
+    that `ray.init` has joined, or else on this machine. Needs the extra `ray`.
 
     Args:
         num_workers: The number of workers.
-        num_servers: The number of parameter servers; variables go to them in turn.
+        num_servers: The number of parameter servers, which get variables in turn.
         worker_options: Options of a worker's Ray actor, such as `{"num_gpus": 1}`.
     """
 
@@ -64,7 +64,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
 
 class RemoteValue(Future[PyTree]):
-    """What a scheduled function returns, once it has run: a future."""
+    """The future result of a scheduled function."""
 
     lives = 5  # a function that ran on so many workers that died is given up
 
@@ -74,7 +74,7 @@ class RemoteValue(Future[PyTree]):
 
 
 class PerWorkerDataset:
-    """A dataset of which each worker has its own, or an iterator of it."""
+    """A dataset that each worker makes for itself, or an iterator of it."""
 
     def __init__(self, dataset_fn: Any, iterators: dict[int, Any]) -> None:
         self._dataset_fn, self._iterators = dataset_fn, iterators
@@ -96,14 +96,14 @@ class PerWorkerDataset:
 class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    A scheduled function runs on one worker, one operation at a time; what is worth
-    compiling goes through `strategy.run(fn, args)`. What `optimizer.update` gets is
-    applied on the servers, exactly once, when the function has ended; so are changes
-    of metrics, batch statistics, and variables with `aggregation="sum"` or `"mean"`.
+    A scheduled function runs on one worker, one operation at a time;
+    `strategy.run(fn, args)` in it compiles. When the function has ended, the servers
+    apply, exactly once, the gradients that `optimizer.update` got, and the changes of
+    metrics, batch statistics, and variables with `aggregation="sum"` or `"mean"`.
 
     Args:
         strategy: The strategy.
-        checkpointer: Whose last checkpoint is named if a parameter server dies.
+        checkpointer: If a parameter server dies, the error names its last checkpoint.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Runs a function on any worker, some time later; returns at once.
+        """Schedules a function to run on any worker; returns at once.
 
         Args:
             fn: The function. It may use NNX models, optimizers and metrics.
@@ -157,11 +157,11 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         return result
 
     def join(self) -> None:
-        """Waits until all scheduled functions have run; updates the objects here.
+        """Waits for all scheduled functions, then updates the local objects.
 
         Raises:
-            Exception: What a function raised, once, with the worker's traceback as a
-                note; what was scheduled before this and had not started is cancelled.
+            Exception: The first exception of a function, once, with the worker's
+                traceback as a note; functions that have not started are cancelled.
             StrategyError: If a parameter server died; names the last checkpoint.
         """
         self._store.place([])
@@ -186,11 +186,11 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Makes a dataset on each worker; `iter` of it is for scheduled functions.
+        """Makes a dataset on each worker; pass `iter(dataset)` to scheduled functions.
 
         Args:
-            dataset_fn: Returns anything that yields batches. If it needs an argument,
-                it gets a context: `context.input_pipeline_id` is the worker's number.
+            dataset_fn: Returns an iterable of batches. If it takes an argument, that is
+                a context whose `input_pipeline_id` is the worker's number.
         """
         parameters = inspect.signature(dataset_fn).parameters.values()
         takes_context = any(x.default is x.empty for x in parameters)
