@@ -94,7 +94,7 @@ def overview(scheme: str, *, is_narrow: bool = False) -> str:
         parts.append(text(x + 2, y - 10, name, color, 13, MONO))
         parts.append(text(x + 2, y + 128, below, quiet, 12, MONO))
         x += 152 if is_narrow else width + 24
-    label = "A mesh of two by four devices, and how the arrays of a model lie on it"
+    label = "A 2 x 4 mesh of devices, and the layouts of a model's arrays"
     body = "\n".join(parts)
     width, height = (340, 656) if is_narrow else (840, 244)
     return (

@@ -64,7 +64,7 @@ def shown(value: Any) -> str:
     return type_text(value)
 
 
-def type_text(value: Any) -> str:
+def type_text(value: object) -> str:
     """Returns the name of a value's type with its article, as `"an int"`."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
@@ -120,7 +120,7 @@ def number(
 
 
 def choice(
-    name: str, value: Any, choices: Iterable[T], **context: Unpack[Context]
+    name: str, value: object, choices: Iterable[T], **context: Unpack[Context]
 ) -> T:
     """Returns a value that must be one of a few."""
     allowed = list(choices)
@@ -148,7 +148,7 @@ def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str
 
 def function(
     name: str,
-    value: Any,
+    value: object,
     *args: str,
     keywords: Iterable[str] = (),
     **context: Unpack[Context],
@@ -179,7 +179,7 @@ def function(
     return value
 
 
-def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
+def has_arrays(name: str, tree: object, **context: Unpack[Context]) -> None:
     """Refuses a tree without arrays, which is nearly always a forgotten `return`."""
     leaves = jax.tree.leaves(tree)
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
@@ -187,7 +187,7 @@ def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
         raise _error(f"{name} holds no arrays, got {shown(tree)}.", **context)
 
 
-def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None:
+def lock(text: object, current: str, fact: str, **context: Unpack[Context]) -> None:
     """Refuses a lock text that is not the current one; `fact` says what differs."""
     if not isinstance(text, str):
         msg = f"check_lock takes the text of to_lock(), got {shown(text)}."
@@ -202,7 +202,7 @@ def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None
         raise _error(f"{fact} (- locked, + now):\n  {lines}", **context)
 
 
-def real_array(name: str, value: Any, **context: Unpack[Context]) -> jax.Array:
+def real_array(name: str, value: object, **context: Unpack[Context]) -> jax.Array:
     """Returns losses or weights as an array of real numbers or bools.
 
     Integers on the host that do not fit into JAX's become floats: JAX would wrap them.
@@ -236,7 +236,7 @@ def noted(note: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _refusal(
-    name: str, value: Any, what: str, **context: Unpack[Context]
+    name: str, value: object, what: str, **context: Unpack[Context]
 ) -> MeshLayoutError:
     return _error(f"{name} must be {what}, got {shown(value)}.", **context)
 
@@ -246,6 +246,9 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     opening = f"{where}: " if where else ""
     text = f"{opening}{fact}{'' if hint.startswith(chr(10)) else ' '}{hint}"
     return context.get("error", MeshLayoutError)(text.rstrip())
+
+
+_HOME = "https://github.com/meshlayout/meshlayout"
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
@@ -259,7 +262,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise
         msg = (
             f"{purpose} needs {package}, which is not installed: "
-            f"pip install 'meshlayout[{extra}]'."
+            f"pip install 'meshlayout[{extra}] @ git+{_HOME}'."
         )
         raise MeshLayoutError(msg) from error
 
@@ -323,7 +326,7 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = "" if takes_any else " There is no such option."
+            hint = "" if takes_any else " No such option exists."
             if hint := did_you_mean(name, known) or hint:
                 raise MeshLayoutError(f"{where} got {name}=.{hint}") from None
         if where in _REFLEXES:

@@ -189,7 +189,8 @@ def test_logical_axes_are_read_as_flax_reads_them(names, rules):
     names = tuple(names)
     leaf = nn.LogicallyPartitioned(array(*[8] * len(names)), names)
     resolved = ml.LayoutMap(mesh, logical_axes=rules).resolve({"w": leaf})["w"]
-    expected = mesh.layout(*(nn.logical_to_mesh_axes(names, rules) if names else ()))
+    axes = nn.logical_to_mesh_axes(names, rules) if names else ()
+    expected = mesh.layout(*(axes or ()))
     assert resolved.layout == expected
     with nn.logical_axis_rules(rules):
         assert ml.LayoutMap(mesh).resolve({"w": leaf})["w"].layout == expected

@@ -386,7 +386,7 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert message_of(distribute.ParameterServerStrategy, 1) == (
         "ParameterServerStrategy needs ray, which is not installed: pip install "
-        "'meshlayout[ray]'."
+        "'meshlayout[ray] @ git+https://github.com/meshlayout/meshlayout'."
     )
     for value in BAD:
         for counts in ((value,), (1, value)):

@@ -3,6 +3,7 @@
 import functools
 import re
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -397,7 +398,8 @@ def test_explain_shows_the_bytes_that_a_decision_sends(mesh_2x4):
     shapes = {**PAIR, "c": PAIR["a"], "d": PAIR["b"]}
     layouts, tree = decide(mesh_2x4, shapes, forward)
     result = 2 * 8 * 4  # bytes; the inputs need no gradient
-    sends = {path: layouts[layouts.resolve(tree)[path].rule].sends for path in tree}
+    rules: Any = {path: layouts[layouts.resolve(tree)[path].rule] for path in tree}
+    sends = {path: rule.sends for path, rule in rules.items()}
     assert sends == {"a": result, "c": result, "b": 2 * result, "d": 2 * result}
     assert re.search(r"\[model, unsharded\] .* 128 B\n", str(layouts.explain(tree)))
 

@@ -160,7 +160,7 @@ def test_misspelled_options_are_named_by_every_public_call(name):
 
 def test_reflexes_of_other_libraries_are_answered(state):
     assert message_of(ml.Trainer(state).predict, [BATCH], steps=3) == (
-        "predict got steps=. There is no such option."
+        "predict got steps=. No such option exists."
     )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "

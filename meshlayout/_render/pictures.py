@@ -138,7 +138,7 @@ def _color(number: int, count: int) -> str:
 
 
 def _label(grid: Grid, row: int, column: int) -> str:
-    """Returns the ids in a cell, or how many there are if there is no room."""
+    """Returns the device ids in a cell, or their number if they do not fit."""
     if row < 0 or column < 0:
         return "…"
     devices = grid[row, column].devices

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch
@@ -108,7 +109,7 @@ class StateStep(StepInspection):
             if self._repeats and is_placed and not _jax.is_tracing():
                 last = self._last = _LastCall(compiled, empty, result[0], batch)
         if last is not None:
-            last.results = [*map(weakref.ref, result)]
+            last.results = weakref.ref(result[0]), weakref.ref(result[1])
         return result
 
     def _call_of(
@@ -183,15 +184,9 @@ class _LastCall:
     whether the state was used up; and those of the batch.
     """
 
-    def __init__(
-        self,
-        compiled: CompiledStep[..., Any],
-        empty: Metrics | None,
-        state: TrainState,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, compiled: Any, empty: Any, state: Any, batch: Batch) -> None:
         self.compiled, self.empty = compiled, empty
-        self.results: list[Any] = []  # weak references
+        self.results: Any = None  # weak references to the state and the metrics
         # The arrays of a batch of other shapes are none of the state's.
         self.shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
         self.shardings = [_jax.sharding_of(leaf) for leaf in jax.tree.leaves(batch)]
@@ -202,17 +197,15 @@ class _LastCall:
     ) -> bool:
         """Returns whether a call goes on where the last one ended, in the same way."""
         last, measured = self.results
-        if state is not last() or state.step.is_deleted():
+        if state is not last() or (metrics is not None and metrics is not measured()):
             return False
-        if metrics is not None and metrics is not measured():
-            return False
-        leaves = jax.tree.leaves(batch)
+        leaves, _ = default_registry.flatten(batch)
         try:
             is_alike = [leaf.sharding for leaf in leaves] == self.shardings
             if not self.is_spread or not is_alike:  # JAX itself refuses on one device
                 return is_alike
-            is_whole = True not in [leaf.is_deleted() for leaf in leaves]
-            return is_whole and self.shapes.isdisjoint([x.shape for x in leaves])
+            is_gone = True in [leaf.is_deleted() for leaf in (state.step, *leaves)]
+            return not is_gone and self.shapes.isdisjoint([x.shape for x in leaves])
         except AttributeError:  # of what is no array now
             return False
 

@@ -24,7 +24,7 @@ class VerificationError(MeshLayoutError, AssertionError):
 
 
 @_checks.user_call
-def assert_layout(x: PyTree, expected: Any) -> None:
+def assert_layout(x: PyTree, expected: object) -> None:
     """Raises VerificationError unless arrays have the expected layouts.
 
     Layouts are compared by their effect: every device must hold the same piece,
@@ -64,7 +64,7 @@ def assert_layout(x: PyTree, expected: Any) -> None:
         raise VerificationError("\n".join(problems))
 
 
-def _problem(leaf: _paths.Leaf, expected: Any) -> str:
+def _problem(leaf: _paths.Leaf, expected: object) -> str:
     where = array_text(leaf.path, leaf.value) or _checks.shown(leaf.value)
     if not isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return f"{where} is on no mesh, but {expected!r} was expected."

@@ -1,16 +1,16 @@
-"""Losses over real examples, regularizers, and losses that models record.
+"""Losses over real examples, and losses that models record.
 
 A loss stays one number per example until the weights are known, since padding must not
 count. A mean of microbatches' or replicas' means would weight their examples
-differently if some are padded, so sums are added up and divided once. Regularizers and
-recorded scalars do not depend on the number of examples, and are added unchanged.
+differently if some are padded, so sums are added up and divided once. Recorded
+scalars do not depend on the number of examples, and are added unchanged.
 """
 
 import contextlib
+import functools
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -18,19 +18,17 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax, _paths
-from meshlayout._annotations import PyTree
+from meshlayout import _checks, _jax
 from meshlayout.collectives import get_replica_context
 from meshlayout.errors import LossError
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"]
 
-Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
-"""A penalty on parameters: a function that returns a scalar."""
-
 # Linen's collection for recorded losses.
 COLLECTION = "losses"
+
+_real = functools.partial(_checks.real_array, error=LossError)
 
 
 @_checks.user_call
@@ -45,7 +43,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
         [2.0, 5.0]
     """
     # In float32 first: a mean over thousands of pixels in bfloat16 keeps three digits.
-    losses = real_array("losses", losses, "per_example").astype("float32")
+    losses = _real("losses", losses, where="per_example").astype("float32")
     if losses.ndim == 0:
         raise LossError("losses are a scalar; give one loss per example, (batch,).")
     num_kept = 1
@@ -62,7 +60,7 @@ def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arr
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
         2.0
     """
-    return weighted(real_array("losses", losses, "weighted_sum"), weights).sum()
+    return weighted(_real("losses", losses, where="weighted_sum"), weights).sum()
 
 
 def denominator_of(
@@ -81,7 +79,7 @@ def denominator_of(
     _checks.choice("denominator", denominator, choices, error=LossError)
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
-    total = real_array("weights", weights, "losses").astype("float32").sum()
+    total = _real("weights", weights, where="losses").astype("float32").sum()
     return jnp.where(total > 0, total, 1)  # a loss of 0 rather than NaN
 
 
@@ -115,7 +113,7 @@ def compute_average_loss(
         1.25
     """
     where = "compute_average_loss"
-    losses = real_array("per_example_loss", per_example_loss, where)
+    losses = _real("per_example_loss", per_example_loss, where=where)
     if losses.ndim == 0:
         msg = f"{where} takes one loss per example, (batch,), got a scalar."
         raise LossError(msg)
@@ -142,7 +140,7 @@ def compute_average_loss(
             raise LossError(msg)
     if size is None:
         size = len(losses) * _num_replicas()
-    size = real_array("global_batch_size", size, where).astype("float32")
+    size = _real("global_batch_size", size, where=where).astype("float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
     # one that is not taken, too, or the gradient is NaN.
     total = weighted(losses, weights).sum()
@@ -160,13 +158,8 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
         0.5
     """
     where = "scale_regularization_loss"
-    loss = real_array("regularization_loss", regularization_loss, where)
+    loss = _real("regularization_loss", regularization_loss, where=where)
     return loss.astype("float32").sum() / _num_replicas()
-
-
-def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
-    """Returns losses or weights as an array of real numbers, or raises LossError."""
-    return _checks.real_array(name, value, where=where, error=LossError)
 
 
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
@@ -179,7 +172,7 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 
 
 def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
-    weights = real_array("weights", weights, "losses").astype("float32")
+    weights = _real("weights", weights, where="losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (
             f"weights of shape {weights.shape} do not fit losses of shape "
@@ -210,59 +203,6 @@ def _num_replicas() -> int:
     return math.prod(sizes.values())
 
 
-@_checks.user_call
-def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
-    """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
-
-    Use this in `make_train_step(..., regularizers={"l2": l2(1e-5)})`, which takes any
-    function from parameters to a scalar. It is part of the loss, and so of the gradient
-    that the optimizer scales; `optax.adamw` decays weights instead.
-
-    Args:
-        strength: The factor, not negative.
-        where: Which parameters: a regular expression, searched for in their paths, one
-            of which must match.
-
-    Example:
-        >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
-        2.0
-    """
-    return _penalty("l2", strength, where, jnp.square)
-
-
-@_checks.user_call
-def l1(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
-    """Returns the penalty `strength * sum(abs(w))`; arguments and errors as `l2`."""
-    return _penalty("l1", strength, where, jnp.abs)
-
-
-def _penalty(
-    name: str,
-    strength: float,
-    where: str | re.Pattern[str],
-    function: Callable[[jax.Array], jax.Array],
-) -> Regularizer:
-    context: Any = {"where": name, "error": LossError}
-    strength = _checks.number("strength", strength, at_least=0, **context)
-    pattern = _checks.pattern("where", where, **context)
-
-    def penalty(params: PyTree) -> jax.Array:
-        leaves = _paths.flatten(params).leaves
-        chosen = [leaf.value for leaf in leaves if pattern.search(leaf.path)]
-        if not chosen:  # a typing error would switch regularization off
-            paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
-            msg = (
-                f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
-                f"{paths}{', ...' if len(leaves) > 4 else ''}."
-            )
-            raise LossError(msg)
-        # Summed in float32, as bfloat16 stops counting at 256.
-        sums = [function(jnp.asarray(x).astype("float32")).sum() for x in chosen]
-        return jnp.float32(strength) * jnp.stack(sums).sum()
-
-    return penalty
-
-
 # A type of its own, so that a step can tell losses from what a user sows for debugging.
 class ModelLoss(nnx.Intermediate[Any]):
     """A loss that an NNX module has recorded; train and eval steps add it."""
@@ -287,7 +227,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
         ...         record(self, "activity", 0.01 * jnp.square(x))
         ...         return x
     """
-    loss = real_array("loss", loss, "record")
+    loss = _real("loss", loss, where="record")
     if isinstance(module, nn.Module):
         module.sow(COLLECTION, name, loss)
         return

@@ -1,0 +1,16 @@
+"""Losses over real examples, regularizers, and losses that models record."""
+
+from meshlayout.losses.penalties import Regularizer as Regularizer, l1 as l1, l2 as l2
+from meshlayout.losses.reduction import (
+    COLLECTION as COLLECTION,
+    Denominator as Denominator,
+    ModelLoss as ModelLoss,
+    compute_average_loss as compute_average_loss,
+    denominator_of as denominator_of,
+    per_example as per_example,
+    quiet_sow as quiet_sow,
+    record as record,
+    scale_regularization_loss as scale_regularization_loss,
+    weighted as weighted,
+    weighted_sum as weighted_sum,
+)
