@@ -20,15 +20,17 @@ import jax
 import numpy as np
 from jax._src import (
     clusters,
+    compiler,
     core as jax_core,
     distributed,
     mesh as jax_mesh,
     source_info_util,
     xla_bridge,
 )
-from jax._src.interpreters import batching, partial_eval, pxla
+from jax._src.interpreters import batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
-from jax.experimental import mesh_utils, multihost_utils
+from jax._src.lib import xla_client
+from jax.experimental import mesh_utils, multihost_utils, topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
@@ -546,3 +548,22 @@ def reached_preemption_sync_point(turn: int) -> bool:
 def has_preemption_service() -> bool:
     """Returns whether `jax.distributed` watches for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None
+
+
+def described_devices(platform: str, name: str, **options: Any) -> list[Device]:
+    """Returns the devices of a topology that need not be here."""
+    return topologies.get_topology_desc(name, platform, **options).devices
+
+
+def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
+    """Compiles a lowered program's bytecode; returns the text and sizes in memory."""
+    options = compiler.get_compile_options(1, len(devices), np.array([devices]))
+    # What has no sharding in the text gets the compiler's, as under `jax.jit`.
+    build = options.executable_build_options
+    build.allow_spmd_sharding_propagation_to_output = [True]
+    with mlir.make_ir_context():
+        arguments = mlir.ir.Module.parse(module), xla_client.DeviceList(tuple(devices))
+        compile_ = compiler.backend_compile_and_load
+        program = compile_(devices[0].client, *arguments, options, [])
+    text = "\n\n".join(part.to_string() for part in program.hlo_modules())
+    return text, program.get_compiled_memory_stats()

@@ -10,18 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout import _jax
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
-from meshlayout.parallel import (
-    compose,
-    data_parallel,
-    expert_parallel,
-    fsdp,
-    tensor_parallel,
-    zero_rule,
-)
+from meshlayout.parallel import compose, data_parallel, fsdp, zero_rule
 from meshlayout.state.train_state import Optimizer, _transformation
 
 
@@ -59,7 +53,7 @@ class Variant:
         texts += ["optimizer on the host"] * (OFFLOAD in self.code)
         return ", ".join(texts + ["optimizer in bfloat16"] * (BFLOAT16 in self.code))
 
-    def with_options(self, **options: Any) -> "Variant":
+    def with_options(self, **options: object) -> "Variant":
         """Returns the same with other options of the step."""
         return replace(self, options={**self.options, **options})
 
@@ -67,8 +61,7 @@ class Variant:
         """Returns the same with the optimizer's state in the host's memory."""
         rule = zero_rule(self.mesh, memory_kind="pinned_host")
         layouts = self.layouts | {"^opt_state/": rule}
-        code = [line for line in self.code if "^opt_state/" not in line]
-        return replace(self, layouts=layouts, code=(*code, OFFLOAD))
+        return replace(self, layouts=layouts, code=(*self.code, OFFLOAD))
 
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the map, the state and the step."""
@@ -80,7 +73,7 @@ class Variant:
         return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
 
 
-def meshes(devices: Sequence[Any], grid: Sequence[int]) -> list[Mesh]:
+def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
     """Returns the meshes of one to three axes that divide a slice along its grid."""
     count, sides = len(devices), {size for size in grid if size > 1}
     # Part of one side of the grid, or whole sides.
@@ -98,69 +91,38 @@ def meshes(devices: Sequence[Any], grid: Sequence[int]) -> list[Mesh]:
         for n, m in itertools.product(shards, models)
         if count % (n * m) == 0 and n * m < count
     ]
-    made: list[Mesh] = []
+    known: list[Mesh] = []
     for shape in shapes:
         try:
-            made.append(create_mesh(shape, devices=devices))
+            known.append(create_mesh(shape, devices=devices))
         except MeshError:  # JAX finds no order of the devices for it
             continue
-    return made
+    return known
 
 
-class Proposals:
-    """What is proposed for a model; it is traced once for each size of an axis."""
-
-    def __init__(self, model: PyTree, call: Callable[..., Any], batch: Batch) -> None:
-        self._arguments, self._call = (model, (batch,)), call
-        self._rules: dict[tuple[str, int], dict[str, Any] | str] = {}
-
-    def of(self, mesh: Mesh, topology: str) -> Iterator[Variant]:
-        """Yields the layout maps for a mesh."""
-        is_hybrid, sharded = "fsdp" in mesh, fsdp(mesh)
-        line = "layouts = ml.parallel.{}"
-        if "model" not in mesh:
-            name = "hybrid fsdp" if is_hybrid else "fsdp"
-            yield Variant(name, topology, mesh, sharded, (line.format("fsdp(mesh)"),))
-            if is_hybrid:
-                return
-            whole, code = data_parallel(mesh), (line.format("data_parallel(mesh)"),)
-            yield Variant("data", topology, mesh, whole, code)
-            whole |= {"^opt_state/": zero_rule(mesh)}
-            code += ('layouts |= {"^opt_state/": ml.zero_rule(mesh)}',)
-            yield Variant("data, zero", topology, mesh, whole, code)
-            return
-        for kind, axis in {"tensor": "", "expert": '"model", '}.items():
-            rules = self._rules_of(kind, mesh)
-            if isinstance(rules, str) and kind == "tensor":
-                yield Variant(kind, topology, mesh, LayoutMap(mesh), error=rules)
-            if isinstance(rules, str) or not rules:
-                continue
-            first = LayoutMap(mesh, rules)
-            call = f"{kind}_parallel(mesh, {axis}build, batch, call=loss_fn)"
-            if not is_hybrid:
-                yield Variant(kind, topology, mesh, first, (line.format(call),))
-            both = f"compose(ml.parallel.{call}, ml.parallel.fsdp(mesh))"
-            code, layouts = (line.format(both),), compose(first, sharded)
-            yield Variant(f"{kind} + fsdp", topology, mesh, layouts, code)
-
-    def _rules_of(self, kind: str, mesh: Mesh) -> dict[str, Any] | str:
-        """Returns rules for an axis, as entries per dim, or why there are none."""
-        key = kind, mesh.shape["model"]
-        if key not in self._rules:
-            try:
-                if kind == "tensor":
-                    made = tensor_parallel(mesh, *self._arguments, call=self._call)
-                else:
-                    made = expert_parallel(
-                        mesh, "model", *self._arguments, call=self._call
-                    )
-            except LayoutMapError as error:
-                self._rules[key] = str(error)
-            else:
-                rules: dict[str, Any] = {**made}
-                layouts = {k: getattr(x, "layout", x) for k, x in rules.items()}
-                self._rules[key] = {k: tuple(x.specs) for k, x in layouts.items()}
-        return self._rules[key]
+def proposals(
+    mesh: Mesh, topology: str, tensor: Callable[[Mesh], LayoutMap]
+) -> Iterator[Variant]:
+    """Yields the usual layout maps for a mesh."""
+    sharded, line = fsdp(mesh), "layouts = ml.parallel.{}"
+    if "model" not in mesh:
+        name = "hybrid fsdp" if "fsdp" in mesh else "fsdp"
+        yield Variant(name, topology, mesh, sharded, (line.format("fsdp(mesh)"),))
+        if "fsdp" not in mesh:
+            code = (line.format("data_parallel(mesh)"),)
+            yield Variant("data", topology, mesh, data_parallel(mesh), code)
+        return
+    call = "tensor_parallel(mesh, build, batch, call=loss_fn)"
+    both = f"compose(ml.parallel.{call}, ml.parallel.fsdp(mesh))"
+    try:
+        first = tensor(mesh)
+    except LayoutMapError as error:
+        yield Variant("tensor", topology, mesh, LayoutMap(mesh), error=str(error))
+        return
+    if "fsdp" not in mesh:
+        yield Variant("tensor", topology, mesh, first, (line.format(call),))
+    layouts, code = compose(first, sharded), (line.format(both),)
+    yield Variant("tensor + fsdp", topology, mesh, layouts, code)
 
 
 def given(
@@ -187,9 +149,7 @@ def given(
             raise problem
 
 
-def bfloat16_state(
-    optimizer: Optimizer,
-) -> optax.GradientTransformationExtraArgs:
+def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps its state in bfloat16, in half the memory.
 
     The update is computed in float32 of what was kept. Small changes of a moving
@@ -203,18 +163,17 @@ def bfloat16_state(
     tx = optax.with_extra_args_support(_transformation(optimizer))
 
     def cast(tree: PyTree, source: str, dtype: str) -> PyTree:
-        def leaf(x: Leaf) -> Any:
+        def leaf(x: Leaf) -> Leaf:
             return x.astype(dtype) if jnp.ndim(x) and x.dtype == source else x
 
         return jax.tree.map(leaf, tree)
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> Any:
+    def update(updates: PyTree, state: PyTree, *rest: PyTree, **extra: Any) -> Any:
         whole = cast(state, "bfloat16", "float32")
-        updates, state = tx.update(updates, whole, params, **extra)
+        updates, state = tx.update(updates, whole, *rest, **extra)
         return updates, cast(state, "float32", "bfloat16")
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: cast(tx.init(params), "float32", "bfloat16"), update
-    )
+    def init(params: PyTree) -> PyTree:
+        return cast(tx.init(params), "float32", "bfloat16")
+
+    return optax.GradientTransformationExtraArgs(init, update)

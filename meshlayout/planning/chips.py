@@ -4,20 +4,17 @@ All constants of the estimates are in `CHIPS`, from the makers' pages. A device 
 JAX counts as one: on v4, half a chip.
 """
 
+import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental import topologies  # noqa: TID251
 
 from meshlayout import _jax
 from meshlayout.errors import MeshError, did_you_mean
-from meshlayout.mesh import Mesh, as_mesh, create_mesh
-from meshlayout.planning.checkup import is_importable
 
 
 @dataclass(frozen=True)
@@ -147,10 +144,10 @@ def describe_devices(topology: str) -> list[_jax.Device]:
     if math.prod(sizes) == 1 and platform == "tpu":
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        return topologies.get_topology_desc(name, platform, **options).devices
+        return _jax.described_devices(platform, name, **options)
     except (RuntimeError, ImportError) as error:
         fact = str(error).splitlines()[0]
-        if is_importable(compiler):
+        if importlib.util.find_spec(compiler):
             msg = f"the compiler cannot describe {topology!r}: {fact}"
             raise MeshError(msg) from error
         # The same version, so that pip keeps the installed jax.
@@ -193,19 +190,6 @@ def chip_of(device: _jax.Device) -> Chip:
             return CHIPS[name]
     known = ", ".join(chip.name for chip in CHIPS.values())
     raise MeshError(f"the figures of {kind!r} are not known, only of {known}.")
-
-
-def mesh_for(target: "str | Mesh | jax.sharding.Mesh", axes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh with these axes: one that is given, or over a topology's devices.
-
-    If the sizes do not make a topology's devices, the first axis takes what is left.
-    """
-    if not isinstance(target, str):
-        return as_mesh(target)
-    devices = describe_devices(target)
-    if math.prod(axes.values()) != len(devices) or not axes:
-        axes = {**axes, next(iter(axes), "batch"): -1}
-    return create_mesh(axes, devices=devices)
 
 
 _MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available \w+ \(([\d.]+)([KMGT]?)")

@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import zlib
 from collections.abc import Collection
@@ -26,9 +27,8 @@ from meshlayout._annotations import Leaf
 from meshlayout.cluster import process_count, process_index
 from meshlayout.errors import StepError
 from meshlayout.hlo import Communication, Cost
-from meshlayout.mesh import Mesh
-from meshlayout.planning.chips import chip_of, memory_refusal, mesh_for
-from meshlayout.planning.compilation import compile_anew
+from meshlayout.mesh import Mesh, as_mesh, create_mesh
+from meshlayout.planning.chips import chip_of, describe_devices, memory_refusal
 from meshlayout.planning.schedule import Replay, replay
 from meshlayout.step.inspection import StepInspection, StepMemory
 from meshlayout.step.state_step import StateStep
@@ -85,7 +85,7 @@ def compile_for(
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     meshes = [x.sharding.mesh for x in leaves if _is_placed(x)]
-    mesh = mesh_for(target, dict(meshes[0].shape) if meshes else {})
+    mesh = _mesh_for(target, dict(meshes[0].shape) if meshes else {})
     num_state = len(jax.tree.leaves(args[:1]))
     moved = [_moved(x, mesh, index < num_state) for index, x in enumerate(leaves)]
     args, kwargs = treedef.unflatten(moved)
@@ -102,6 +102,16 @@ def compile_for(
     # JAX keeps the program, and compiles it once.
     reports = step.memory(*args, **kwargs), step.communication(*args, **kwargs)
     return CompiledProgram(compiled, mesh, step.cost(*args, **kwargs), *reports)
+
+
+def _mesh_for(target: "str | Mesh | jax.sharding.Mesh", axes: dict[str, int]) -> Mesh:
+    """Returns a mesh with these axes, of which the first takes what is left."""
+    if not isinstance(target, str):
+        return as_mesh(target)
+    devices = describe_devices(target)
+    if math.prod(axes.values()) != len(devices) or not axes:
+        axes = {**axes, next(iter(axes), "batch"): -1}
+    return create_mesh(axes, devices=devices)
 
 
 def _is_placed(leaf: Leaf) -> bool:
@@ -159,7 +169,7 @@ def save_compiled(
         args, kwargs = treedef.unflatten(map(_abstract, types, layouts))
     lowered = step.trace(*args, **kwargs).lower()
     try:
-        payload, _, _ = serialize_executable.serialize(compile_anew(lowered))
+        payload, _, _ = serialize_executable.serialize(_compiled_anew(lowered))
     except (ValueError, NotImplementedError) as error:
         raise StepError(f"JAX cannot save the program: {error}.") from error
     leaves = jax.tree.leaves((args, kwargs))
@@ -173,6 +183,15 @@ def save_compiled(
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     partial.write_bytes(b"\n".join([_MAGIC, header, payload + text]))
     partial.replace(target)
+
+
+def _compiled_anew(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles without JAX's caches: XLA cannot save what a CPU program was read from.
+
+    tests/test_planning.py notices if it can.
+    """
+    with jax.enable_compilation_cache(False):  # noqa: FBT003
+        return lowered.compile({"xla_dump_hlo_as_text": False})
 
 
 def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:

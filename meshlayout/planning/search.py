@@ -14,22 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf
 from meshlayout._batches import batch_axes, num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.parallel import tensor_parallel
 from meshlayout.planning.candidates import (
     BFLOAT16,
     OFFLOAD,
     Candidates,
-    Proposals,
     Variant,
     bfloat16_state,
     given,
     meshes,
+    proposals,
 )
 from meshlayout.planning.chips import (
     Chip,
@@ -38,13 +39,7 @@ from meshlayout.planning.chips import (
     larger_topology,
     parse_topology,
 )
-from meshlayout.planning.compilation import (
-    Compilation,
-    Outcome,
-    compile_all,
-    job_of,
-    outcome_of,
-)
+from meshlayout.planning.compilation import Compilation, Outcome, compile_all, job_of
 from meshlayout.planning.estimate import StepTrace, estimate
 from meshlayout.planning.rows import Ranking, Row
 from meshlayout.planning.schedule import replay
@@ -55,7 +50,7 @@ from meshlayout.step import make_train_step
 from meshlayout.step.interception import Remat, _block_paths
 
 
-_NUM_COMPILED = 4  # without a budget
+_NUM_COMPILED, _MOST_COMPILED = 4, 12  # without a budget; if those do not fit
 _ACCUMULATE = (2, 4, 8)  # tried where a candidate does not fit
 _HOST_BYTES = 4 * 2**30  # that a compilation may take, to say how many go at once
 
@@ -154,10 +149,10 @@ class _Hardware:
     """A topology: its devices, their figures, and the grid that they are in."""
 
     name: str
-    devices: list[Any]
+    devices: list[_jax.Device]
     chip: Chip
     grid: tuple[int, ...]
-    job_topology: str  # empty if the compiler needs the devices that are here
+    topology: str = ""  # to compile for; empty if the devices are here
 
     @classmethod
     def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Hardware":
@@ -165,10 +160,8 @@ class _Hardware:
             devices, (_, grid) = describe_devices(topology), parse_topology(topology)
             return cls(topology, devices, chip_of(devices[0]), grid, topology)
         devices = [*as_mesh(topology).devices.flat]
-        kind, count = devices[0].platform, len(devices)
-        last = str(max(int(device.id) for device in devices) + 1)
-        name, job = f"{count} {kind.upper()} devices", last if kind == "cpu" else ""
-        return cls(name, devices, chip_of(devices[0]), (count,), job)
+        name = f"{len(devices)} {devices[0].platform.upper()} devices"
+        return cls(name, devices, chip_of(devices[0]), (len(devices),))
 
 
 @dataclass
@@ -188,8 +181,9 @@ class _Search:
     hop_s: float
     progress: bool
     notes: list[str] = field(default_factory=list)
-    traces: dict[Any, StepTrace | None] = field(default_factory=dict)
+    traces: dict[str, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
+    rules: dict[int, dict[str, Any]] = field(default_factory=dict)  # by axis size
     model_flops: float = 0.0
 
     def run(self, candidates: Candidates | None) -> Ranking:
@@ -197,13 +191,14 @@ class _Search:
         try:
             for target in [*self.targets.values()]:
                 for variant in self._variants(target, candidates):
-                    rows += self._estimates(variant)
+                    with _checks.noted(f"while plan traces the candidate '{variant}'"):
+                        rows += self._estimates(variant)
             rows.sort(key=_order)
             seconds = time.monotonic() - start
             self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
             self._compile(rows, self._chosen(rows))
             if not any(row.fits for row in rows):
-                changes = self._changes(rows)
+                self._change(rows, changes)
         except KeyboardInterrupt:
             self.notes.append("Interrupted: what is ranked so far.")
         rows.sort(key=_order)
@@ -222,10 +217,18 @@ class _Search:
         known = meshes(target.devices, target.grid)
         if candidates is not None:
             yield from given(candidates, known, target.name)
-            return
-        proposals = Proposals(self.module or self.build, self.loss_fn, self.batch)
-        for mesh in known:
-            yield from proposals.of(mesh, target.name)
+        for mesh in known if candidates is None else ():
+            yield from proposals(mesh, target.name, self._tensor)
+
+    def _tensor(self, mesh: Mesh) -> LayoutMap:
+        """Returns a tensor-parallel map; the model is traced once for each size."""
+        size = mesh.shape["model"]
+        if size not in self.rules:
+            arguments: Any = self.module or self.build, (self.batch,)
+            layouts = {**tensor_parallel(mesh, *arguments, call=self.loss_fn)}
+            layouts = {k: getattr(x, "layout", x) for k, x in layouts.items()}
+            self.rules[size] = {k: tuple(x.specs) for k, x in layouts.items()}
+        return LayoutMap(mesh, self.rules[size])
 
     def _estimates(self, variant: Variant) -> Iterator[Row]:
         """Yields a candidate as it is, and with what memory needs."""
@@ -238,8 +241,7 @@ class _Search:
             yield best
         if row.fits or best.fits:
             return
-        counts = () if "accumulate" in self.options else _ACCUMULATE
-        counts = [n for n in counts if self._divides(variant, n)]
+        counts = self._counts(variant, _ACCUMULATE)
         for count in counts:
             best = self._row(best.variant.with_options(accumulate=count))
             if best.fits:
@@ -248,9 +250,11 @@ class _Search:
         if not best.fits and variant.mesh.platform != "cpu":
             yield self._row(best.variant.offloaded())
 
-    def _divides(self, variant: Variant, accumulate: int) -> bool:
+    def _counts(self, variant: Variant, counts: Sequence[int]) -> list[int]:
+        """Returns into how many microbatches the batch can be divided."""
         shards = variant.mesh.axis_size(batch_axes(variant.mesh))
-        return num_examples(self.batch) % (shards * accumulate) == 0
+        rows, is_free = num_examples(self.batch), "accumulate" not in self.options
+        return [n for n in counts if is_free and rows % (shards * n) == 0]
 
     def _row(self, variant: Variant) -> Row:
         """Returns the row of an estimate, or of what cannot be estimated."""
@@ -262,18 +266,18 @@ class _Search:
         ]
         row = Row(variant, rows, max(sizes, default=0), chip.memory_bytes)
         options = {"remat": "none", "accumulate": 1, **self.options, **variant.options}
-        trace = self._trace(options["remat"])
+        trace, count = self._trace(options["remat"]), options["accumulate"]
         if variant.error or trace is None:
             return replace(row, error=variant.error)
-        if not self._divides(variant, options["accumulate"]):
-            axes = ", ".join(batch_axes(variant.mesh))
-            line = f"{rows} examples do not divide over {axes} and the microbatches."
-            return replace(row, error=line)
+        axes = batch_axes(variant.mesh)
+        if rows % (variant.mesh.axis_size(axes) * count):
+            line = f"{rows} examples do not divide over {', '.join(axes)}"
+            return replace(row, error=f"{line} and {count} microbatches.")
         try:
             state = self._state(variant)
         except MeshLayoutError as error:
             return replace(row, error=str(error).splitlines()[0])
-        settings: Any = {"accumulate": options["accumulate"], "hop_s": self.hop_s}
+        settings: Any = {"accumulate": count, "hop_s": self.hop_s}
         settings["is_remat"] = options["remat"] != "none"
         cost = estimate(trace, state, variant.mesh, chip, **settings)
         names = ("compute", "memory", "network")
@@ -305,10 +309,8 @@ class _Search:
             is_ours = remat == "blocks" and "remat" not in self.options
             if not is_ours or _block_paths(state.params):
                 step = make_train_step(self.loss_fn, **options)
-                with _checks.noted(f"while plan traces the step with remat={remat!r}"):
-                    state = step._plan.update.prepared(state)
-                    traced = step.trace(state, self.batch)
-                trace = StepTrace(traced, state, self.batch)
+                state = step._plan.update.prepared(state)
+                trace = StepTrace(step.trace(state, self.batch), state, self.batch)
                 self.model_flops = self.model_flops or trace.flops
             self.traces[remat] = trace
         return self.traces[remat]
@@ -332,13 +334,14 @@ class _Search:
         plain = {_key(row) for row in rows if row.fits and not row.step_options}
         spare = [bool(row.step_options) and _key(row) in plain for row in rows]
         indices.sort(key=spare.__getitem__)
-        is_limited = math.isinf(self.deadline)
-        for number, index in enumerate(
-            indices[: _NUM_COMPILED if is_limited else None]
-        ):
+        for number, index in enumerate(indices):
             if time.monotonic() >= self.deadline:
                 text = f"The budget ended after {number} of {len(indices)} candidates."
                 self.notes.append(text)
+                return
+            is_found = any(row.fits and row.source != "estimated" for row in rows)
+            most = _NUM_COMPILED if is_found else _MOST_COMPILED
+            if math.isinf(self.deadline) and number >= most:
                 return
             yield index
 
@@ -352,21 +355,17 @@ class _Search:
         def jobs() -> Iterator[tuple[int, Compilation]]:
             for index in chosen:
                 variant = rows[index].variant
-                target = self.targets[variant.topology]
-                step = make_train_step(
-                    self.loss_fn, **{**self.options, **variant.options}
-                )
+                options = {**self.options, **variant.options}
+                devices = [*variant.mesh.devices.flat]
                 try:
+                    step = make_train_step(self.loss_fn, **options)
                     lowered = step.lower(self._state(variant), self.batch)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     put(index, replace(rows[index], error=line))
                     continue
-                if target.job_topology:
-                    yield index, job_of(lowered, variant.mesh, target.job_topology)
-                else:
-                    outcome = outcome_of(lambda lowered=lowered: _here(lowered))
-                    put(index, self._measured(rows[index], outcome))
+                topology = self.targets[variant.topology].topology
+                yield index, job_of(lowered, devices, topology)
 
         for index, outcome in compile_all(jobs(), self.cache, self.workers):
             put(index, self._measured(rows[index], outcome))
@@ -401,31 +400,32 @@ class _Search:
 
     # What would fit.
 
-    def _changes(self, rows: Sequence[Row]) -> list[Row]:
-        """Returns the smallest change with which something fits, compiled."""
+    def _change(self, rows: Sequence[Row], changes: list[Row]) -> None:
+        """Adds the smallest change with which something fits, compiled."""
         sized = [row for row in rows if not math.isnan(row.peak_bytes)]
         base = min(sized, key=lambda row: row.peak_bytes, default=None)
         for variant in self._changed(base.variant) if base else ():
             if time.monotonic() >= self.deadline:
                 self.notes.append("The budget ended while looking for what would fit.")
-                break
+                return
             row = [self._row(variant)]
-            if not row[0].error:
+            # Estimates of memory are a few percent off.
+            if not row[0].error and row[0].peak_bytes < 1.2 * row[0].memory_bytes:
                 self._compile(row, iter([0]))
-            if row[0].fits:
-                return row
-        return []
+                if row[0].fits:
+                    changes += row
+                    return
 
     def _changed(self, base: Variant) -> Iterator[Variant]:
         """Yields larger and larger changes of a candidate."""
         if "remat" not in (*self.options, *base.options) and self._trace("blocks"):
             base = base.with_options(remat="blocks")
             yield base
-        counts = () if "accumulate" in self.options else (2, 4, 8, 16, 32)
         least = base.options.get("accumulate", 1)
-        for count in [n for n in counts if n > least and self._divides(base, n)]:
-            base = base.with_options(accumulate=count)
-            yield base
+        for count in self._counts(base, (2, 4, 8, 16, 32)):
+            if count > least:
+                base = base.with_options(accumulate=count)
+                yield base
         if "fsdp" not in base.name:
             for variant in self._variants(self.targets[base.topology]):
                 if "fsdp" in variant.name:
@@ -446,22 +446,17 @@ def _largest(parts: Mapping[str, float]) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def _here(lowered: jax.stages.Lowered) -> tuple[str, Any]:
-    program = lowered.compile()
-    return program.as_text() or "", program.memory_analysis()
-
-
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: Row) -> tuple[object, ...]:
     return row.variant.name, row.variant.topology, row.mesh
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[object, ...]:
     # Compared per device: seconds of an example times devices.
     cost = row.step_s * row.mesh.size / max(1, row.rows)
     return not row.fits, bool(row.error), row.source == "estimated", cost
 
 
-def _abstract(leaf: Leaf) -> Any:
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
 
