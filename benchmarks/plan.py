@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -62,10 +63,10 @@ def perceptron(scale: int) -> dict[str, Any]:
     }
 
 
-def transformers(layers: int, scale: int, vocabulary: int = 1024) -> dict[str, Any]:
+def transformers(layers: int, scale: int) -> dict[str, Any]:
     """Returns the problem of a transformer."""
     config = transformer.TransformerConfig(
-        vocab_size=vocabulary,
+        vocab_size=1024,
         max_length=64 * scale,
         features=128 * scale,
         num_layers=layers,
@@ -76,22 +77,33 @@ def transformers(layers: int, scale: int, vocabulary: int = 1024) -> dict[str, A
         "loss_fn": next_tokens,
         "batch": tokens(64, 64 * scale),
         "precision": "bfloat16",
+        "remat": "none",  # with all blocks recomputed, all candidates are twice as many
     }
 
 
-class ScannedGPT(nnx.Module):
-    """The functional model of `models/gpt.py`, its layers in a scan."""
+class Parameters(nnx.Module):
+    """A functional model, such as that of `models/gpt.py`, as a module."""
 
-    def __init__(self, config: gpt.GPTConfig) -> None:
-        self.params = nnx.data(
-            jax.tree.map(nnx.Param, gpt.init(config, jax.random.key(0)))
-        )
+    def __init__(self, params: dict[str, Any], apply: Callable[..., jax.Array]) -> None:
+        self.params = nnx.data(jax.tree.map(nnx.Param, params))
+        self.apply = apply
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns logits of shape (batch, length, vocabulary)."""
         is_param = lambda node: isinstance(node, nnx.Variable)
         arrays = jax.tree.map(lambda p: p[...], self.params, is_leaf=is_param)
-        return gpt.apply(arrays, x)
+        return self.apply(arrays, x)
+
+
+def looped(
+    layer: Callable[[Any, jax.Array], jax.Array], params: Any, x: jax.Array
+) -> jax.Array:
+    """Applies stacked layers in a scan, whose activations keep the batch's layout."""
+
+    def body(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+        return layer(params, ml.constrain(x, "carry")), None
+
+    return jax.lax.scan(body, x, params)[0]
 
 
 def scanned(layers: int, scale: int, vocabulary: int) -> dict[str, Any]:
@@ -104,23 +116,67 @@ def scanned(layers: int, scale: int, vocabulary: int) -> dict[str, Any]:
         mlp_features=512 * scale,
         is_scanned=True,
     )
+
+    def apply(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        x = looped(gpt.apply_layer, params["layers"], params["embed"][tokens])
+        return gpt.rms_norm(x, params["norm"]) @ params["output"]
+
+    init = lambda: Parameters(gpt.init(config, jax.random.key(0)), apply)
     batch = tokens(64, 64 * scale)
-    return {"build": lambda: ScannedGPT(config), "loss_fn": next_tokens, "batch": batch}
+    return {"build": init, "loss_fn": next_tokens, "batch": batch, "remat": "none"}
+
+
+def routed(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Returns the MLP of one expert for each token, of as many as it has room for."""
+    gates = jax.nn.softmax(x @ layer["router"])
+    length, num_experts = gates.shape[1:]
+    chosen = jax.nn.one_hot(gates.argmax(-1), num_experts)
+    place = (chosen.cumsum(1) - 1) * chosen
+    room = jax.nn.one_hot(place.sum(-1), 2 * length // num_experts)
+    sent = chosen[..., None] * room[:, :, None]  # batch, token, expert, place
+    tokens = jnp.einsum("btec,btf->ebcf", sent, x)
+    hidden = jax.nn.relu(jnp.einsum("ebcf,efh->ebch", tokens, layer["up"]))
+    results = jnp.einsum("ebch,ehf->ebcf", hidden, layer["down"])
+    return x + jnp.einsum("btec,ebcf->btf", sent * gates[..., None], results)
+
+
+def experts(layers: int, num_experts: int, scale: int) -> dict[str, Any]:
+    """Returns the problem of a mixture of experts, without attention."""
+    features, keys = 128 * scale, jax.random.key(0)
+    shapes = {
+        "router": (layers, features, num_experts),
+        "up": (layers, num_experts, features, 4 * features),
+        "down": (layers, num_experts, 4 * features, features),
+        "embedding": (1024, features),
+    }
+
+    def build() -> Parameters:
+        draw = lambda shape: 0.02 * jax.random.normal(keys, shape)
+        return Parameters({name: draw(x) for name, x in shapes.items()}, apply)
+
+    def apply(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        layers = {name: params[name] for name in ("router", "up", "down")}
+        x = looped(routed, layers, params["embedding"][tokens])
+        return x @ params["embedding"].T
+
+    batch = tokens(64, 64 * scale)
+    return {"build": build, "loss_fn": next_tokens, "batch": batch, "remat": "none"}
 
 
 def resnet50(width: int) -> dict[str, Any]:
     """Returns the problem of ResNet-50."""
     build = lambda: resnet.ResNet50(width=width, rngs=nnx.Rngs(0))
-    return {"build": build, "loss_fn": classes, "batch": images(256, 64, 64, 3)}
+    problem = {"build": build, "loss_fn": classes, "batch": images(1024, 64, 64, 3)}
+    return {**problem, "remat": "none"}
 
 
 PROBLEMS: dict[str, Callable[[], dict[str, Any]]] = {
-    "mlp": lambda: perceptron(4),
-    "small transformer": lambda: transformers(2, 1),
-    "transformer of 8 layers": lambda: transformers(8, 4),
-    "transformer of 24 layers": lambda: transformers(24, 4),
-    "scanned GPT, large vocabulary": lambda: scanned(8, 4, 32768),
-    "resnet50": lambda: resnet50(64),
+    "MLP": lambda: perceptron(16),
+    "mixture of 8 experts": lambda: experts(4, 8, 8),
+    "GPT, large vocabulary": lambda: scanned(4, 8, 32768),
+    "transformer of 24 layers": lambda: scanned(24, 8, 1024),
+    "transformer of 8 layers": lambda: transformers(8, 8),
+    "ResNet-50": lambda: resnet50(64),
 }
 
 

@@ -12,10 +12,11 @@ import optax
 
 from meshlayout import _jax
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
-from meshlayout.parallel import compose, data_parallel, fsdp, zero_rule
+from meshlayout.parallel import compose, data_parallel, zero_rule
 from meshlayout.state.train_state import Optimizer, _transformation
 
 
@@ -63,13 +64,20 @@ class Variant:
         layouts = self.layouts | {"^opt_state/": rule}
         return replace(self, layouts=layouts, code=(*self.code, OFFLOAD))
 
+    @property
+    def activations(self) -> LayoutMap:
+        """Layouts of what loops carry, which XLA may shard like the weights."""
+        return LayoutMap(self.mesh, {"carry": (batch_axes(self.mesh), ...)})
+
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the map, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
         options = [f"{name}={value!r}" for name, value in self.options.items()]
-        call = ", ".join(["loss_fn", *options, "**step_options"])
+        call = ", ".join(["loss_fn", "layouts=activations", *options, "**step_options"])
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, "state = ml.TrainState.create(build, optimizer, layouts)"]
+        rules = f"{{'carry': ({batch_axes(self.mesh)!r}, ...)}}"
+        lines.append(f"activations = ml.LayoutMap(mesh, {rules})")
         return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
 
 
@@ -101,28 +109,35 @@ def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
 
 
 def proposals(
-    mesh: Mesh, topology: str, tensor: Callable[[Mesh], LayoutMap]
+    mesh: Mesh,
+    topology: str,
+    sharded: Callable[[Mesh], LayoutMap],
+    tensor: Callable[[Mesh], LayoutMap],
 ) -> Iterator[Variant]:
-    """Yields the usual layout maps for a mesh."""
-    sharded, line = fsdp(mesh), "layouts = ml.parallel.{}"
+    """Yields the usual layout maps for a mesh, made of these two."""
+    line = "layouts = ml.parallel.{}".format
+    parts, rest = (
+        f"{x}(mesh, build, batch, call=loss_fn)" for x in ("tensor_parallel", "fsdp")
+    )
     if "model" not in mesh:
         name = "hybrid fsdp" if "fsdp" in mesh else "fsdp"
-        yield Variant(name, topology, mesh, sharded, (line.format("fsdp(mesh)"),))
+        yield Variant(name, topology, mesh, sharded(mesh), (line(rest),))
         if "fsdp" not in mesh:
-            code = (line.format("data_parallel(mesh)"),)
+            code = (line("data_parallel(mesh)"),)
             yield Variant("data", topology, mesh, data_parallel(mesh), code)
         return
-    call = "tensor_parallel(mesh, build, batch, call=loss_fn)"
-    both = f"compose(ml.parallel.{call}, ml.parallel.fsdp(mesh))"
     try:
         first = tensor(mesh)
     except LayoutMapError as error:
         yield Variant("tensor", topology, mesh, LayoutMap(mesh), error=str(error))
         return
     if "fsdp" not in mesh:
-        yield Variant("tensor", topology, mesh, first, (line.format(call),))
-    layouts, code = compose(first, sharded), (line.format(both),)
-    yield Variant("tensor + fsdp", topology, mesh, layouts, code)
+        yield Variant("tensor", topology, mesh, first, (line(parts),))
+    layouts, code = (
+        compose(first, sharded(mesh)),
+        line(f"compose(ml.parallel.{parts}, ml.parallel.{rest})"),
+    )
+    yield Variant("tensor + fsdp", topology, mesh, layouts, (code,))
 
 
 def given(

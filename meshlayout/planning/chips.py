@@ -4,7 +4,6 @@ All constants of the estimates are in `CHIPS`, from the makers' pages. A device 
 JAX counts as one: on v4, half a chip.
 """
 
-import importlib.util
 import math
 import os
 import re
@@ -19,52 +18,37 @@ from meshlayout.errors import MeshError, did_you_mean
 
 @dataclass(frozen=True)
 class Chip:
-    """What one device does at most.
-
-    Attributes:
-        name: Such as `"TPU v5e"`.
-        flops_per_s: Of matrix products in bfloat16.
-        memory_bytes: That a program may take, by the compiler.
-        memory_bytes_per_s: Read and written.
-        ring_bytes_per_s: That a device sends in a ring, in both directions together.
-        clock_hz: Of the cycles that the compiler estimates; None where it gives none.
-        source: Where the figures are from.
-        scratch_bytes: Of memory on the chip, where compilers put what fits.
-    """
+    """What one device does at most."""
 
     name: str
-    flops_per_s: float
-    memory_bytes: float
-    memory_bytes_per_s: float
-    ring_bytes_per_s: float
-    clock_hz: float | None
-    source: str
-    scratch_bytes: float = 0.0
+    flops_per_s: float  # of matrix products in bfloat16
+    memory_bytes: float  # that a program may take, by the compiler
+    memory_bytes_per_s: float  # read and written
+    ring_bytes_per_s: float  # sent in a ring, in both directions together
+    clock_hz: float | None  # of the cycles that its compiler estimates, if it does
+    source: str  # of the figures
+    scratch_bytes: float = 0.0  # of memory on the chip, where compilers put what fits
 
 
-def _tpu(
-    generation: str, flops: float, memory: float, rate: float, port: float, macs: int
-) -> Chip:
+def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:
     # The clock at which the matrix units do the peak. Compiled, a product of two 4096 x
     # 4096 matrices takes 1.03 (v5e), 1.04 (v5p), 1.12 (v4) and 1.15 (v6e) times the
     # ideal. Memory is what libtpu says is available; it puts 100 MB on the chip (v5e).
-    clock, cores = flops / (2 * macs), 2 if generation == "v4" else 1
-    name, source = (
-        f"TPU {generation}",
-        f"https://cloud.google.com/tpu/docs/{generation}",
-    )
-    rates = rate / cores, 2 * port / cores
-    return Chip(name, flops / cores, memory * 2**30, *rates, clock, source, 1e8)
+    clock, source = flops / (2 * macs), f"https://cloud.google.com/tpu/docs/{name}"
+    cores = 2 if name == "v4" else 1
+    rate, port = (x / cores for x in rates)
+    facts = flops / cores, memory * 2**30, rate, 2 * port, clock, source, 1e8
+    return Chip(f"TPU {name}", *facts)
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 # Ports of TPUs: the page's rate of a chip over its ports and both directions; there are
 # 4 ports on v5e and v6e, and 6 on v4 and v5p.
 CHIPS = {
-    "v4": _tpu("v4", 275e12, 15.25, 1.228e12, 50e9, 8 * 128**2),
-    "v5e": _tpu("v5e", 197e12, 15.75, 0.819e12, 50e9, 4 * 128**2),
-    "v5p": _tpu("v5p", 459e12, 95.74, 2.765e12, 100e9, 8 * 128**2),
-    "v6e": _tpu("v6e", 918e12, 31.25, 1.640e12, 100e9, 4 * 256**2),
+    "v4": _tpu("v4", 275e12, 15.25, 1.228e12, 50e9, macs=8 * 128**2),
+    "v5e": _tpu("v5e", 197e12, 15.75, 0.819e12, 50e9, macs=4 * 128**2),
+    "v5p": _tpu("v5p", 459e12, 95.74, 2.765e12, 100e9, macs=8 * 128**2),
+    "v6e": _tpu("v6e", 918e12, 31.25, 1.640e12, 100e9, macs=4 * 256**2),
     "a100": Chip("A100", 312e12, 80e9, 2.039e12, 300e9, None, f"{_NVIDIA}a100"),
     "h100": Chip("H100", 989e12, 80e9, 3.35e12, 450e9, None, f"{_NVIDIA}h100"),
     "h200": Chip("H200", 989e12, 141e9, 4.8e12, 450e9, None, f"{_NVIDIA}h200"),
@@ -131,14 +115,11 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         Mesh(batch=2, model=4; batch across 2 processes)
     """
     kind, sizes = parse_topology(topology)
-    platform, name = "tpu", topology.strip()
+    platform, name, extra = "tpu", topology.strip(), "tpu"
     options: dict[str, Any] = {}
-    compiler, extra = "libtpu", "tpu"
     if kind == "h100":
-        platform, name = "cuda", kind
-        hosts, share = sizes
-        options = {"topology": f"1x{hosts}x{share}", "target_config": _H100}
-        compiler, extra = "jax_plugins.xla_cuda12", "cuda12"
+        platform, name, extra = "cuda", kind, "cuda12"
+        options = {"topology": "1x{}x{}".format(*sizes), "target_config": _H100}
     elif jax.default_backend() != "tpu":
         os.environ.update({k: x for k, x in _VARIABLES.items() if k not in os.environ})
     if math.prod(sizes) == 1 and platform == "tpu":
@@ -146,14 +127,10 @@ def describe_devices(topology: str) -> list[_jax.Device]:
     try:
         return _jax.described_devices(platform, name, **options)
     except (RuntimeError, ImportError) as error:
-        fact = str(error).splitlines()[0]
-        if importlib.util.find_spec(compiler):
-            msg = f"the compiler cannot describe {topology!r}: {fact}"
-            raise MeshError(msg) from error
         # The same version, so that pip keeps the installed jax.
         install = f"pip install 'jax[{extra}]=={jax.__version__}'"
-        msg = f"to compile for {topology!r}, its compiler is needed: {install}."
-        raise MeshError(msg) from error
+        fact = f"there is no compiler for {topology!r}: {str(error).splitlines()[0]}"
+        raise MeshError(f"{fact} If it is not installed, {install}.") from error
 
 
 def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:

@@ -8,7 +8,6 @@ user's. For devices that are here, programs are compiled here.
 import contextlib
 import hashlib
 import io
-import itertools
 import os
 import pickle
 import resource
@@ -41,22 +40,14 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a compiler said about a program.
-
-    `peak_bytes` are arguments, new results, temporaries and code; of a program that was
-    refused for memory, what it needs, and `memory_bytes` what there is.
-    """
+    """What a compiler said about a program."""
 
     text: str = ""
-    peak_bytes: float = 0.0
-    memory_bytes: float = 0.0
+    peak_bytes: float = 0.0  # arguments, new results, temporaries and code
+    memory_bytes: float = 0.0  # that there is, if it was refused for memory
     error: str = ""  # the compiler's first line
     seconds: float = 0.0
     host_bytes: int = 0  # that the process took at the most
-
-
-_PROGRAM = "from meshlayout.planning import compilation; compilation.main()"
-_ENDED = "the compiler ended with status"
 
 
 def job_of(
@@ -83,9 +74,9 @@ def compile_all(
 
     A job is taken when there is room for it. If the caller stops, processes are ended.
     """
-    running: dict[int, tuple[Compilation, Path, subprocess.Popen[bytes]]] = {}
-    numbers, is_more = itertools.count(), True
+    running: list[tuple[int, Path, subprocess.Popen[bytes]]] = []
     cache.mkdir(parents=True, exist_ok=True)
+    is_more = True
     with tempfile.TemporaryDirectory(prefix="meshlayout-plan-") as folder:
         try:
             while is_more or running:
@@ -94,32 +85,42 @@ def compile_all(
                     is_more = job is not None
                     if job is None:
                         break
-                    if (cache / job.key).exists():
-                        yield index, pickle.loads((cache / job.key).read_bytes())
-                    elif not job.topology:
-                        yield index, _compiled(job, cache / job.key)
-                    else:
-                        path = Path(folder) / str(next(numbers))
-                        running[index] = job, path, _started(job, path)
-                for index, (job, path, process) in [*running.items()]:
+                    target = cache / job.key
+                    if not target.exists() and job.topology:
+                        path = Path(folder) / job.key
+                        path.write_bytes(pickle.dumps((job, target)))
+                        running.append((index, target, _process(path)))
+                        continue
+                    if not target.exists():
+                        _compile(job, target)
+                    yield index, pickle.loads(target.read_bytes())
+                for each in [*running]:
+                    index, target, process = each
                     if process.poll() is not None:
-                        del running[index]
-                        yield index, _outcome(path, cache / job.key, process.returncode)
+                        running.remove(each)
+                        if target.exists():
+                            yield index, pickle.loads(target.read_bytes())
+                            continue
+                        log = (Path(folder) / f"{target.name}.log").read_text()
+                        line = "".join(log.splitlines()[-1:])
+                        status = f"the compiler ended with status {process.returncode}"
+                        yield index, Outcome(error=f"{status}: {line}")
                 time.sleep(0.05 if running else 0)
         finally:
-            for *_, process in running.values():
+            for *_, process in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
-def _started(job: Compilation, path: Path) -> "subprocess.Popen[bytes]":
-    path.write_bytes(pickle.dumps(job))
+def _process(path: Path) -> "subprocess.Popen[bytes]":
+    """Starts a process that compiles the job in a file."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    with path.with_suffix(".log").open("wb") as log:
+    program = "from meshlayout.planning import compilation; compilation.main()"
+    with Path(f"{path}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(path)],
+            [sys.executable, "-c", program, str(path)],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=log,
@@ -127,44 +128,28 @@ def _started(job: Compilation, path: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _outcome(path: Path, target: Path, status: int) -> Outcome:
-    if path.with_suffix(".outcome").exists():
-        outcome: Outcome = pickle.loads(path.with_suffix(".outcome").read_bytes())
-        _write(target, outcome)
-        return outcome
-    lines = path.with_suffix(".log").read_text(errors="replace").splitlines()
-    return Outcome(error=f"{_ENDED} {status}: {''.join(lines[-1:])}")
+def main() -> None:
+    """Compiles the job in a file, in a process of its own."""
+    _compile(*pickle.loads(Path(sys.argv[1]).read_bytes()))
 
 
-def _write(path: Path, outcome: Outcome) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.replace(path)
-
-
-def _compiled(job: Compilation, path: Path) -> Outcome:
+def _compile(job: Compilation, target: Path) -> None:
     """Compiles in this process, and writes what came of it."""
     known = job.devices or describe_devices(job.topology)
     by_id = {device.id: device for device in known}
     start = time.monotonic()
     try:
-        text, memory = _jax.compile_module(job.module, [by_id[x] for x in job.ids])
+        text, sizes = _jax.compile_module(job.module, [by_id[x] for x in job.ids])
     except jax.errors.JaxRuntimeError as error:
         refusal = memory_refusal(error) or (0.0, 0.0)
         line = str(error).splitlines()[0]
         outcome = Outcome("", *refusal, line, time.monotonic() - start)
     else:
         names = ("argument", "output", "temp", "generated_code", "alias")
-        *sizes, alias = (getattr(memory, f"{name}_size_in_bytes") for name in names)
+        *parts, alias = (getattr(sizes, f"{name}_size_in_bytes") for name in names)
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         seconds = time.monotonic() - start
-        peak = sum(sizes) - alias
-        outcome = Outcome(text, peak, seconds=seconds, host_bytes=host)
-    _write(path, outcome)
-    return outcome
-
-
-def main() -> None:
-    """Compiles the job in a file, in a process of its own."""
-    path = Path(sys.argv[1])
-    _compiled(pickle.loads(path.read_bytes()), path.with_suffix(".outcome"))
+        outcome = Outcome(text, sum(parts) - alias, 0.0, "", seconds, host)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    partial.write_bytes(pickle.dumps(outcome))
+    partial.replace(target)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshlayout import _render
@@ -17,38 +17,25 @@ from meshlayout.planning.estimate import Estimate
 class Row:
     """A candidate and what it costs.
 
-    Attributes:
-        variant: Its mesh, layouts and options.
-        rows, tokens: Of a global batch; no tokens are 0.
-        memory_bytes: What each device has.
-        source: `"compiled"` for the compiler's memory and schedule, `"roofline"` for
-            its memory and the program's FLOPs and bytes, or `"estimated"`.
-        step_s: Seconds of a step; 0 if they are not known.
-        bound: What takes most of them: `"compute"`, `"memory"` or `"network"`.
-        peak_bytes: What each device holds at the most; NaN if it is not known.
-        utilization: The model's FLOPs as a share of what the devices could do.
-        sent: Bytes that each device sends, by axes.
-        parts: Seconds, by what they are for.
-        error: Why there is no program: the compiler's first line; or empty.
-        compile_s, host_bytes: Seconds and memory of the compilation.
-        estimate: What was estimated before it.
+    `source` is `"compiled"` for the compiler's memory and schedule, `"roofline"` for
+    its memory and the program's FLOPs and bytes over peaks, or `"estimated"`.
     """
 
     variant: Variant
-    rows: int
-    tokens: int
-    memory_bytes: float
+    rows: int  # of a global batch
+    tokens: int  # of a global batch; 0 for none
+    memory_bytes: float  # that each device has
     source: Literal["estimated", "compiled", "roofline"] = "estimated"
-    step_s: float = 0.0
-    bound: str = ""
-    peak_bytes: float = math.nan
-    utilization: float = 0.0
-    sent: Mapping[str, float] | None = None
-    parts: Mapping[str, float] | None = None
-    error: str = ""
+    step_s: float = math.nan
+    bound: str = ""  # "compute", "memory" or "network": what takes the most time
+    peak_bytes: float = math.nan  # that each device holds at the most
+    utilization: float = math.nan  # model FLOPs as a share of what devices could do
+    sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds
+    error: str = ""  # why there is no program: the compiler's first line
     compile_s: float = 0.0
-    host_bytes: int = 0
-    estimate: Estimate | None = None
+    host_bytes: int = 0  # that the compilation took
+    estimate: Estimate | None = None  # of before the compilation
 
     @property
     def mesh(self) -> Mesh:
@@ -73,22 +60,25 @@ class Row:
     @property
     def examples_per_s(self) -> float:
         """Examples per second on all devices."""
-        return self.rows / self.step_s if self.step_s else math.nan
+        return self.rows / self.step_s
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second on all devices."""
-        return self.tokens / self.step_s if self.step_s else math.nan
+        return self.tokens / self.step_s
 
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the map, the state and the step."""
         return self.variant.to_code()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values by name, for JSON."""
+        """Returns values by name, for JSON; numbers that are not known are None."""
         names = "source step_s bound peak_bytes memory_bytes utilization sent error"
         names += " compile_s host_bytes fits examples_per_s tokens_per_s step_options"
         facts = {name: getattr(self, name) for name in names.split()}
+        for name, value in facts.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                facts[name] = None
         facts |= {"name": str(self.variant), "topology": self.variant.topology}
         return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
 
@@ -97,41 +87,29 @@ class Row:
         return f"{self.variant} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
 
     def _cells(self) -> list[str]:
-        room, fits = self.memory_bytes - self.peak_bytes, "too large"
-        if self.fits:
-            fits = "fits"
-        elif math.isnan(room) or (self.error and room >= 0):
-            fits, room = self.error[:72], math.nan
-        if math.isfinite(room):
-            side = "left" if room > 0 else "over"
+        room = self.memory_bytes - self.peak_bytes
+        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
+        if math.isfinite(room) and (self.fits or room < 0):
+            side = "left" if room >= 0 else "over"
             fits += f", {_render.bytes_text(abs(room))} {side}"
-        speed = ["", "", ""]
-        if self.step_s:
+        step, *rates = ["", "", ""]
+        if not math.isnan(self.step_s):
             rate = f"{self.examples_per_s:,.0f}"
             tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
-            speed = [f"{self.step_s * 1e3:.4g} ms", f"{rate}{tokens}"]
-            speed.append(f"{self.utilization:.0%}")
-        sent = (self.sent or {}).items()
-        texts = (f"{axes} {_render.bytes_text(nbytes)}" for axes, nbytes in sent)
+            step = f"{self.step_s * 1e3:.4g} ms"
+            rates = [f"{rate}{tokens}", f"{self.utilization:.0%}"]
+        sent = (f"{k} {_render.bytes_text(x)}" for k, x in self.sent.items())
         place = [self.variant.topology, sizes_text(self.mesh.shape), str(self.variant)]
-        step, *rates = speed
-        return [*place, fits, step, self.bound, *rates, "; ".join(texts), self.source]
-
-
-_HEADERS = ["topology", "mesh", "layouts", "memory", "step", "bound"]
-_HEADERS += ["examples/s", "MFU", "sent", ""]
-_ALIGN = "llllrlrrll"
+        return [*place, fits, step, self.bound, *rates, "; ".join(sent), self.source]
 
 
 @dataclass(frozen=True, repr=False)
 class Ranking:
     """The result of `plan`: text if printed, a table in notebooks.
 
-    Attributes:
-        rows: Every candidate, the best first: those that fit, by examples per second
-            and device, what was compiled before what was not.
-        changes: Where nothing fits, the smallest change with which something does.
-        notes: What else is to be said, such as that the budget was used up.
+    Rows that fit come first, the compiled ones of these before the others, each by
+    examples per second and device. Where none fits, `changes` has the smallest change
+    with which one does. `notes` say what else there is, as that the budget has ended.
     """
 
     rows: tuple[Row, ...]
@@ -155,8 +133,8 @@ class Ranking:
     def explain(self, row: Row | int = 0) -> str:
         """Returns what the time of a row, or of its place in `rows`, consists of."""
         chosen = self.rows[row] if isinstance(row, int) else row
-        parts = [*(chosen.parts or {}).items()]
-        total, rest = sum(x for _, x in parts), sum(x for _, x in parts[30:])
+        parts = [*chosen.parts.items()]
+        total, rest = sum(chosen.parts.values()), sum(x for _, x in parts[30:])
         parts = parts[:30] + [("everything else", rest)] * (rest > 0)
         lines = [[name, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for name, x in parts]
         headers = ["what", "time", "share"]
@@ -168,13 +146,16 @@ class Ranking:
         return {"rows": rows, "changes": changes, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
-        return _render.text_table(_HEADERS, *self._table())
+        return _render.text_table(*self._table(), self._notes())
 
     def _repr_html_(self) -> str:
-        rows, align, notes = self._table()
-        return _render.html_table(_HEADERS, rows, align, notes=notes)
+        return _render.html_table(*self._table(), notes=self._notes())
 
-    def _table(self) -> tuple[list[list[str]], str, list[str]]:
-        notes = [*["Nothing fits."] * (not self.fits), *self.notes]
-        notes += [f"would fit: {row}" for row in self.changes]
-        return [row._cells() for row in self.rows], _ALIGN, notes
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
+        headers = ["topology", "mesh", "layouts", "memory", "step", "bound"]
+        headers += ["examples/s", "MFU", "sent", ""]
+        return headers, [row._cells() for row in self.rows], "llllrlrrll"
+
+    def _notes(self) -> list[str]:
+        changes = [f"would fit: {row}" for row in self.changes]
+        return [*["Nothing fits."] * (not self.fits), *self.notes, *changes]

@@ -26,24 +26,16 @@ from meshlayout.planning.chips import Chip
 class Replay:
     """How long a program takes, by its schedule.
 
-    Attributes:
-        compute_s: Of computing alone.
-        alone_s: Of all collectives alone.
-        total_s: Of the whole step.
-        num_async: How many collectives are asynchronous, with computation between start
-            and end; each as often as it runs.
-        num_sync: How many are not.
-        wire_bytes: That each chip sends.
-        parts: The seconds of computing, by the submodule or else the source line that
-            it is for, and of waiting for collectives, as `"wait: all_reduce, blocks"`.
+    `parts` are the seconds of computing, by the submodule or else the source line that
+    it is for, and of waiting for collectives, as `"wait: all_reduce, blocks"`.
     """
 
-    compute_s: float
-    alone_s: float
+    compute_s: float  # of computing alone
+    alone_s: float  # of all collectives alone
     total_s: float
-    num_async: int
+    num_async: int  # collectives with computing meanwhile; each as often as it runs
     num_sync: int
-    wire_bytes: float
+    wire_bytes: float  # that each chip sends
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -62,26 +54,15 @@ def replay(text: str, chip: Chip, *, hop_s: float = 1e-6) -> Replay:
         msg = f"the compiler for {chip.name} estimates no cycles to replay."
         raise MeshError(msg)
     program = Program(text)
-    run = _Run(program, Origins(program, {}, ()), chip.clock_hz, chip, hop_s)
+    run = _Run(program, Origins(program, {}, ()), chip, chip.clock_hz, hop_s)
     run.computation(program.entry)
     totals, parts = run.totals, dict[str, float]()
     for key, seconds in sorted(totals.items(), key=lambda x: -x[1]):
         if key.startswith("part "):
             parts[key.removeprefix("part ")] = seconds
     counts = round(totals["async"]), round(totals["sync"])
-    seconds = (totals[name] for name in ("compute", "alone", "now"))
-    compute_s, alone_s, total_s = seconds
+    compute_s, alone_s, total_s = (totals[x] for x in ("compute", "alone", "now"))
     return Replay(compute_s, alone_s, total_s, *counts, totals["sent"], parts)
-
-
-@dataclass(frozen=True)
-class _Event:
-    """What a chip does next: computes, and starts and ends collectives by key."""
-
-    cycles: int = 0
-    start: Any = None
-    done: Any = None
-    collective: Instruction | None = None
 
 
 @dataclass
@@ -90,8 +71,8 @@ class _Run:
 
     program: Program
     origins: Origins
-    clock_hz: float
     chip: Chip
+    clock_hz: float
     hop_s: float
     network_free: float = 0.0
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -108,7 +89,7 @@ class _Run:
             elif instruction.opcode == "call" and called:
                 self.computation(called[0])
             else:
-                self._step(instruction, self._event(instruction, called))
+                self._step(instruction, called)
 
     def _loop(self, loop: Instruction) -> None:
         count = self.program._trip_count(loop)
@@ -122,69 +103,62 @@ class _Run:
                 self.totals[key] = value + (turns - 2) * (value - before[key])
             later = (turns - 2) * (self.totals["now"] - before["now"]) / (turns - 1)
             self.network_free += later
-            for key, (end, before_it, name) in self.pending.items():
-                self.pending[key] = end + later, before_it, name
+            for key, (end, compute, name) in self.pending.items():
+                self.pending[key] = end + later, compute, name
 
     def _cycles(self, name: str) -> int:
         return sum(map(_cycles_of, self.program.computations[name]))
 
-    def _event(self, instruction: Instruction, called: list[str]) -> _Event:
+    def _step(self, instruction: Instruction, called: list[str]) -> None:
         inner = [x for name in called for x in self.program.computations[name]]
-        cycles, opcode = _cycles_of(instruction), instruction.opcode
-        found = (x for x in [instruction, *inner] if x.opcode in _OPCODES)
-        collective = next(found, None)
-        if opcode.endswith("-done") and instruction.operands:
-            return _Event(cycles, done=instruction.operands[0])
-        if collective is None:
-            return _Event(cycles)
-        if opcode.endswith("-start"):
-            return _Event(cycles, start=instruction, collective=collective)
-        if collective is not instruction and _PIECE.match(collective.computation):
+        every = (x for x in [instruction, *inner] if x.opcode in _OPCODES)
+        cycles, collective = _cycles_of(instruction), next(every, None)
+        start: Any = None
+        done: Any = None
+        if instruction.opcode.endswith("-done") and instruction.operands:
+            done = instruction.operands[0]
+        elif instruction.opcode.endswith("-start"):
+            start = instruction
+        elif collective is not None:
             text = "".join(x.rest for x in inner)
             starts, ends = (f"AsyncCollective{x}" in text for x in ("Start", "Done"))
-            key = tuple(map(collective.attribute, (_CHANNEL, _CHAIN)))
-            if collective.computation.startswith("async_collective") or starts or ends:
+            name = collective.computation
+            is_piece = collective is not instruction and bool(_PIECE.match(name))
+            if is_piece and (name.startswith("async_collective") or starts or ends):
                 # In the pieces between, it computes while a collective goes on.
-                keys = key if starts else None, key if ends else None
-                return _Event(cycles, *keys, collective)
-        cycles = 0 if collective is instruction else cycles
-        return _Event(cycles, instruction, instruction, collective)
-
-    def _step(self, instruction: Instruction, event: _Event) -> None:
-        totals = self.totals
-        if event.start is not None and event.collective is not None:
-            seconds, name, sent = self._sent(event.collective)
-            self.network_free = max(self.network_free, totals["now"]) + seconds
-            self.pending[event.start] = self.network_free, totals["compute"], name
-            totals["alone"] += seconds
-            totals["sent"] += sent
-        seconds = event.cycles / self.clock_hz
+                key = tuple(map(collective.attribute, (_CHANNEL, _CHAIN)))
+                start, done = key if starts else None, key if ends else None
+            else:
+                start = done = instruction
+                cycles = 0 if collective is instruction else cycles
+        if start is not None and collective is not None:
+            self._send(start, collective)
+        totals, seconds = self.totals, cycles / self.clock_hz
         totals["now"] += seconds
         totals["compute"] += seconds
         if seconds:
-            totals[f"part {self._place(instruction)}"] += seconds
+            scopes, source = self.origins.scopes_and_source(instruction)
+            place = "/".join(scopes) or self.origins.module(instruction) or source
+            totals[f"part {place or 'other'}"] += seconds
         # A copy between memories, or a collective from an earlier turn of a loop.
-        if event.done in self.pending:
-            end, before, name = self.pending.pop(event.done)
+        if done in self.pending:
+            end, before, name = self.pending.pop(done)
             if end > totals["now"]:
                 totals[f"part wait: {name}"] += end - totals["now"]
                 totals["now"] = end
             totals["async" if totals["compute"] > before else "sync"] += 1
 
-    def _sent(self, instruction: Instruction) -> tuple[float, str, float]:
-        """Returns a collective's seconds alone, its name, and the bytes sent."""
+    def _send(self, key: Any, instruction: Instruction) -> None:
         facts = _collective(self.program, instruction, None, self.origins)
         sent, n = facts.wire_bytes / max(1, facts.times), facts.num_devices
         hops = ring_hops(n) * (2 if facts.kind == "all_reduce" else 1)
-        if facts.kind == "collective_permute":
-            hops = 1
+        hops = 1 if facts.kind == "collective_permute" else hops
         seconds = sent / self.chip.ring_bytes_per_s + hops * self.hop_s
-        place = facts.module or facts.source
-        return seconds, f"{facts.kind}{', ' * bool(place)}{place}", sent
-
-    def _place(self, instruction: Instruction) -> str:
-        scopes, source = self.origins.scopes_and_source(instruction)
-        return "/".join(scopes) or self.origins.module(instruction) or source or "other"
+        name = ", ".join(filter(None, (facts.kind, facts.module or facts.source)))
+        self.network_free = max(self.network_free, self.totals["now"]) + seconds
+        self.pending[key] = self.network_free, self.totals["compute"], name
+        self.totals["alone"] += seconds
+        self.totals["sent"] += sent
 
 
 def ring_hops(n: int) -> float:

@@ -21,24 +21,9 @@ from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel import tensor_parallel
-from meshlayout.planning.candidates import (
-    BFLOAT16,
-    OFFLOAD,
-    Candidates,
-    Variant,
-    bfloat16_state,
-    given,
-    meshes,
-    proposals,
-)
-from meshlayout.planning.chips import (
-    Chip,
-    chip_of,
-    describe_devices,
-    larger_topology,
-    parse_topology,
-)
+from meshlayout.parallel import fsdp, tensor_parallel
+from meshlayout.planning import candidates as ways, chips
+from meshlayout.planning.candidates import Candidates, Variant
 from meshlayout.planning.compilation import Compilation, Outcome, compile_all, job_of
 from meshlayout.planning.estimate import StepTrace, estimate
 from meshlayout.planning.rows import Ranking, Row
@@ -150,18 +135,19 @@ class _Hardware:
 
     name: str
     devices: list[_jax.Device]
-    chip: Chip
+    chip: chips.Chip
     grid: tuple[int, ...]
     topology: str = ""  # to compile for; empty if the devices are here
 
     @classmethod
     def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Hardware":
         if isinstance(topology, str):
-            devices, (_, grid) = describe_devices(topology), parse_topology(topology)
-            return cls(topology, devices, chip_of(devices[0]), grid, topology)
+            _, grid = chips.parse_topology(topology)
+            devices = chips.describe_devices(topology)
+            return cls(topology, devices, chips.chip_of(devices[0]), grid, topology)
         devices = [*as_mesh(topology).devices.flat]
         name = f"{len(devices)} {devices[0].platform.upper()} devices"
-        return cls(name, devices, chip_of(devices[0]), (len(devices),))
+        return cls(name, devices, chips.chip_of(devices[0]), (len(devices),))
 
 
 @dataclass
@@ -183,6 +169,7 @@ class _Search:
     notes: list[str] = field(default_factory=list)
     traces: dict[str, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
+    tables: Any = None  # of lookups
     rules: dict[int, dict[str, Any]] = field(default_factory=dict)  # by axis size
     model_flops: float = 0.0
 
@@ -214,11 +201,22 @@ class _Search:
     def _variants(
         self, target: _Hardware, candidates: Candidates | None = None
     ) -> Iterator[Variant]:
-        known = meshes(target.devices, target.grid)
+        known = ways.meshes(target.devices, target.grid)
         if candidates is not None:
-            yield from given(candidates, known, target.name)
+            yield from ways.given(candidates, known, target.name)
         for mesh in known if candidates is None else ():
-            yield from proposals(mesh, target.name, self._tensor)
+            yield from ways.proposals(mesh, target.name, self._fsdp, self._tensor)
+
+    def _fsdp(self, mesh: Mesh) -> LayoutMap:
+        """Returns a fully sharded map; the model is traced once for all meshes."""
+        layouts = fsdp(mesh)
+        if self.tables is None:
+            arguments: Any = self.module or self.build, (self.batch,)
+            with _checks.noted("while plan traces the candidate 'fsdp'"):
+                layouts = fsdp(mesh, *arguments, call=self.loss_fn)
+            self.tables = layouts._options.default.function.tables
+        rule = replace(layouts._options.default.function, tables=self.tables)
+        return LayoutMap(mesh, default=rule)
 
     def _tensor(self, mesh: Mesh) -> LayoutMap:
         """Returns a tensor-parallel map; the model is traced once for each size."""
@@ -296,7 +294,7 @@ class _Search:
         if is_bfloat16 not in self.states:
             device = next(iter(self.targets.values())).devices[0]
             one = LayoutMap(jax.sharding.Mesh(np.array([device]), ("batch",)))
-            tx = bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
+            tx = ways.bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
             described = TrainState.describe(self.build, tx, one, module=self.module)
             self.states[is_bfloat16] = described
         return self.states[is_bfloat16]
@@ -317,7 +315,7 @@ class _Search:
 
     def _state(self, variant: Variant) -> TrainState[Any]:
         """Returns the abstract state in the layouts of a candidate."""
-        layouts, is_bfloat16 = variant.layouts, BFLOAT16 in variant.code
+        layouts, is_bfloat16 = variant.layouts, ways.BFLOAT16 in variant.code
         key = id(layouts), is_bfloat16
         if key not in self.states:
             traced = self._described(is_bfloat16=is_bfloat16)._traced
@@ -355,7 +353,8 @@ class _Search:
         def jobs() -> Iterator[tuple[int, Compilation]]:
             for index in chosen:
                 variant = rows[index].variant
-                options = {**self.options, **variant.options}
+                options = {"layouts": variant.activations, **self.options}
+                options |= variant.options
                 devices = [*variant.mesh.devices.flat]
                 try:
                     step = make_train_step(self.loss_fn, **options)
@@ -431,12 +430,12 @@ class _Search:
                 if "fsdp" in variant.name:
                     yield variant.with_options(**base.options)
                     break
-        base = replace(base, code=(*base.code, BFLOAT16))
+        base = replace(base, code=(*base.code, ways.BFLOAT16))
         yield base
-        if OFFLOAD not in base.code and base.mesh.platform != "cpu":
+        if ways.OFFLOAD not in base.code and base.mesh.platform != "cpu":
             yield base.offloaded()
         name = base.topology
-        while name := larger_topology(name):
+        while name := chips.larger_topology(name):
             self.targets[name] = _Hardware.of(name)
             variants = self._variants(self.targets[name])
             yield next(variants).with_options(**base.options)
