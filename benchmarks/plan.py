@@ -166,16 +166,16 @@ def experts(layers: int, num_experts: int, scale: int) -> dict[str, Any]:
 def resnet50(width: int) -> dict[str, Any]:
     """Returns the problem of ResNet-50."""
     build = lambda: resnet.ResNet50(width=width, rngs=nnx.Rngs(0))
-    problem = {"build": build, "loss_fn": classes, "batch": images(1024, 64, 64, 3)}
+    problem = {"build": build, "loss_fn": classes, "batch": images(512, 64, 64, 3)}
     return {**problem, "remat": "none"}
 
 
 PROBLEMS: dict[str, Callable[[], dict[str, Any]]] = {
     "MLP": lambda: perceptron(16),
     "mixture of 8 experts": lambda: experts(4, 8, 8),
-    "GPT, large vocabulary": lambda: scanned(4, 8, 32768),
-    "transformer of 24 layers": lambda: scanned(24, 8, 1024),
-    "transformer of 8 layers": lambda: transformers(8, 8),
+    "GPT, large vocabulary": lambda: scanned(4, 4, 32768),
+    "transformer of 24 layers": lambda: scanned(24, 4, 1024),
+    "transformer of 8 layers": lambda: transformers(8, 4),
     "ResNet-50": lambda: resnet50(64),
 }
 

@@ -224,8 +224,9 @@ def estimate(
     for index, leaf in enumerate(params):
         own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
         count = mesh.axis_size([*(own - {*rows})])
-        first, last, runs, used = trace.uses.get(index, (0, 0, 1, 0))
-        used, size = used / count, trace.nbytes[index] / count
+        nbytes = trace.nbytes[index]
+        first, last, runs, used = trace.uses.get(index, (0, 0, 1, nbytes))
+        used, size = used / count, nbytes / count
         split = [axis for axis in rows if axis in own]
         later = [axis for axis in rows if axis in slots[leaf.shape] - own]
         whole = [axis for axis in rows if axis not in {*own, *later}]
