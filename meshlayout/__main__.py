@@ -10,7 +10,11 @@ def main() -> int:
     """Runs a sub-command; `launch` loads neither JAX nor NumPy."""
     arguments = sys.argv[1:]
     if arguments[:1] != ["launch"]:
-        commands = importlib.import_module("meshlayout.planning.command_line")
+        try:
+            commands = importlib.import_module("meshlayout.planning.command_line")
+        except (ImportError, RuntimeError) as error:  # as JAX with another jaxlib
+            sys.stderr.write(f"meshlayout cannot start: {error}\n")
+            return 1
         return commands.main(arguments)
     is_json, start = arguments[1:2] == ["--json"], time.monotonic()
     launch = importlib.import_module("meshlayout.launch")

@@ -23,6 +23,7 @@ from jax._src import (
     compiler,
     core as jax_core,
     distributed,
+    hardware_utils,
     mesh as jax_mesh,
     source_info_util,
     xla_bridge,
@@ -548,6 +549,12 @@ def reached_preemption_sync_point(turn: int) -> bool:
 def has_preemption_service() -> bool:
     """Returns whether `jax.distributed` watches for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None
+
+
+def visible_accelerators() -> list[str]:
+    """Returns what the system shows, whatever JAX uses: "tpu", "gpu"."""
+    num_tpus, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return ["tpu"] * bool(num_tpus) + ["gpu"] * hardware_utils.has_visible_nvidia_gpu()
 
 
 def described_devices(platform: str, name: str, **options: Any) -> list[Device]:

@@ -1,11 +1,10 @@
 """Programs ahead of time, the doctor and the command line."""
 
 import dataclasses
-import importlib
 import json
+import os
 import subprocess
 import sys
-import zlib
 
 import jax
 import numpy as np
@@ -33,117 +32,6 @@ def new_state(**axes):
     return ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(mesh))
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    """The names of the programs that XLA compiles meanwhile."""
-    compiler = importlib.import_module("jax._src.compiler")
-    names = ("backend_compile_and_load", "backend_compile")
-    name = next(name for name in names if hasattr(compiler, name))
-    original, compiled = getattr(compiler, name), []
-
-    def noted(backend, module, *args, **kwargs):
-        compiled.append(str(module.operation.attributes["sym_name"]))
-        return original(backend, module, *args, **kwargs)
-
-    monkeypatch.setattr(compiler, name, noted)
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield compiled
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
-# Executables in files.
-
-
-def test_a_saved_step_runs_without_compiling(tmp_path, programs):
-    path = tmp_path / "step.bin"
-    batch = ml.relayout(BATCH, ml.create_mesh({"batch": 8}).layout("batch", ...))
-    step = ml.make_train_step(squares)
-    state, metrics = step(new_state(), batch)
-    step.save_compiled(path)
-    state, expected = step(state, batch)
-    assert [name for name in programs if "train_step" in name] != []
-    del programs[:]
-    jax.clear_caches()
-    other = ml.make_train_step(squares)
-    other.load_compiled(path)
-    state, again = other(new_state(), batch)
-    assert again["loss"] == metrics["loss"]
-    state, later = other(state, batch)
-    assert later["loss"] == expected["loss"]
-    assert [name for name in programs if "train_step" in name] == []
-
-
-def test_a_compiled_step_can_be_saved_for_arguments_and_compiles_others(tmp_path):
-    @ml.compile_step
-    def step(state, x):
-        return {"w": state["w"] + x.sum()}, None
-
-    path = tmp_path / "step.bin"
-    state, x = {"w": jax.numpy.zeros(2)}, jax.numpy.ones(3)
-    step.save_compiled(path, state, x)
-    step.load_compiled(path)
-    state, _ = step(state, x)
-    assert state["w"].tolist() == [3, 3]
-    with pytest.warns(ml.errors.RecompileWarning, match="changed from f32"):
-        state, _ = step(state, jax.numpy.ones(4))
-    assert state["w"].tolist() == [7, 7]
-
-
-def test_another_program_is_an_error_that_says_what_differs(tmp_path):
-    path = tmp_path / "step.bin"
-    step = ml.make_train_step(squares)
-    step.save_compiled(path, new_state(), BATCH)
-    other = ml.make_train_step(lambda model, batch: 2 * squares(model, batch))
-    other.load_compiled(path)
-    state = new_state()
-    with pytest.raises(ml.errors.StepError) as caught:
-        other(state, BATCH)
-    assert "holds another program than this step's (- saved, + now): " in str(
-        caught.value
-    )
-    assert "stablehlo" in str(caught.value)
-    assert not state.step.is_deleted()
-
-
-@pytest.mark.parametrize(
-    ("fact", "value", "sentence"),
-    [
-        ("jax", "0.1.0", "was compiled for jax 0.1.0, and here it is "),
-        ("devices of the kind", "TPU v9", "was compiled for devices of the kind TPU v9, and here it"),
-        (
-            "a number of processes of",
-            2,
-            "was compiled for a number of processes of 2, and here it is 1",
-        ),
-    ],
-)
-def test_an_executable_of_other_versions_or_devices_is_refused(
-    tmp_path, fact, value, sentence
-):
-    path = tmp_path / "step.bin"
-    step = ml.make_train_step(squares)
-    step.save_compiled(path, new_state(), BATCH)
-    magic, header, rest = path.read_bytes().split(b"\n", 2)
-    header = json.dumps({**json.loads(header), fact: value}).encode()
-    path.write_bytes(b"\n".join([magic, header, rest]))
-    with pytest.raises(ml.errors.StepError) as caught:
-        ml.make_train_step(squares).load_compiled(path)
-    assert sentence in str(caught.value)
-
-
-def test_files_that_are_none_are_refused(tmp_path):
-    path = tmp_path / "step.bin"
-    step = ml.make_train_step(squares)
-    with pytest.raises(ml.errors.StepError, match="No such file"):
-        step.load_compiled(path)
-    path.write_bytes(b"meshlayout executable 1\n{}\n" + zlib.compress(b""))
-    with pytest.raises(ml.errors.StepError, match="or it is damaged"):
-        step.load_compiled(path)
-    with pytest.raises(ml.errors.StepError, match="the step was not called"):
-        step.save_compiled(path)
-
-
 # Programs for devices that are not here.
 
 
@@ -163,12 +51,11 @@ def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
     def no_compiler(*args, **kwargs):
         raise RuntimeError("no libtpu")
 
-    monkeypatch.setattr(chips.topologies, "get_topology_desc", no_compiler)
-    monkeypatch.setattr(chips, "is_importable", lambda name: False)
+    monkeypatch.setattr(chips._jax, "described_devices", no_compiler)
     with pytest.raises(ml.errors.MeshError) as caught:
         ml.planning.describe_devices("v5e:2x4")
     line = f"pip install 'jax[tpu]=={jax.__version__}'"
-    assert str(caught.value).endswith(f"its compiler is needed: {line}.")
+    assert str(caught.value).endswith(f"If it is not installed, {line}.")
 
 
 def test_refusals_for_memory_say_by_how_much():
@@ -227,70 +114,69 @@ WELL = checkup.Machine(
     data_directory="/data",
     cores=2,
 )
+PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
+GPU = {"hardware": ["gpu"], "importable": ["jax_plugins.xla_cuda13"]}
 
 
-def findings(needs=(), **changes):
-    machine = dataclasses.replace(WELL, **changes)
-    return [(x.kind, x.sentence) for x in checkup.findings_of(machine, needs)]
+def wrong(needs=(), **changes):
+    return [*checkup.wrong_of(dataclasses.replace(WELL, **changes), needs)]
 
 
-def test_nothing_is_wrong_with_a_plain_machine():
-    assert findings() == []
+def versions(**others):
+    return {"versions": WELL.versions | others}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"versions": {"jax": "0.10.2", "jaxlib": "0.9.0"}},
-            "pip install 'jaxlib==0.10.2'",
-        ),
-        (
-            {"versions": {"jax": "0.10.2", "jax-cuda12-plugin": "0.8.1"}},
-            "pip install 'jax[cuda12]==0.10.2'",
-        ),
-        (
-            {"hardware": ["gpu"], "environment": {"JAX_PLATFORMS": "cpu"}},
-            "this machine has a GPU, but JAX uses the CPU; JAX_PLATFORMS=cpu asks for it",
-        ),
-        ({"hardware": ["tpu"]}, "pip install 'jax[tpu]==0.10.2'"),
-        (
-            {"hardware": ["tpu"], "importable": ["libtpu"]},
-            "another process may hold it",
-        ),
+        (versions(jaxlib="0.9.0"), "pip install 'jaxlib==0.10.2'"),
+        (versions(jaxlib="0.10.3"), "jax 0.10.2 and jaxlib 0.10.3 do not fit"),
+        (versions(**{"jax-cuda12-pjrt": "0.8.1"}), "install 'jax[cuda12]==0.10.2'"),
+        (versions(libtpu="0.0.5") | {"libtpu_pin": "0.0.42"}, "made for libtpu 0.0.42"),
+        (GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}, "JAX_PLATFORMS=cpu asks"),
+        (GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "VISIBLE_DEVICES hides"),
+        (GPU, "this machine has a GPU, but JAX uses the CPU; another process may"),
+        ({"hardware": ["tpu"]}, "has no plugin: pip install 'jax[tpu]==0.10.2'"),
+        ({"platform": "", "devices": [], "failure": "none."}, "no devices (none)"),
         ({"asked_devices": 8}, "8 virtual CPU devices were asked for too late"),
         ({"devices": ["cpu"] * 8}, "set NPROC=16 before JAX starts"),
-        (
-            {
-                "environment": {
-                    "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234",
-                    "https_proxy": "http://proxy:3128",
-                }
-            },
-            "add 10.0.0.1 to no_proxy",
-        ),
+        ({"environment": PROXY}, "add 10.0.0.1 to no_proxy"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_mends_it(changes, words):
-    [(kind, sentence)] = findings(**changes)
-    assert kind == "wrong"
+    [sentence] = wrong(**changes)
     assert words in sentence
     assert sentence.endswith(".")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        versions(libtpu="0.0.42.1") | {"libtpu_pin": "0.0.42"},
+        {"platform": "gpu", "hardware": ["gpu"]},
+        {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
+        {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
+        {"environment": {"https_proxy": "http://proxy:3128"}},
+    ],
+)
+def test_nothing_is_wrong_with_a_machine_that_works(changes):
+    assert wrong(**changes) == []
+    assert [*checkup.advice_of(dataclasses.replace(WELL, **changes))] == []
+
+
 def test_what_could_be_better_is_advice():
     slow = {"cache": "", "data_directory": "", "environment": {"NPROC": "64"}}
-    assert [kind for kind, _ in findings(**slow)] == ["advice"] * 3
+    advice = [*checkup.advice_of(dataclasses.replace(WELL, **slow))]
+    for line, name in zip(advice, ("NPROC", "JAX_COMP", "TFDS_DATA"), strict=True):
+        assert name in line
 
 
 def test_extras_are_missing_only_where_they_are_asked_for():
-    assert findings(importable=["orbax.checkpoint"], needs=["checkpoint"]) == []
-    assert findings(importable=["cloudpickle"], needs=["data", "checkpoint"]) == [
-        ("wrong", "grain is not installed: pip install 'meshlayout[data]'."),
-        (
-            "wrong",
-            "orbax.checkpoint is not installed: pip install 'meshlayout[checkpoint]'.",
-        ),
+    assert wrong(importable=["orbax.checkpoint"], needs=["checkpoint"]) == []
+    assert wrong(importable=["cloudpickle"], needs=["data", "checkpoint"]) == [
+        "grain is not installed: pip install 'meshlayout[data]'.",
+        "orbax.checkpoint is not installed: pip install 'meshlayout[checkpoint]'.",
     ]
     with pytest.raises(ml.MeshLayoutError, match="Did you mean 'data'"):
         ml.doctor(needs=["dta"])
@@ -301,24 +187,39 @@ def test_the_checkup_of_this_machine_is_a_table_and_json():
     assert result.machine.platform == "cpu"
     assert 'ml.create_mesh({"batch": 8})' in str(result)
     assert "jaxlib" in result._repr_html_()
-    assert "environment" not in json.loads(json.dumps(result.to_dict()))
+    assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
+    hosts = {"platform": "gpu", "devices": ["H100"] * 8, "num_processes": 2}
+    on_hosts = checkup.Checkup(dataclasses.replace(WELL, **hosts), (), ()).mesh
+    assert on_hosts == 'ml.create_mesh({"replica": 2, "fsdp": -1}, dcn="replica")'
 
 
 # The command line.
 
 
+def run(*arguments, **variables):
+    """Runs the command in a process; returns its status, output and errors."""
+    program = [sys.executable, "-m", "meshlayout", *map(str, arguments)]
+    environment = os.environ | variables
+    result = subprocess.run(
+        program, capture_output=True, text=True, check=False, env=environment
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
 def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(checkup, "_machine_here", lambda: WELL)
     assert command_line.main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_well"] is True
-    sick = dataclasses.replace(WELL, asked_devices=8)
-    monkeypatch.setattr(checkup, "_machine_here", lambda: sick)
-    assert command_line.main(["doctor"]) == 1
-    assert "wrong: 8 virtual CPU devices" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["wrong"] == []
+    assert command_line.main(["doctor", "--needs", "ray"]) == 1
+    assert "wrong: ray is not installed" in capsys.readouterr().out
     assert command_line.main(["doctor", "--needs", "nothing"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "meshlayout doctor: doctor: needs must be"
-    )
+    assert capsys.readouterr().err.startswith("meshlayout doctor: doctor: needs must")
+
+
+def test_the_doctor_reports_where_jax_does_not_start():
+    status, out, _ = run("doctor", JAX_PLATFORMS="cuda")
+    assert status == 1
+    assert "JAX_PLATFORMS=cuda asks for them: unset it" in out
 
 
 def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
@@ -326,36 +227,61 @@ def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
     with ml.Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, new_state(), metrics={"loss": float("nan")})
-    assert command_line.main(["inspect", str(tmp_path / "run")]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("steps: 1, 2; step 2 has ")
-    assert "params/kernel" in text
-    assert "f32[4, 2]" in text
-    assert (
-        command_line.main(["inspect", str(tmp_path / "run"), "--json", "--step=1"]) == 0
-    )
+    inspect = ["inspect", str(tmp_path / "run")]
+    assert command_line.main(inspect) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "steps: 1, 2"
+    [kernel] = [line.split() for line in lines if line.startswith("params/kernel")]
+    assert kernel[1:] == ["f32[4,", "2]", "[unsharded,", "unsharded]", "Mesh(batch=8)"]
+    assert command_line.main([*inspect, "--json", "--step=1"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["steps"], facts["step"]) == ([1, 2], 1)
     assert facts["arrays"]["params/kernel"].startswith("f32[4, 2]")
     assert facts["metrics"] == {"loss": None}
-    assert command_line.main(["inspect", str(tmp_path / "none")]) == 1
-    assert "there is no directory" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+    for wrong_place in ([*inspect, "--step=3"], [f"{inspect[1]}/none"]):
+        assert command_line.main(["inspect", *wrong_place[-2:]]) == 1
+    assert not (tmp_path / "run" / "none").exists()
+
+
+PROBLEM = """
+import jax, optax, meshlayout as ml
+from flax import nnx
+
+def problem():
+    return {
+        "build": lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+        "loss_fn": lambda model, batch: model(batch) ** 2,
+        "batch": jax.ShapeDtypeStruct((8, 8), "float32"),
+        "optimizer": optax.sgd(0.1),
+        "topology": ml.create_mesh(),
+        "budget_s": 0,
+    }
+"""
+
+
+def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PROBLEM)
+    assert command_line.main(["plan", "mine.py:problem", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] != []
+    for text, words in [
+        ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
+        ("mine", "'mine' is not module:function or file.py:function."),
+        ("none.py:problem", "'none.py' cannot be imported"),
+    ]:
+        assert command_line.main(["plan", text]) == 1
+        assert words in capsys.readouterr().err
 
 
 def test_launch_is_a_sub_command_that_loads_no_jax(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print('number', os.environ['JAX_PROCESS_ID'])")
-    program = (
-        "import runpy, sys; sys.argv = ['meshlayout', 'launch', '--json', '-n', '2', "
-        f"{str(script)!r}]\n"
-        "try: runpy.run_module('meshlayout', run_name='__main__')\n"
-        "except SystemExit as end: print(end.code, {'jax', 'numpy'} & set(sys.modules))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    *lines, facts, end = run.stdout.splitlines()
+    status, out, _ = run("launch", "--json", "-n", "2", script)
+    *lines, facts = out.splitlines()
     assert sorted(lines) == ["[0] number 0", "[1] number 1"]
-    assert json.loads(facts)["exit_status"] == 0
-    assert end == "0 set()"
+    assert (status, json.loads(facts)["exit_status"]) == (0, 0)
+    program = (
+        "import sys, meshlayout.__main__; print({'jax', 'numpy'} & {*sys.modules})"
+    )
+    result = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert result == "set()\n"

@@ -5,11 +5,7 @@
 """
 
 from meshlayout.planning.candidates import bfloat16_state as bfloat16_state
-from meshlayout.planning.checkup import (
-    Checkup as Checkup,
-    Finding as Finding,
-    doctor as doctor,
-)
+from meshlayout.planning.checkup import Checkup as Checkup, doctor as doctor
 from meshlayout.planning.chips import (
     CHIPS as CHIPS,
     Chip as Chip,

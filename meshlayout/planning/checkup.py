@@ -1,6 +1,7 @@
 """`doctor`: what this machine has, and what is set wrong, with the sentence to mend it.
 
-What is seen here and what follows from it are apart: `findings_of` is a pure function.
+What is seen here and what follows from it are apart: `wrong_of` and `advice_of` are
+pure functions.
 """
 
 import contextlib
@@ -11,9 +12,9 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -34,8 +35,12 @@ _EXTRAS = {
     "tpu": ("libtpu",),
     "cuda": ("jax_plugins.xla_cuda12",),
 }
-_FITTING = ("jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")  # versions as jax's
-_PACKAGES = ("meshlayout", "jax", *_FITTING, "libtpu", "flax", "optax", "numpy")
+_GPU_PLUGINS = {*_EXTRAS["cuda"], "jax_plugins.xla_cuda13"}
+_PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
+_PACKAGES = ("meshlayout", "jax", "jaxlib", "libtpu", "flax", "optax", *_PLUGINS)
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
+_DIRECT = ("no_proxy", "no_grpc_proxy")
+_JAX = ("JAX_PLATFORMS", "JAX_COORDINATOR_ADDRESS", "CUDA_VISIBLE_DEVICES", "NPROC")
 
 
 @dataclass(frozen=True)
@@ -44,49 +49,28 @@ class Machine:
 
     python: str
     versions: Mapping[str, str]  # of the packages that are installed
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # the variables that matter, and are set
     platform: str  # that JAX uses
     devices: Sequence[str]  # the kind of each local device
-    libtpu_pin: str = ""  # what jax requires, as "==0.0.42.*"
+    failure: str = ""  # what JAX said instead of giving devices
+    libtpu_pin: str = ""  # what jax requires, as "0.0.42"
     memory_bytes: int = 0  # of the first device, or of the machine for CPUs
     num_processes: int = 1
     hardware: Sequence[str] = ()  # that the system shows: "tpu", "gpu"
-    asked_devices: int = 0  # virtual CPU devices, by JAX's setting
+    asked_devices: int = 0  # virtual CPU devices, by JAX's settings
     cache: str = ""  # the directory of JAX's compilation cache
     importable: Sequence[str] = ()  # modules of extras
     data_directory: str = ""  # TFDS's
     cores: int = 1
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or could be better.
-
-    Attributes:
-        kind: `"wrong"` if programs fail, hang or run elsewhere for it, or `"advice"`.
-        sentence: What is so, and how to mend it.
-    """
-
-    kind: Literal["wrong", "advice"]
-    sentence: str
-
-
 @dataclass(frozen=True, repr=False)
 class Checkup:
-    """The result of `doctor`: text if printed, a table in notebooks.
-
-    Attributes:
-        machine: What is seen.
-        findings: What is wrong, and then what could be better.
-    """
+    """The result of `doctor`: text if printed, a table in notebooks."""
 
     machine: Machine
-    findings: tuple[Finding, ...] = field(default=())
-
-    @property
-    def is_well(self) -> bool:
-        """Whether nothing is wrong."""
-        return not any(finding.kind == "wrong" for finding in self.findings)
+    wrong: tuple[str, ...]  # for this, programs fail, hang or run elsewhere
+    advice: tuple[str, ...]
 
     @property
     def mesh(self) -> str:
@@ -95,13 +79,11 @@ class Checkup:
         sizes = f'{{"batch": {len(machine.devices) * hosts}}}'
         if machine.platform == "gpu" and hosts > 1:
             sizes = f'{{"replica": {hosts}, "fsdp": -1}}, dcn="replica"'
-        return f"ml.create_mesh({sizes})"
+        return f"ml.create_mesh({sizes})" if machine.devices else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values that JSON can hold, without the environment variables."""
-        facts = {**asdict(self), "is_well": self.is_well, "mesh": self.mesh}
-        del facts["machine"]["environment"]
-        return facts
+        """Returns values that JSON can hold."""
+        return {**asdict(self), "mesh": self.mesh}
 
     def __repr__(self) -> str:
         return _render.text_table(["", "here"], self._rows(), notes=self._notes())
@@ -110,21 +92,22 @@ class Checkup:
         return _render.html_table(["", "here"], self._rows(), notes=self._notes())
 
     def _rows(self) -> list[list[str]]:
-        machine = self.machine
-        kinds = (
-            f"{count} x {kind}" for kind, count in Counter(machine.devices).items()
-        )
+        machine, kinds = self.machine, Counter(self.machine.devices)
+        devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         memory = _render.bytes_text(machine.memory_bytes)
         rows = [["Python", machine.python], *map(list, machine.versions.items())]
-        rows += [["devices", f"{', '.join(kinds)} ({machine.platform}), {memory}"]]
-        return [*rows, ["processes", str(machine.num_processes)], ["mesh", self.mesh]]
+        rows += [["devices", f"{devices} ({machine.platform})" if kinds else "none"]]
+        rows += [["memory", memory], ["processes", str(machine.num_processes)]]
+        return [*rows, ["mesh", self.mesh]]
 
     def _notes(self) -> list[str]:
-        lines = [f"{x.kind}: {x.sentence}" for x in self.findings]
-        return lines or ["Nothing is wrong."]
+        wrong = [f"wrong: {sentence}" for sentence in self.wrong]
+        advice = [f"advice: {sentence}" for sentence in self.advice]
+        return [*(wrong or ["Nothing is wrong."]), *advice]
 
 
-def doctor(*, needs: Sequence[str] = ()) -> Checkup:
+@_checks.user_call
+def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     """Looks at this machine, and says what is set wrong and how to mend it.
 
     It starts JAX's devices. Use this when a program is slow, hangs or does not see its
@@ -143,65 +126,68 @@ def doctor(*, needs: Sequence[str] = ()) -> Checkup:
     """
     needs = [needs] if isinstance(needs, str) else needs
     for extra in needs:
-        context: Any = {"where": "doctor", "error": MeshLayoutError}
-        _checks.choice("needs", extra, _EXTRAS, **context)
+        _checks.choice("needs", extra, _EXTRAS, where="doctor", error=MeshLayoutError)
     machine = _machine_here()
-    findings = sorted(findings_of(machine, needs), key=lambda x: x.kind != "wrong")
-    return Checkup(machine, tuple(findings))
+    return Checkup(machine, (*wrong_of(machine, needs),), (*advice_of(machine),))
 
 
-def findings_of(machine: Machine, needs: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yields what is wrong with a machine, or could be better."""
-    wrong = [*_of_versions(machine), *_of_devices(machine), *_of_network(machine)]
-    wrong += [
-        f"{module} is not installed: pip install 'meshlayout[{extra}]'."
-        for extra in needs
-        for module in _EXTRAS[extra]
-        if module not in machine.importable
-    ]
-    yield from (Finding("wrong", sentence) for sentence in wrong)
+def wrong_of(machine: Machine, needs: Sequence[str] = ()) -> Iterator[str]:
+    """Yields what is wrong with a machine, and how to mend it."""
+    yield from _of_versions(machine)
+    yield from _of_devices(machine)
+    yield from _of_network(machine)
+    for extra in needs:
+        for module in {*_EXTRAS[extra]} - {*machine.importable}:
+            yield f"{module} is not installed: pip install 'meshlayout[{extra}]'."
+
+
+def advice_of(machine: Machine) -> Iterator[str]:
+    """Yields what could be better on a machine."""
     threads, cores = machine.environment.get("NPROC", ""), machine.cores
     if len(machine.devices) == 1 and threads.isdecimal() and int(threads) > cores:
-        line = (
-            f"NPROC={threads} on {cores} cores makes small products slower: unset it."
-        )
-        yield Finding("advice", line)
+        yield f"NPROC={threads} on {cores} cores makes small products slow: unset it."
     if not machine.cache:
-        line = (
-            "every start compiles anew: set JAX_COMPILATION_CACHE_DIR to a directory."
-        )
-        yield Finding("advice", line)
+        yield "JAX's compilation cache is off: set JAX_COMPILATION_CACHE_DIR."
     if not machine.data_directory:
-        line = "there is no directory of TensorFlow Datasets: set TFDS_DATA_DIR."
-        yield Finding("advice", line)
+        yield "there is no directory of TensorFlow Datasets: set TFDS_DATA_DIR."
 
 
 def _of_versions(machine: Machine) -> Iterator[str]:
-    versions, jax_version = machine.versions, machine.versions.get("jax", "")
-    for name in _FITTING:
-        other = versions.get(name, jax_version)
-        if other.split(".")[:2] != jax_version.split(".")[:2]:
-            package = "jax[cuda12]" if "cuda" in name else "jaxlib"
-            fix = f"pip install '{package}=={jax_version}'"
-            yield f"jax {jax_version} and {name} {other} do not fit: {fix}."
-    libtpu, pin = versions.get("libtpu", ""), machine.libtpu_pin.strip("=.* ")
-    if machine.platform == "tpu" and pin and not f"{libtpu}.".startswith(f"{pin}."):
-        fix = f"pip install 'jax[tpu]=={jax_version}'"
-        yield f"jax {jax_version} is made for libtpu {pin}, not {libtpu}: {fix}."
+    versions, current = machine.versions, machine.versions.get("jax", "")
+    for name in ("jaxlib", *_PLUGINS):
+        other = versions.get(name, current)
+        is_minor = _numbers(other)[:2] == _numbers(current)[:2]
+        if not is_minor or _numbers(other) > _numbers(current):
+            package = f"jax[{name.split('-')[1]}]" if "-" in name else name
+            fix = f"pip install '{package}=={current}'"
+            yield f"jax {current} and {name} {other} do not fit: {fix}."
+    libtpu, pin = versions.get("libtpu", ""), _numbers(machine.libtpu_pin)
+    if libtpu and pin != _numbers(libtpu)[: len(pin)]:
+        fact = f"jax {current} is made for libtpu {machine.libtpu_pin}, not {libtpu}"
+        yield f"{fact}: pip install 'jax[tpu]=={current}'."
 
 
 def _of_devices(machine: Machine) -> Iterator[str]:
+    environment, version = machine.environment, machine.versions.get("jax", "")
+    setting = environment.get("JAX_PLATFORMS", "")
+    if machine.failure:
+        fix = "Restart the process, and look at what JAX logs"
+        if setting:
+            fix = f"JAX_PLATFORMS={setting} asks for them: unset it, or install them"
+        yield f"JAX starts no devices ({machine.failure.rstrip('.')}). {fix}."
     if machine.platform != "cpu":
         return
-    environment, version = machine.environment, machine.versions.get("jax", "")
     for kind in machine.hardware:
-        plugin, extra = (*_EXTRAS["tpu"], "tpu")
-        if kind == "gpu":
-            plugin, extra = (*_EXTRAS["cuda"], "cuda12")
-        if setting := environment.get("JAX_PLATFORMS"):
+        plugins, extra = _GPU_PLUGINS, "cuda12"
+        if kind == "tpu":
+            plugins, extra = {"libtpu"}, "tpu"
+        hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+        if setting:
             fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
-        elif plugin not in machine.importable:
+        elif plugins.isdisjoint(machine.importable):
             fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
+        elif kind == "gpu" and hidden:
+            fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
         else:
             fix = "another process may hold it: end that, or look at what JAX logs"
         yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
@@ -211,8 +197,7 @@ def _of_devices(machine: Machine) -> Iterator[str]:
         call = f"ml.virtual_devices({asked}) before any other use of JAX"
         yield f"{text}{count}. Restart the process, and call {call}."
     threads = environment.get("NPROC", "") or str(machine.cores)
-    # jaxlib 0.12 has no such deadlock.
-    is_old = [int(x) for x in re.findall(r"\d+", version)[:2]] < [0, 12]
+    is_old = _numbers(version)[:2] < [0, 12]  # jaxlib 0.12 has no such deadlock
     if count > 1 and is_old and threads.isdecimal() and int(threads) < 2 * count:
         text = f"{count} CPU devices share {threads} threads, and can deadlock: set "
         yield f"{text}NPROC={2 * count} before JAX starts, or call ml.virtual_devices."
@@ -221,54 +206,58 @@ def _of_devices(machine: Machine) -> Iterator[str]:
 def _of_network(machine: Machine) -> Iterator[str]:
     environment = machine.environment
     address = split_address(environment.get("JAX_COORDINATOR_ADDRESS"))
-    names = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
-    proxies = [name for name in names if environment.get(name)]
-    direct = ",".join(environment.get(x, "") for x in ("no_grpc_proxy", "no_proxy"))
+    proxies = [name for name in _PROXIES if environment.get(name)]
+    direct = ",".join(environment.get(x, "") for x in _DIRECT)
     if address and proxies and address[0] not in re.split(r"[\s,]+", direct):
         text = f"{proxies[0]} is a proxy before the coordinator: add {address[0]} to "
         yield f"{text}no_proxy, or start with ml.initialize(), which does."
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", version)]
+
+
 def _machine_here() -> Machine:
-    device, *_ = devices = jax.local_devices()
+    devices, failure = [], ""
+    try:
+        devices = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
+        failure = next(iter(str(error).splitlines()), "no platform that was asked for")
     versions: dict[str, str] = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    pins = re.findall(
-        r"^libtpu *\(?(==[\w.*]+)",
-        "\n".join(importlib.metadata.requires("jax") or []),
-        re.MULTILINE,
-    )
+    required = "\n".join(importlib.metadata.requires("jax") or [])
+    pins = re.findall(r"^libtpu *\(?==([\d.]+\d)", required, re.MULTILINE)
     flags = re.findall(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    setting = getattr(jax.config, "jax_num_cpu_devices", -1)
-    asked = [setting if setting > 0 else 0, *map(int, flags)]
-    folder = os.environ.get("TFDS_DATA_DIR") or str(Path.home() / "tensorflow_datasets")
-    patterns = {"gpu": "nvidia[0-9]*", "tpu": "accel[0-9]*"}
-    if device.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        memory = int((device.memory_stats() or {}).get("bytes_limit", 0))
+    setting = jax.config.jax_num_cpu_devices
+    folder = os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if devices and devices[0].platform != "cpu":
+        memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
+    is_cached = jax.config.jax_enable_compilation_cache
+    variables = (*_JAX, *_PROXIES, *_DIRECT)
+    modules = _GPU_PLUGINS.union(*_EXTRAS.values())
     return Machine(
         python=platform.python_version(),
         versions=versions,
-        environment=dict(os.environ),
-        platform=device.platform,
+        environment={x: os.environ[x] for x in variables if x in os.environ},
+        platform=devices[0].platform if devices else "",
         devices=[device.device_kind for device in devices],
+        failure=failure,
         libtpu_pin="".join(pins[:1]),
         memory_bytes=memory,
-        num_processes=_jax.process_count(),
-        hardware=[x for x, glob in patterns.items() if any(Path("/dev").glob(glob))],
-        asked_devices=asked[-1],
-        cache=str(getattr(jax.config, "jax_compilation_cache_dir", None) or ""),
-        importable=[x for y in _EXTRAS.values() for x in y if is_importable(x)],
-        data_directory=folder if Path(folder).is_dir() else "",
+        num_processes=1 if failure else _jax.process_count(),
+        hardware=_jax.visible_accelerators(),
+        asked_devices=setting if setting > 0 else int([0, *flags][-1]),
+        cache=str(jax.config.jax_compilation_cache_dir or "") if is_cached else "",
+        importable=sorted(filter(_is_importable, modules)),
+        data_directory=str(folder) if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,
     )
 
 
-def is_importable(module: str) -> bool:
-    """Returns whether a module of an extra is installed."""
+def _is_importable(module: str) -> bool:
     with contextlib.suppress(ModuleNotFoundError):  # of the package around it
         return importlib.util.find_spec(module) is not None
     return False
