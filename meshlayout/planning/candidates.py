@@ -3,18 +3,19 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
-from meshlayout.parallel import compose, data_parallel
+from meshlayout.parallel import compose, data_parallel, fsdp, tensor_parallel
 from meshlayout.planning.rows import Row
 from meshlayout.state.train_state import Optimizer, _transformation
 
@@ -52,58 +53,61 @@ def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
 
 
 def proposals(
-    mesh: Mesh,
-    topology: str,
-    sharded: Callable[[Mesh], LayoutMap],
-    tensor: Callable[[Mesh], LayoutMap],
+    mesh: Mesh, topology: str, model: Any, inputs: Batch, call: Callable[..., Any]
 ) -> Iterator[Row]:
-    """Yields the usual layouts for a mesh, made of these two."""
-    names = "data_parallel", "fsdp", "tensor_parallel"
-    data, rest, parts = (f"ml.parallel.{x}(mesh" for x in names)
-    rest, parts = (f"{x}, build, batch, call=loss_fn)" for x in (rest, parts))
-    found: list[tuple[str, str, LayoutMap]] = []
+    """Yields the usual layouts for a mesh."""
+    arguments = "(mesh, build, batch, call=loss_fn)"
+    rest, parts = (
+        f"ml.parallel.fsdp{arguments}",
+        f"ml.parallel.tensor_parallel{arguments}",
+    )
+
+    def sharded() -> LayoutMap:
+        return fsdp(mesh, model, inputs, call=call)
+
+    def tensor() -> LayoutMap:
+        return tensor_parallel(mesh, model, inputs, call=call)
+
+    ways: dict[str, tuple[str, Callable[[], LayoutMap]]] = {}
     if "model" not in mesh:
-        name = "hybrid fsdp" if "fsdp" in mesh else "fsdp"
-        found.append((name, rest, sharded(mesh)))
-        if "fsdp" not in mesh:
-            found.append(("data", f"{data})", data_parallel(mesh)))
-    else:
-        try:
-            first = tensor(mesh)
-        except LayoutMapError as error:
-            yield Row("tensor", topology, mesh, LayoutMap(mesh), error=str(error))
-            return
-        if "fsdp" not in mesh:
-            found.append(("tensor", parts, first))
+        ways["hybrid fsdp" if "fsdp" in mesh else "fsdp"] = rest, sharded
+    if "model" not in mesh and "fsdp" not in mesh:
+        ways["data"] = "ml.parallel.data_parallel(mesh)", lambda: data_parallel(mesh)
+    if "model" in mesh and "fsdp" not in mesh:
+        ways["tensor"] = parts, tensor
+    if "model" in mesh:
         both = f"ml.parallel.compose({parts}, {rest})"
-        found.append(("tensor + fsdp", both, compose(first, sharded(mesh))))
-    for name, text, layouts in found:
-        yield Row(name, topology, mesh, layouts, (f"layouts = {text}",))
+        ways["tensor + fsdp"] = both, lambda: compose(tensor(), sharded())
+    for name, (text, make) in ways.items():
+        row = Row(name, topology, mesh, LayoutMap(mesh), (f"layouts = {text}",))
+        try:
+            with _checks.noted(f"while plan traces the candidate {name!r}"):
+                row = replace(row, layouts=make())
+        except LayoutMapError as error:  # nothing can be sharded
+            row = replace(row, error=str(error).splitlines()[0])
+        yield row
 
 
 def given(
     candidates: Candidates, known: Sequence[Mesh], topology: str
 ) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
-    devices = {*known[0].devices.flat}
     for name, value in candidates.items():
-        problem: MeshLayoutError | None = None
-        found: list[Row] = []
-        if isinstance(value, LayoutMap):
-            code = (f"layouts = {name}  # your map",)
-            if {*value.mesh.devices.flat} <= devices:
-                yield Row(name, topology, value.mesh, value, code)
-            continue
-        code = (f"layouts = {getattr(value, '__name__', name)}(mesh)",)
-        for mesh in known:
+        maps, problem = [value] if isinstance(value, LayoutMap) else [], None
+        code = (f"layouts = {name}  # your map",)
+        for mesh in known if not isinstance(value, LayoutMap) else ():
+            code = (f"layouts = {getattr(value, '__name__', name)}(mesh)",)
             try:
-                found.append(Row(name, topology, mesh, value(mesh), code))
+                maps.append(value(mesh))
             except MeshLayoutError as error:  # it is for meshes with other axes
                 problem = error
-        if problem is not None and not found:
+        if problem is not None and not maps:
             problem.add_note(f"while plan calls the candidate {name!r}")
             raise problem
-        yield from found
+        devices = {*known[0].devices.flat}
+        for layouts in maps:
+            if {*layouts.mesh.devices.flat} <= devices:
+                yield Row(name, topology, layouts.mesh, layouts, code)
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

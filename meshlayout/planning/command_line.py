@@ -15,7 +15,9 @@ from meshlayout.planning.checkup import doctor
 from meshlayout.planning.search import plan
 
 
-_EPILOG = "launch takes --json first, and then the options of python -m meshlayout.launch."
+_EPILOG = (
+    "launch takes --json first, and then the options of python -m meshlayout.launch."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -163,10 +163,9 @@ def estimate(
     state: TrainState[Any],
     mesh: Mesh,
     chip: Chip,
-    *,
-    accumulate: int = 1,
-    is_remat: bool = False,
-    hop_s: float = 1e-6,
+    accumulate: int,
+    is_remat: bool,  # noqa: FBT001
+    hop_s: float,
 ) -> Estimate:
     """Returns what a step costs for an abstract state in its layouts."""
     rows, leaves = batch_axes(mesh), jax.tree.leaves(state)

@@ -21,7 +21,6 @@ from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel import fsdp, tensor_parallel
 from meshlayout.planning import candidates as ways, chips
 from meshlayout.planning.compilation import Compilation, Outcome, compile_all, job_of
 from meshlayout.planning.estimate import StepTrace, estimate
@@ -100,31 +99,22 @@ def plan(
         >>> ranking.fits, ranking.best.source
         (True, 'estimated')
     """
-    where: dict[str, Any] = {"where": "plan", "error": MeshLayoutError}
-    deadline = math.inf
+    where: Any = {"where": "plan", "error": MeshLayoutError}
+    deadline = time.monotonic()
     if budget_s is not None:
-        budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
-        deadline = time.monotonic() + budget_s
+        deadline += _checks.number("budget_s", budget_s, at_least=0, **where)
     if workers is not None:
         workers = _checks.count("workers", workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
     is_single = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
     targets: list[Any] = [topology] if is_single else [*topology]
-    search = _Search(
-        build=build,
-        loss_fn=loss_fn,
-        batch=jax.tree.map(_abstract, batch),
-        optimizer=optimizer,
-        module=module,
-        options=step_options,
-        targets={x.name: x for x in map(_hardware, targets)},
-        deadline=deadline,
-        workers=workers or _num_workers(),
-        cache=Path(cache or Path.home() / ".cache" / "meshlayout" / "plan"),
-        hop_s=hop_s,
-        progress=progress,
-    )
+    slices = {x.name: x for x in map(_hardware, targets)}
+    folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
+    problem = build, loss_fn, jax.tree.map(_abstract, batch), optimizer, module
+    settings = (workers or _num_workers(), folder, hop_s, progress)
+    deadline = math.inf if budget_s is None else deadline
+    search = _Search(*problem, step_options, slices, deadline, *settings)
     return search.run(candidates)
 
 
@@ -166,10 +156,9 @@ class _Search:
     hop_s: float
     progress: bool
     notes: list[str] = field(default_factory=list)
-    # What is traced once for all meshes: steps, states and rules.
+    # What is traced once for all meshes.
     traces: dict[str, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
-    rules: dict[object, Any] = field(default_factory=dict)
 
     def run(self, candidates: ways.Candidates | None) -> Ranking:
         start, rows, changes = time.monotonic(), list[Row](), list[Row]()
@@ -202,27 +191,9 @@ class _Search:
         known = ways.meshes(target.devices, target.grid)
         if candidates is not None:
             yield from ways.given(candidates, known, target.name)
+        model = self.module or self.build, (self.batch,), self.loss_fn
         for mesh in known if candidates is None else ():
-            yield from ways.proposals(mesh, target.name, self._fsdp, self._tensor)
-
-    def _fsdp(self, mesh: Mesh) -> LayoutMap:
-        layouts: Any = fsdp(mesh)
-        if "tables" not in self.rules:
-            arguments: Any = self.module or self.build, (self.batch,)
-            with _checks.noted("while plan traces the candidate 'fsdp'"):
-                layouts = fsdp(mesh, *arguments, call=self.loss_fn)
-            self.rules["tables"] = layouts._options.default.function.tables
-        rule = layouts._options.default.function
-        return LayoutMap(mesh, default=replace(rule, tables=self.rules["tables"]))
-
-    def _tensor(self, mesh: Mesh) -> LayoutMap:
-        size = mesh.shape["model"]
-        if size not in self.rules:
-            arguments: Any = self.module or self.build, (self.batch,)
-            layouts = {**tensor_parallel(mesh, *arguments, call=self.loss_fn)}
-            layouts = {k: getattr(x, "layout", x) for k, x in layouts.items()}
-            self.rules[size] = {k: tuple(x.specs) for k, x in layouts.items()}
-        return LayoutMap(mesh, self.rules[size])
+            yield from ways.proposals(mesh, target.name, *model)
 
     def _estimates(self, row: Row) -> Iterator[Row]:
         """Yields a candidate as it is, and with what memory needs."""
@@ -258,8 +229,8 @@ class _Search:
             for leaf in jax.tree.leaves(self.batch)
             if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
         ]
-        row = replace(row, rows=rows, tokens=max(texts, default=0))
-        row = replace(row, memory_bytes=chip.memory_bytes)
+        known = {"rows": rows, "tokens": max(texts, default=0)}
+        row = replace(row, memory_bytes=chip.memory_bytes, **known)
         options = {"remat": "none", "accumulate": 1, **self.options, **row.step_options}
         trace, count = self._trace(options["remat"]), options["accumulate"]
         if row.error or trace is None:
@@ -272,9 +243,9 @@ class _Search:
             state = self._state(row)
         except MeshLayoutError as error:
             return replace(row, error=str(error).splitlines()[0])
-        settings: Any = {"accumulate": count, "hop_s": self.hop_s}
-        settings["is_remat"] = options["remat"] != "none"
-        cost = estimate(trace, state, row.mesh, chip, **settings)
+        is_remat = options["remat"] != "none"
+        settings = count, is_remat, self.hop_s
+        cost = estimate(trace, state, row.mesh, chip, *settings)
         row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
         return self._timed(row, cost.seconds, cost.seconds)
 
@@ -296,21 +267,24 @@ class _Search:
             device = next(iter(self.targets.values())).devices[0]
             one = LayoutMap(jax.sharding.Mesh(np.array([device]), ("batch",)))
             tx = ways.bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
-            described = TrainState.describe(self.build, tx, one, module=self.module)
-            self.states[is_bfloat16] = described
+            kinds = self.build, tx, one
+            self.states[is_bfloat16] = TrainState.describe(*kinds, module=self.module)
         return self.states[is_bfloat16]
 
     def _trace(self, remat: Remat) -> StepTrace | None:
         """Returns the traced step; None if there are no blocks to recompute."""
         if remat not in self.traces:
-            state, trace = self._described().abstract, None
+            self.traces[remat], state = None, self._described().abstract
             options = {**self.options, "remat": remat, "accumulate": 1}
-            is_ours = remat == "blocks" and "remat" not in self.options
-            if not is_ours or _block_paths(state.params):
+            if (
+                remat != "blocks"
+                or "remat" in self.options
+                or _block_paths(state.params)
+            ):
                 step = make_train_step(self.loss_fn, **options)
                 state = step._plan.update.prepared(state)
-                trace = StepTrace(step.trace(state, self.batch), state, self.batch)
-            self.traces[remat] = trace
+                traced = step.trace(state, self.batch)
+                self.traces[remat] = StepTrace(traced, state, self.batch)
         return self.traces[remat]
 
     def _state(self, row: Row) -> TrainState[Any]:
@@ -351,10 +325,9 @@ class _Search:
             for index in chosen:
                 row = rows[index]
                 options = {"layouts": row.activations, **self.options}
+                options |= row.step_options
                 try:
-                    step = make_train_step(
-                        self.loss_fn, **{**options, **row.step_options}
-                    )
+                    step = make_train_step(self.loss_fn, **options)
                     lowered = step.lower(self._state(row), self.batch)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -373,11 +346,9 @@ class _Search:
     def _measured(self, row: Row, outcome: Outcome) -> Row:
         """Returns a row with what the compiler said."""
         chip, seconds = self.targets[row.topology].chip, {**row.parts}
-        row = replace(row, source="compiled", compile_s=outcome.seconds)
-        row = replace(row, host_bytes=outcome.host_bytes, error=outcome.error)
-        peak = outcome.peak_bytes or row.peak_bytes
-        memory = outcome.memory_bytes or row.memory_bytes
-        row = replace(row, peak_bytes=peak, memory_bytes=memory)
+        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
+        row = replace(row, source="compiled", **facts)
         if outcome.error:
             return replace(row, step_s=math.nan, bound="", sent={}, parts={})
         communication = read_communication(outcome.text, row.mesh)
