@@ -92,22 +92,25 @@ def given(
     candidates: Candidates, known: Sequence[Mesh], topology: str
 ) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
+    devices = {*known[0].devices.flat}
     for name, value in candidates.items():
-        maps, problem = [value] if isinstance(value, LayoutMap) else [], None
+        maps: list[LayoutMap] = []
+        problem: MeshLayoutError | None = None
         code = (f"layouts = {name}  # your map",)
-        for mesh in known if not isinstance(value, LayoutMap) else ():
+        if isinstance(value, LayoutMap):
+            maps = [value] * ({*value.mesh.devices.flat} <= devices)
+        else:
             code = (f"layouts = {getattr(value, '__name__', name)}(mesh)",)
-            try:
-                maps.append(value(mesh))
-            except MeshLayoutError as error:  # it is for meshes with other axes
-                problem = error
+            for mesh in known:
+                try:
+                    maps.append(value(mesh))
+                except MeshLayoutError as error:  # it is for meshes with other axes
+                    problem = error
         if problem is not None and not maps:
             problem.add_note(f"while plan calls the candidate {name!r}")
             raise problem
-        devices = {*known[0].devices.flat}
         for layouts in maps:
-            if {*layouts.mesh.devices.flat} <= devices:
-                yield Row(name, topology, layouts.mesh, layouts, code)
+            yield Row(name, topology, layouts.mesh, layouts, code)
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -34,7 +34,6 @@ from meshlayout.step.interception import Remat, _block_paths
 
 
 _NUM_COMPILED, _MOST_COMPILED = 4, 12  # at the least and at the most, without a budget
-_ACCUMULATE = (2, 4, 8)  # tried where a candidate does not fit
 _HOST_BYTES = 4 * 2**30  # that a compilation may take, to say how many go at once
 
 
@@ -157,7 +156,7 @@ class _Search:
     progress: bool
     notes: list[str] = field(default_factory=list)
     # What is traced once for all meshes.
-    traces: dict[str, StepTrace | None] = field(default_factory=dict)
+    traces: dict[Any, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, candidates: ways.Candidates | None) -> Ranking:
@@ -196,30 +195,31 @@ class _Search:
             yield from ways.proposals(mesh, target.name, *model)
 
     def _estimates(self, row: Row) -> Iterator[Row]:
-        """Yields a candidate as it is, and with what memory needs."""
-        row = best = self._estimate(row)
+        """Yields a candidate as it is, recomputing, and with what memory needs."""
+        row = self._estimate(row)
         yield row
-        if row.error:
-            return
-        if "remat" not in self.options and self._trace("blocks") is not None:
-            best = self._estimate(row.with_options(remat="blocks"))
-            yield best
-        if row.fits or best.fits:
-            return
-        counts = self._counts(row, _ACCUMULATE)
-        for count in counts:
-            best = self._estimate(best.with_options(accumulate=count))
-            if best.fits:
-                break
-        yield from [best] * bool(counts)
-        if not best.fits and row.mesh.platform != "cpu":
-            yield self._estimate(best.offloaded())
+        is_tight = not row.fits
+        for less in self._shrunk(row, (2, 4, 8)) if not row.error else ():
+            row = self._estimate(less)
+            if [*row.step_options] == ["remat"] or (is_tight and row.fits):
+                yield row
+            is_tight = is_tight and not row.fits
+            if not is_tight:
+                return
 
-    def _counts(self, row: Row, counts: Sequence[int]) -> list[int]:
-        """Returns into how many microbatches the batch can be divided."""
-        shards = row.mesh.axis_size(batch_axes(row.mesh))
-        rows, is_free = num_examples(self.batch), "accumulate" not in self.options
-        return [n for n in counts if is_free and rows % (shards * n) == 0]
+    def _shrunk(self, row: Row, counts: Sequence[int]) -> Iterator[Row]:
+        """Yields a candidate with options that take less and less memory."""
+        given = {**self.options, **row.step_options}
+        if "remat" not in given and self._trace("blocks") is not None:
+            row = row.with_options(remat="blocks")
+            yield row
+        rows = num_examples(self.batch) // row.mesh.axis_size(batch_axes(row.mesh))
+        for count in counts if "accumulate" not in self.options else ():
+            if count > given.get("accumulate", 1) and rows % count == 0:
+                row = row.with_options(accumulate=count)
+                yield row
+        if row.mesh.platform != "cpu":
+            yield row.offloaded()
 
     def _estimate(self, row: Row) -> Row:
         """Returns a row with its estimate, or why it cannot be estimated."""
@@ -243,8 +243,7 @@ class _Search:
             state = self._state(row)
         except MeshLayoutError as error:
             return replace(row, error=str(error).splitlines()[0])
-        is_remat = options["remat"] != "none"
-        settings = count, is_remat, self.hop_s
+        settings = count, options["remat"] != "none", self.hop_s
         cost = estimate(trace, state, row.mesh, chip, *settings)
         row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
         return self._timed(row, cost.seconds, cost.seconds)
@@ -267,8 +266,8 @@ class _Search:
             device = next(iter(self.targets.values())).devices[0]
             one = LayoutMap(jax.sharding.Mesh(np.array([device]), ("batch",)))
             tx = ways.bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
-            kinds = self.build, tx, one
-            self.states[is_bfloat16] = TrainState.describe(*kinds, module=self.module)
+            described = TrainState.describe(self.build, tx, one, module=self.module)
+            self.states[is_bfloat16] = described
         return self.states[is_bfloat16]
 
     def _trace(self, remat: Remat) -> StepTrace | None:
@@ -276,11 +275,8 @@ class _Search:
         if remat not in self.traces:
             self.traces[remat], state = None, self._described().abstract
             options = {**self.options, "remat": remat, "accumulate": 1}
-            if (
-                remat != "blocks"
-                or "remat" in self.options
-                or _block_paths(state.params)
-            ):
+            is_given = remat != "blocks" or "remat" in self.options
+            if is_given or _block_paths(state.params):
                 step = make_train_step(self.loss_fn, **options)
                 state = step._plan.update.prepared(state)
                 traced = step.trace(state, self.batch)
@@ -386,19 +382,15 @@ class _Search:
 
     def _changed(self, base: Row) -> Iterator[Row]:
         """Yields larger and larger changes of a candidate."""
-        given = {**self.options, **base.step_options}
-        if "remat" not in given and self._trace("blocks"):
-            base = base.with_options(remat="blocks")
-            yield base
-        for count in self._counts(base, (2, 4, 8, 16, 32)):
-            if count > given.get("accumulate", 1):
-                base = base.with_options(accumulate=count)
+        for row in self._shrunk(base, (2, 4, 8, 16, 32)):
+            base = row if row.layouts is base.layouts else base
+            yield row
+        options = dict(base.step_options)
+        for row in self._proposals(self.targets[base.topology]):
+            if row.name == "fsdp" != base.name:
+                base = row.with_options(**options)
                 yield base
-        target, options = self.targets[base.topology], base.step_options
-        wider = [x for x in self._proposals(target) if x.name == "fsdp"]
-        if "fsdp" not in base.name and wider:
-            base = wider[0].with_options(**options)
-            yield base
+                break
         base = base.in_bfloat16()
         yield base
         if base.mesh.platform != "cpu":
