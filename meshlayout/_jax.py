@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax._src import (
     clusters,
+    compilation_cache,
     compiler,
     core as jax_core,
     distributed,
@@ -31,7 +32,12 @@ from jax._src import (
 from jax._src.interpreters import batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax._src.lib import xla_client
-from jax.experimental import mesh_utils, multihost_utils, topologies
+from jax.experimental import (
+    mesh_utils,
+    multihost_utils,
+    serialize_executable,
+    topologies,
+)
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
@@ -574,3 +580,22 @@ def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
         program = compile_(devices[0].client, *arguments, options, [])
     text = "\n\n".join(part.to_string() for part in program.hlo_modules())
     return text, program.get_compiled_memory_stats()
+
+
+def save_executable(lowered: jax.stages.Lowered, platform: str) -> bytes:
+    """Compiles a program, and returns it as bytes; tests/test_planning.py loads them.
+
+    XLA cannot save a CPU program that JAX's cache had: this one is compiled anew.
+    """
+    if platform != "cpu":
+        return serialize_executable.serialize(lowered.compile())[0]
+    is_enabled = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
+        compilation_cache.reset_cache()  # which looks at the setting once
+        # With an option, if by its default, it is no program that JAX remembers.
+        compiled = lowered.compile({"xla_dump_hlo_as_text": False})
+    finally:
+        jax.config.update("jax_enable_compilation_cache", is_enabled)
+        compilation_cache.reset_cache()
+    return serialize_executable.serialize(compiled)[0]

@@ -14,6 +14,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout.planning import checkup, chips, command_line
+from tests.processes import run_processes
 
 
 BATCH = {"x": np.ones((8, 4), "float32"), "y": np.zeros((8, 2), "float32")}
@@ -30,6 +31,115 @@ def squares(model, batch):
 def new_state(**axes):
     mesh = ml.create_mesh(axes or {"batch": 8})
     return ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(mesh))
+
+
+# Executables in files.
+
+
+def steps_of(folder, load):
+    """Runs three kinds of steps twice, and returns what they measure, and compile.
+
+    Their programs are loaded from files, or saved there after the first call.
+    """
+    compiled, results = [], []
+
+    def noted(event, _, **facts):
+        if "backend_compile" in event:
+            compiled.append(str(facts))
+
+    @ml.compile_step
+    def add(state, batch):
+        error = (batch["x"] @ state["w"] - batch["y"]).mean()
+        return {"w": state["w"] + error}, {"loss": error}
+
+    def evaluate(state, batch):
+        return state, evaluation(state, batch)
+
+    evaluation, train = ml.make_eval_step(squares), ml.make_train_step(squares)
+    mesh = ml.create_mesh()
+    plain = {"w": ml.relayout(np.ones((4, 2), "float32"), mesh.layout(None, None))}
+    on_mesh = ml.relayout(BATCH, mesh.layout("batch", ...))
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    for step, owner, state, batch in [
+        (add, add, plain, on_mesh),
+        (evaluate, evaluation, new_state(), BATCH),
+        (train, train, new_state(), BATCH),
+    ]:
+        path = f"{folder}/{owner.__name__}"
+        if load:
+            owner.load_compiled(path)
+        for index in range(2):
+            old, (state, metrics) = state, step(state, batch)
+            results.append(float(metrics["loss"]))
+            assert jax.tree.leaves(old)[0].is_deleted() == (step is not evaluate)
+            if not (load or index):
+                owner.save_compiled(path)
+    names = ("add", "train_step", "eval_step")
+    return results, [x for x in compiled if any(name in x for name in names)]
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_another_process_runs_saved_steps_without_compiling(tmp_path, count):
+    options = {"devices_per_process": 8 // count, "initialize": count > 1}
+    if count == 1:
+        saved = [steps_of(str(tmp_path), False)]
+    else:
+        saved = run_processes(count, steps_of, str(tmp_path), False, **options)
+    loaded = run_processes(count, steps_of, str(tmp_path), True, **options)
+    for (expected, compiled), (results, compiled_again) in zip(
+        saved, loaded, strict=True
+    ):
+        assert compiled != []
+        assert compiled_again == []
+        assert results == expected
+
+
+def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
+    @ml.compile_step
+    def step(state, x):
+        return {"w": state["w"] + x.sum()}, None
+
+    path = tmp_path / "step.bin"
+    state, _ = step({"w": jax.numpy.zeros(2)}, jax.numpy.ones(3))
+    step.save_compiled(path)
+    step.load_compiled(path)
+    state, _ = step(state, jax.numpy.ones(3))
+    with pytest.warns(ml.errors.RecompileWarning, match="changed from f32"):
+        state, _ = step(state, jax.numpy.ones(4))
+    assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
+
+
+def test_another_program_is_an_error_that_says_what_differs(tmp_path):
+    path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
+    with pytest.raises(ml.errors.StepError, match="the step was not called"):
+        step.save_compiled(path)
+    step(new_state(), BATCH)
+    step.save_compiled(path)
+    double = ml.make_train_step(lambda model, batch: 2 * squares(model, batch))
+    devices = ml.create_mesh({"batch": 4}, devices=jax.devices()[4:])
+    elsewhere = ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(devices))
+    for other, given, words in [
+        (double, state, "stablehlo.constant"),
+        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]"),
+    ]:
+        other.load_compiled(path)
+        with pytest.raises(ml.errors.StepError) as caught:
+            other(given, BATCH)
+        assert "another program than this step's (- saved, + now): " in str(
+            caught.value
+        )
+        assert words in str(caught.value)
+        assert not given.step.is_deleted()
+    header, rest = path.read_bytes().split(b"\n", 1)
+    for fact, value in {"jax": "0.1.0", "devices of the kind": "TPU v9"}.items():
+        changed = json.dumps({**json.loads(header), fact: value}).encode()
+        path.write_bytes(changed + b"\n" + rest)
+        with pytest.raises(ml.errors.StepError, match=f"for {fact} {value}, and here"):
+            step.load_compiled(path)
+    for content in (b"", b"{}\n", header, header + b"\n" + rest[:-9]):
+        path.write_bytes(content)
+        with pytest.raises(ml.errors.StepError, match="or it is damaged"):
+            step.load_compiled(path)
 
 
 # Programs for devices that are not here.
@@ -87,8 +197,6 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports(is_abstract):
     assert program.communication["all_reduce"] == 1
     assert program.cost.flops == step.cost(state, batch).flops
     assert program.memory.parameter_bytes == 40
-    assert program.schedule().total_s > 0
-    assert program.schedule(hop_s=1e-3).total_s > 1e-3
     assert "all_reduce" in str(program)
 
 
@@ -97,15 +205,13 @@ def test_a_step_is_compiled_for_a_mesh_that_is_here():
     mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
     program = step.compile_for(mesh, new_state(), BATCH)
     assert program.mesh == mesh
-    with pytest.raises(ml.errors.MeshError, match="the compiler for CPU estimates no"):
-        program.schedule()
+    assert program.communication["all_reduce"] == 1
 
 
 # The doctor.
 
 
 WELL = checkup.Machine(
-    python="3.11.7",
     versions={"jax": "0.10.2", "jaxlib": "0.10.2"},
     environment={},
     platform="cpu",

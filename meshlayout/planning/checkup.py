@@ -1,7 +1,6 @@
 """`doctor`: what this machine has, and what is set wrong, with the sentence to mend it.
 
-What is seen here and what follows from it are apart: `wrong_of` and `advice_of` are
-pure functions.
+What is seen and what follows from it are apart: `wrong_of` and `advice_of` are pure.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,17 @@ _EXTRAS = {
     "tpu": ("libtpu",),
     "cuda": ("jax_plugins.xla_cuda12",),
 }
-_GPU_PLUGINS = {*_EXTRAS["cuda"], "jax_plugins.xla_cuda13"}
-_PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
-_PACKAGES = ("meshlayout", "jax", "jaxlib", "libtpu", "flax", "optax", *_PLUGINS)
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
-_DIRECT = ("no_proxy", "no_grpc_proxy")
-_JAX = ("JAX_PLATFORMS", "JAX_COORDINATOR_ADDRESS", "CUDA_VISIBLE_DEVICES", "NPROC")
+_PLUGINS = {"tpu": _EXTRAS["tpu"], "gpu": (*_EXTRAS["cuda"], "jax_plugins.xla_cuda13")}
+_WHEELS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
+_PACKAGES = ("meshlayout", "jax", "jaxlib", "libtpu", "flax", "optax", *_WHEELS)
 
 
 @dataclass(frozen=True)
 class Machine:
     """What is seen of this machine and this process."""
 
-    python: str
     versions: Mapping[str, str]  # of the packages that are installed
-    environment: Mapping[str, str]  # the variables that matter, and are set
+    environment: Mapping[str, str] = field(repr=False)
     platform: str  # that JAX uses
     devices: Sequence[str]  # the kind of each local device
     failure: str = ""  # what JAX said instead of giving devices
@@ -60,7 +55,7 @@ class Machine:
     asked_devices: int = 0  # virtual CPU devices, by JAX's settings
     cache: str = ""  # the directory of JAX's compilation cache
     importable: Sequence[str] = ()  # modules of extras
-    data_directory: str = ""  # TFDS's
+    data_directory: str = ""  # of TensorFlow Datasets
     cores: int = 1
 
 
@@ -82,28 +77,27 @@ class Checkup:
         return f"ml.create_mesh({sizes})" if machine.devices else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values that JSON can hold."""
-        return {**asdict(self), "mesh": self.mesh}
+        """Returns values that JSON can hold, without the environment variables."""
+        facts = asdict(self)
+        del facts["machine"]["environment"]  # an address of a proxy may have a password
+        return {**facts, "mesh": self.mesh}
 
     def __repr__(self) -> str:
-        return _render.text_table(["", "here"], self._rows(), notes=self._notes())
+        return _render.text_table(**self._table())
 
     def _repr_html_(self) -> str:
-        return _render.html_table(["", "here"], self._rows(), notes=self._notes())
+        return _render.html_table(**self._table())
 
-    def _rows(self) -> list[list[str]]:
+    def _table(self) -> dict[str, Any]:
         machine, kinds = self.machine, Counter(self.machine.devices)
         devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        memory = _render.bytes_text(machine.memory_bytes)
-        rows = [["Python", machine.python], *map(list, machine.versions.items())]
-        rows += [["devices", f"{devices} ({machine.platform})" if kinds else "none"]]
-        rows += [["memory", memory], ["processes", str(machine.num_processes)]]
-        return [*rows, ["mesh", self.mesh]]
-
-    def _notes(self) -> list[str]:
-        wrong = [f"wrong: {sentence}" for sentence in self.wrong]
-        advice = [f"advice: {sentence}" for sentence in self.advice]
-        return [*(wrong or ["Nothing is wrong."]), *advice]
+        devices = f"{devices} ({machine.platform})" if kinds else "none"
+        size = _render.bytes_text(machine.memory_bytes)
+        rows = [*machine.versions.items(), ("devices", devices), ("memory", size)]
+        rows += [("processes", str(machine.num_processes)), ("mesh", self.mesh)]
+        wrong = [f"wrong: {x}" for x in self.wrong] or ["Nothing is wrong."]
+        notes = [*wrong, *(f"advice: {x}" for x in self.advice)]
+        return {"headers": ["", "here"], "rows": rows, "notes": notes}
 
 
 @_checks.user_call
@@ -133,28 +127,8 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
 
 def wrong_of(machine: Machine, needs: Sequence[str] = ()) -> Iterator[str]:
     """Yields what is wrong with a machine, and how to mend it."""
-    yield from _of_versions(machine)
-    yield from _of_devices(machine)
-    yield from _of_network(machine)
-    for extra in needs:
-        for module in {*_EXTRAS[extra]} - {*machine.importable}:
-            yield f"{module} is not installed: pip install 'meshlayout[{extra}]'."
-
-
-def advice_of(machine: Machine) -> Iterator[str]:
-    """Yields what could be better on a machine."""
-    threads, cores = machine.environment.get("NPROC", ""), machine.cores
-    if len(machine.devices) == 1 and threads.isdecimal() and int(threads) > cores:
-        yield f"NPROC={threads} on {cores} cores makes small products slow: unset it."
-    if not machine.cache:
-        yield "JAX's compilation cache is off: set JAX_COMPILATION_CACHE_DIR."
-    if not machine.data_directory:
-        yield "there is no directory of TensorFlow Datasets: set TFDS_DATA_DIR."
-
-
-def _of_versions(machine: Machine) -> Iterator[str]:
     versions, current = machine.versions, machine.versions.get("jax", "")
-    for name in ("jaxlib", *_PLUGINS):
+    for name in ("jaxlib", *_WHEELS):
         other = versions.get(name, current)
         is_minor = _numbers(other)[:2] == _numbers(current)[:2]
         if not is_minor or _numbers(other) > _numbers(current):
@@ -165,29 +139,40 @@ def _of_versions(machine: Machine) -> Iterator[str]:
     if libtpu and pin != _numbers(libtpu)[: len(pin)]:
         fact = f"jax {current} is made for libtpu {machine.libtpu_pin}, not {libtpu}"
         yield f"{fact}: pip install 'jax[tpu]=={current}'."
-
-
-def _of_devices(machine: Machine) -> Iterator[str]:
-    environment, version = machine.environment, machine.versions.get("jax", "")
-    setting = environment.get("JAX_PLATFORMS", "")
+    setting = machine.environment.get("JAX_PLATFORMS", "")
     if machine.failure:
         fix = "Restart the process, and look at what JAX logs"
         if setting:
             fix = f"JAX_PLATFORMS={setting} asks for them: unset it, or install them"
         yield f"JAX starts no devices ({machine.failure.rstrip('.')}). {fix}."
-    if machine.platform != "cpu":
-        return
+    if machine.platform == "cpu":
+        yield from _of_cpu_devices(machine, setting, current)
+    address = split_address(machine.environment.get("JAX_COORDINATOR_ADDRESS"))
+    names = [name for name in machine.environment if name.lower().endswith("_proxy")]
+    values = {name: machine.environment[name] for name in sorted(names, reverse=True)}
+    direct = [
+        values.pop(name, "") for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+    ]
+    proxy = next((name for name in values if values[name]), "")
+    if address and proxy and address[0] not in re.split(r"[\s,]+", ",".join(direct)):
+        text = f"{proxy} is a proxy before the coordinator: add {address[0]} to "
+        yield f"{text}no_proxy, or start with ml.initialize(), which does."
+    for extra in needs:
+        for module in sorted({*_EXTRAS[extra]}.difference(machine.importable)):
+            yield f"{module} is not installed: pip install 'meshlayout[{extra}]'."
+
+
+def _of_cpu_devices(machine: Machine, setting: str, version: str) -> Iterator[str]:
+    environment = machine.environment
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     for kind in machine.hardware:
-        plugins, extra = _GPU_PLUGINS, "cuda12"
-        if kind == "tpu":
-            plugins, extra = {"libtpu"}, "tpu"
-        hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
         if setting:
             fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
-        elif plugins.isdisjoint(machine.importable):
-            fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
         elif kind == "gpu" and hidden:
             fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
+        elif {*_PLUGINS[kind]}.isdisjoint(machine.importable):
+            extra = {"tpu": "tpu", "gpu": "cuda12"}[kind]
+            fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
         else:
             fix = "another process may hold it: end that, or look at what JAX logs"
         yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
@@ -203,14 +188,15 @@ def _of_devices(machine: Machine) -> Iterator[str]:
         yield f"{text}NPROC={2 * count} before JAX starts, or call ml.virtual_devices."
 
 
-def _of_network(machine: Machine) -> Iterator[str]:
-    environment = machine.environment
-    address = split_address(environment.get("JAX_COORDINATOR_ADDRESS"))
-    proxies = [name for name in _PROXIES if environment.get(name)]
-    direct = ",".join(environment.get(x, "") for x in _DIRECT)
-    if address and proxies and address[0] not in re.split(r"[\s,]+", direct):
-        text = f"{proxies[0]} is a proxy before the coordinator: add {address[0]} to "
-        yield f"{text}no_proxy, or start with ml.initialize(), which does."
+def advice_of(machine: Machine) -> Iterator[str]:
+    """Yields what could be better on a machine."""
+    threads, cores = machine.environment.get("NPROC", ""), machine.cores
+    if len(machine.devices) == 1 and threads.isdecimal() and int(threads) > cores:
+        yield f"NPROC={threads} on {cores} cores makes small products slow: unset it."
+    if not machine.cache:
+        yield "JAX's compilation cache is off: set JAX_COMPILATION_CACHE_DIR."
+    if not machine.data_directory:
+        yield "there is no directory of TensorFlow Datasets: set TFDS_DATA_DIR."
 
 
 def _numbers(version: str) -> list[int]:
@@ -223,7 +209,7 @@ def _machine_here() -> Machine:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
         failure = next(iter(str(error).splitlines()), "no platform that was asked for")
-    versions: dict[str, str] = {}
+    versions = {"Python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -236,12 +222,10 @@ def _machine_here() -> Machine:
     if devices and devices[0].platform != "cpu":
         memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
     is_cached = jax.config.jax_enable_compilation_cache
-    variables = (*_JAX, *_PROXIES, *_DIRECT)
-    modules = _GPU_PLUGINS.union(*_EXTRAS.values())
+    modules = {x for names in (_EXTRAS | _PLUGINS).values() for x in names}
     return Machine(
-        python=platform.python_version(),
         versions=versions,
-        environment={x: os.environ[x] for x in variables if x in os.environ},
+        environment=dict(os.environ),
         platform=devices[0].platform if devices else "",
         devices=[device.device_kind for device in devices],
         failure=failure,

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import math
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,10 @@ from meshlayout.planning.checkup import doctor
 from meshlayout.planning.search import plan
 
 
-_EPILOG = (
-    "launch takes --json first, and then the options of python -m meshlayout.launch."
-)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns its exit status, 1 where something is wrong."""
-    parser = argparse.ArgumentParser(prog="meshlayout", epilog=_EPILOG)
+    epilog = "launch takes --json, then the options of python -m meshlayout.launch."
+    parser = argparse.ArgumentParser(prog="meshlayout", epilog=epilog)
     parsers = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[..., Any], text: str) -> Any:
@@ -49,21 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MeshLayoutError as error:
         sys.stderr.write(f"meshlayout {options.command}: {error}\n")
         return 1
-    text = json.dumps(_plain(facts), indent=2) if options.json else text
+    if options.json:  # which has neither infinity nor NaN
+        text = json.dumps(facts, default=str)
+        facts = json.loads(text, parse_constant=lambda _: None)
+        text = json.dumps(facts, indent=2)
     sys.stdout.write(f"{text}\n")
     return status
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value that JSON can hold: it has neither infinity nor NaN."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    plain = isinstance(value, (str, int, float, bool, type(None)))
-    return value if plain else str(value)
 
 
 def _plan(options: argparse.Namespace) -> tuple[int, object, Mapping[str, Any]]:

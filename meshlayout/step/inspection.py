@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,12 @@ from jax.sharding import Sharding
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf
+from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
 
 
 if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
-    from meshlayout.mesh import Mesh
-    from meshlayout.planning import CompiledProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,18 +150,16 @@ class StepInspection:
             code_bytes=analysis.generated_code_size_in_bytes,
         )
 
-    def compile_for(
-        self, target: "str | Mesh | jax.sharding.Mesh", *args: Any, **kwargs: Any
-    ) -> "CompiledProgram":
-        """Compiles the step for a slice that is not here; `planning.compile_for`."""
-        return meshlayout.planning.compile_for(self, target, *args, **kwargs)
+    def compile_for(self, target: str | Mesh | jax.sharding.Mesh, *args: Any) -> Any:
+        """Compiles for devices that need not be here: `planning.compile_for`."""
+        return meshlayout.planning.compile_for(self, target, *args)
 
-    def save_compiled(self, path: str, *args: Any) -> None:
-        """Saves the executable of the last call; see `planning.save_compiled`."""
-        meshlayout.planning.save_compiled(self, path, *args)
+    def save_compiled(self, path: str | os.PathLike[str]) -> None:
+        """Saves the program compiled last in a file: `planning.save_compiled`."""
+        meshlayout.planning.save_compiled(self, path)
 
-    def load_compiled(self, path: str) -> None:
-        """Takes the first program from a file; see `planning.load_compiled`."""
+    def load_compiled(self, path: str | os.PathLike[str]) -> None:
+        """Takes the first program from a file: `planning.load_compiled`."""
         meshlayout.planning.load_compiled(self, path)
 
 

@@ -72,8 +72,7 @@ class StateStep(StepInspection):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
-        fresh: dict[str, Any] = {"_compiled": {}, "_empty": {}, "_last": None}
-        return {**vars(self), **fresh, "executable": None}
+        return {**vars(self), "_compiled": {}, "_empty": {}, "_last": None}
 
     def without_layouts(self) -> Self:
         """Returns the same step for states on any mesh, which follows no layout map."""
