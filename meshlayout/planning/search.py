@@ -86,15 +86,13 @@ def plan(
     Example:
         >>> import jax, optax, meshlayout as ml
         >>> from flax import nnx
-        >>> ranking = ml.plan(
-        ...     lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
-        ...     lambda model, x: model(x) ** 2,
-        ...     jax.ShapeDtypeStruct((16, 8), "float32"),
-        ...     optimizer=optax.sgd(0.1),
-        ...     topology=ml.create_mesh(),
-        ...     budget_s=0,
-        ...     progress=False,
-        ... )
+        >>> def build():
+        ...     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        >>> def loss_fn(model, x):
+        ...     return model(x) ** 2
+        >>> x, sgd = jax.ShapeDtypeStruct((16, 8), "float32"), optax.sgd(0.1)
+        >>> options = {"topology": ml.create_mesh(), "budget_s": 0, "progress": False}
+        >>> ranking = ml.plan(build, loss_fn, x, optimizer=sgd, **options)
         >>> ranking.fits, ranking.best.source
         (True, 'estimated')
     """
@@ -313,8 +311,9 @@ class _Search:
             if math.isinf(self.deadline) and number >= _NUM_COMPILED:
                 known = [x for x in rows if x.fits and x.source != "estimated"]
                 best = min(map(_cost, known), default=math.inf)
-                # Programs are hardly faster than their estimates.
-                if number >= _MOST_COMPILED or best <= _cost(rows[index]):
+                # Programs are hardly faster, or smaller, than their estimates.
+                is_worse = best <= _cost(rows[index]) or not rows[index].fits
+                if number >= _MOST_COMPILED or is_worse:
                     return
             yield index
 
