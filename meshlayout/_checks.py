@@ -17,6 +17,7 @@ import numbers
 import operator
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -66,7 +67,9 @@ def shown(value: Any) -> str:
 
 def type_text(value: object) -> str:
     """Returns the name of a value's type with its article, as `"an int"`."""
-    name = type(value).__name__
+    name, home = type(value).__name__, type(value).__module__
+    if name in sys.modules["meshlayout"].__all__ and not home.startswith("meshlayout"):
+        name = f"{home}.{name}"  # Flax has a TrainState, too
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -284,6 +287,10 @@ _REFLEXES = {
     "summary": "print(state) is the summary.",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
+    "history": "It has the values itself, as history['loss'].",
+    "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
+    "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
+    "class_weight": "Weights go into the data: 'weight': class_weights[y].",
 }
 
 
@@ -326,9 +333,9 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = "" if takes_any else " No such option exists."
-            if hint := did_you_mean(name, known) or hint:
-                raise MeshLayoutError(f"{where} got {name}=.{hint}") from None
+            hint = _REFLEXES.get(name) or did_you_mean(name, known).strip()
+            if hint := hint or ("" if takes_any else "No such option exists."):
+                raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:
             raise MeshLayoutError(f"{where}: {problem}. {_REFLEXES[where]}") from None
 
@@ -339,9 +346,12 @@ class WithReflexes:
     if not TYPE_CHECKING:  # to which every misspelled name would be right
 
         def __getattr__(self, name: str) -> Any:
-            if name not in _REFLEXES:
+            hint, plain = _REFLEXES.get(name), name.removeprefix("experimental_")
+            if plain != name and hasattr(type(self), plain):
+                hint = f"Write {plain}."
+            if hint is None:
                 return object.__getattribute__(self, name)  # raises Python's own error
-            msg = f"{type(self).__name__} has no {name!r}. {_REFLEXES[name]}"
+            msg = f"{type(self).__name__} has no {name!r}. {hint}"
             raise AttributeError(msg, name=name, obj=self)
 
 

@@ -91,8 +91,7 @@ def _highest(scores: jax.Array) -> jax.Array:
     """Returns the class with the highest score; -1 where a score is NaN.
 
     In blocks of classes, which stay on their shards: compilers for TPUs gather the
-    logits of a plain argmax. Comparing all scores with
-    the highest takes the memory of another copy of them.
+    logits of a plain argmax, and comparing all with the highest copies them.
     """
     num_classes = scores.shape[-1]
     num_blocks = math.gcd(num_classes, 2 ** (math.isqrt(num_classes).bit_length() - 1))
@@ -276,9 +275,8 @@ class _ClassShare(_PairMetric):
 class Precision(_ClassShare):
     """The fraction of positive predictions that are correct.
 
-    By default there are two classes, and one score of the labels' shape: a score above
-    the threshold predicts 1, and labels above 0 are positive. With `num_classes`,
-    predictions and labels are as for `ConfusionMatrix`.
+    By default a score of the labels' shape above the threshold predicts 1, and labels
+    above 0 are positive. With `num_classes`, both are as for `ConfusionMatrix`.
 
     A division by 0 gives 0; a class that occurs neither among labels nor among
     predictions has the value NaN, and does not count in the mean over classes. For
